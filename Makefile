@@ -1,0 +1,30 @@
+# Everything a person does with a fresh clone. Each target sets up what it needs and says what it runs.
+VENV ?= .venv
+PYTHON ?= python3.11
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.flowrt-installed
+
+.PHONY: run test check bench venv clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+run: $(STAMP)
+	$(BIN)/flowrt run $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	scripts/check
+
+bench: $(STAMP)
+	$(BIN)/python bench/main_job.py --quick --json bench/results/main_job_quick.json
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,7 @@
+"""flowrt: an asynchronous streaming runtime for the RL post-training of language models.
+
+Importing this package loads no torch; each floor below imports what it needs.
+"""
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]

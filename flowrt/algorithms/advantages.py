@@ -1,0 +1,109 @@
+"""Advantages of rollouts relative to the other rollouts of their group.
+
+Every function centres within the group first, so a group whose rewards are all equal gets exactly 0 whatever
+the scale.
+
+Shapes: N = samples, G = groups (in the order of their ids).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scale = Literal["group_std", "none", "batch_std"]
+
+
+def group_advantages(
+    rewards_N: Tensor, groups_N: Tensor, *, scale: Scale = "group_std", eps: float = 1e-6
+) -> Tensor:
+    """Reward minus the mean reward of its group, divided by a standard deviation plus `eps`.
+
+    `groups_N` holds any integer ids; groups may be interleaved and of different sizes.
+
+    - "group_std": std of the sample's group. GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    - "none": no division. Dr. GRPO (arXiv 2503.20783, section 3.2).
+    - "batch_std": std of all N rewards. Lite-PPO (arXiv 2508.08221). N must be the whole step: rewards of one
+      micro-batch would make the advantage depend on how the step was cut.
+
+    The std divides by n - 1 (`torch.std`'s default). The papers leave the choice open; the widely used
+    trainers take this one, and their published learning rates assume it.
+
+    A sample alone in its group has nothing to be compared with: 0 under "none" and "batch_std".
+
+    Returns advantages_N in the dtype of the rewards, float32 at least. Raises ValueError for a group of one
+    under "group_std", a batch of fewer than two under "batch_std", rewards that aren't finite, and shapes
+    that differ.
+    """
+    grouped = _centre(rewards_N, groups_N)
+    if scale == "none":
+        return grouped.centred_N
+    if scale == "group_std":
+        grouped.require_pairs('scale="none"')
+        squares_G = grouped.sum_G(grouped.centred_N.square())
+        std_G = (squares_G / (grouped.sizes_G - 1)).sqrt()
+        return grouped.centred_N / (std_G[grouped.index_N] + eps)
+    if scale == "batch_std":
+        if rewards_N.numel() < 2:
+            raise ValueError(
+                f"the batch holds {rewards_N.numel()} rewards, so its std is undefined; add samples or use "
+                'scale="none"'
+            )
+        return grouped.centred_N / (rewards_N.to(grouped.centred_N.dtype).std() + eps)
+    raise ValueError(f'scale is {scale!r}; use "group_std", "none" or "batch_std"')
+
+
+def leave_one_out_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Reward minus the mean reward of the *other* samples of its group. RLOO (arXiv 2402.14740).
+
+    Equal to n / (n - 1) times the centred reward, which is how it is computed. Returns advantages_N like
+    `group_advantages`. Raises ValueError for a group of one, rewards that aren't finite, and shapes that
+    differ.
+    """
+    grouped = _centre(rewards_N, groups_N)
+    grouped.require_pairs('group_advantages(scale="none")')
+    sizes_N = grouped.sizes_G[grouped.index_N]
+    return grouped.centred_N * (sizes_N / (sizes_N - 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grouped:
+    ids_G: Tensor
+    index_N: Tensor
+    sizes_G: Tensor
+    centred_N: Tensor
+
+    def sum_G(self, values_N: Tensor) -> Tensor:
+        return torch.zeros_like(self.sizes_G).index_add_(0, self.index_N, values_N)
+
+    def require_pairs(self, alternative: str) -> None:
+        alone_G = self.ids_G[self.sizes_G == 1]
+        if alone_G.numel():
+            raise ValueError(
+                f"group {alone_G[0].item()} has 1 sample, so it has no spread to compare with "
+                f"({alone_G.numel()} such groups); raise the group size or use {alternative}"
+            )
+
+
+def _centre(rewards_N: Tensor, groups_N: Tensor) -> _Grouped:
+    if rewards_N.dim() != 1 or rewards_N.shape != groups_N.shape:
+        raise ValueError(
+            f"rewards_N {list(rewards_N.shape)} and groups_N {list(groups_N.shape)} must be 1-D and equally "
+            "long; give one reward and one group id per sample"
+        )
+    values_N = rewards_N.detach().to(torch.promote_types(rewards_N.dtype, torch.float32))
+    if not bool(values_N.isfinite().all()):
+        bad = int((~values_N.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"the reward of sample {bad} is {values_N[bad].item()}; drop the sample or fix its reward"
+        )
+    ids_G, index_N, counts_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
+    sizes_G = counts_G.to(values_N.dtype)
+    # Measured from the group's lowest reward, equal rewards are exact zeros before anything is summed. The
+    # mean of seven 0.1 is not 0.1 in binary, and dividing that residue by a std just as small would make it
+    # an advantage.
+    lowest_G = values_N.new_zeros(len(ids_G)).scatter_reduce(0, index_N, values_N, "amin", include_self=False)
+    above_N = values_N - lowest_G[index_N]
+    mean_G = torch.zeros_like(sizes_G).index_add_(0, index_N, above_N) / sizes_G
+    return _Grouped(ids_G, index_N, sizes_G, above_N - mean_G[index_N])

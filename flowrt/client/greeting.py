@@ -1,0 +1,57 @@
+"""How a worker gets in: hello, welcome."""
+
+import asyncio
+import os
+import socket
+
+from flowrt.client.session import Session
+from flowrt.errors import FlowError, LocalProtocolError, WaitExpired
+from flowrt.wire import messages as m
+from flowrt.wire.link import ClientLink
+
+
+async def connect(address: str, worker: str, role: str, deadline_s: float) -> Session:
+    """Greet the controller at ``tcp://HOST:PORT`` and wait to be let in.
+
+    Raises WaitExpired when nobody answers within ``deadline_s`` seconds, LocalProtocolError when refused.
+    """
+    loop = asyncio.get_running_loop()
+    welcome: asyncio.Future[m.Welcome] = loop.create_future()
+    session: Session | None = None
+    early: list[m.Message] = []
+
+    def receive(message: m.Message) -> None:
+        if session is not None:
+            session.receive(message)
+        elif welcome.done():
+            early.append(message)
+        elif isinstance(message, m.Welcome):
+            welcome.set_result(message)
+        elif isinstance(message, m.Refused | m.Stop):
+            welcome.set_exception(LocalProtocolError(f"controller {address} refused {worker}: {message.reason}"))
+
+    def failed(error: FlowError) -> None:
+        if session is not None:
+            session.end(error)
+        elif not welcome.done():
+            welcome.set_exception(error)
+
+    link = ClientLink(receive, failed)
+    try:
+        link.connect(address)
+        link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid()))
+        async with asyncio.timeout(deadline_s):
+            answer = await welcome
+    except TimeoutError:
+        link.close()
+        raise WaitExpired(
+            f"{worker} waited {deadline_s:.0f} s for a controller at {address} and nobody answered; "
+            "is it running, and is the address right?"
+        ) from None
+    except BaseException:
+        link.close()
+        raise
+    session = Session(worker, address, link, answer)
+    for message in early:
+        session.receive(message)
+    return session

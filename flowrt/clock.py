@@ -1,0 +1,32 @@
+"""Time as a value: the real clock, and one that a test or a simulation drives."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that only grow; the zero is arbitrary."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock (shared by all processes of one host on Linux)."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class DrivenClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back by {-seconds} s; pass a value >= 0")
+        self._now_s += seconds

@@ -1,0 +1,180 @@
+"""The mind of the controller: ``handle(event, now)`` returns commands. Pure, synchronous, replayable.
+
+It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
+"""
+
+from flowrt.controller.events import Command, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.roster import Roster
+from flowrt.controller.samples import Samples
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.versions import ModelVersions
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.wire import messages as m
+
+OBSERVER = "observer"
+
+
+class Core:
+    """All state of a run."""
+
+    def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
+        self._settings = settings
+        self._policies = policies
+        self._out: list[Command] = []
+        self.roster = Roster(settings.silence_s)
+        self.weights = ModelVersions(settings.model)
+        self.samples = Samples(settings, flow, policies, self.weights, self._out)
+        self.ended: End | None = None
+        self._progress_s: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event, return what has to be done about it, in order.
+
+        Raises RemoteProtocolError when a worker said something illegal; the state is then unchanged.
+        """
+        self._out.clear()
+        if self._progress_s is None:
+            self._progress_s = now
+        match event:
+            case Joined(worker, role, host):
+                self.roster.join(worker, role, host, now)
+            case Said(worker, message):
+                self._said(worker, message, now)
+            case Gone(worker, reason):
+                self._gone(worker, reason)
+            case _:
+                self._tick(now)
+        if self.ended is None:
+            self.samples.settle(now)
+            self._move_weights()
+            self._finish_if_complete()
+        return list(self._out)
+
+    def _said(self, worker: WorkerId, message: m.Message, now: float) -> None:
+        if worker not in self.roster:
+            raise RemoteProtocolError(f"{worker} speaks but is not in; it must say hello first")
+        self.roster.heard(worker, now)
+        if not isinstance(message, m.Heartbeat | m.Pull | m.Offer | m.Report):
+            self._progress_s = now
+        match message:
+            case m.Heartbeat():
+                self._out.append(Send(worker, message))
+            case m.Offer():
+                self.samples.offer(worker, message, now)
+            case m.Pull():
+                self.samples.pull(worker, message, now)
+            case m.Commit():
+                self.samples.commit(worker, message, now)
+            case m.Abandon():
+                self.samples.retreat.abandon(worker, message)
+            case m.StepDone():
+                self.samples.step_done(worker, message)
+            case m.Signal():
+                if message.peer in self.roster:
+                    peer = WorkerId(message.peer)
+                    self._out.append(Send(peer, m.Signal(worker, message.lane, message.key, message.value)))
+            case m.Finished():
+                self.roster.finish(worker)
+            case m.Cancel():
+                self._end(message.reason, message.code)
+            case m.Bye():
+                self._gone(worker, message.error)
+            case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
+                self._weights_moved(worker, message)
+            case _:
+                raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
+
+    def _weights_moved(self, worker: WorkerId, message: m.Publish | m.Staged | m.FetchFailed | m.Applied) -> None:
+        if message.model != self.weights.model:
+            raise RemoteProtocolError(
+                f"{worker} speaks of model {message.model!r}; this run has {self.weights.model!r}"
+            )
+        match message:
+            case m.Publish():
+                self.weights.publish(worker, message)
+            case m.Staged():
+                self.weights.staged(worker, message.version)
+            case m.Applied():
+                self.weights.applied(worker, message.version)
+            case m.FetchFailed():
+                failed = self.weights.fetching.get(worker)
+                self.weights.failed(worker)
+                if failed is not None:
+                    self.samples.lanes.abandon(worker, failed.holder)
+
+    def _move_weights(self) -> None:
+        weights = self.weights
+        for fetch in weights.begin_fetches(self._policies.refresh):
+            turn = self.samples.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
+            published = weights.published[fetch.version]
+            order = m.Fetch(turn, weights.model, fetch.version, published.bucket_bytes, published.checksum)
+            self._out.append(Send(fetch.receiver, order))
+            self._out.append(Send(fetch.holder, m.ServeWeights(turn, weights.model, fetch.version)))
+        for worker, version in weights.retire():
+            self._out.append(Send(worker, m.Retire(weights.model, version)))
+
+    def _gone(self, worker: WorkerId, reason: str) -> None:
+        member = self.roster.leave(worker)
+        if member is None:
+            return
+        self.samples.room.forget(worker)
+        self.samples.retreat.forget(worker)
+        self.weights.forget(worker)
+        if member.role != OBSERVER and reason:
+            self._end(f"{worker}: {reason}", EXIT_FAILED)
+        elif member.role in self._settings.vital_roles and not member.finished:
+            self._end(f"{worker} left before its part was complete; see its log", EXIT_FAILED)
+
+    def _tick(self, now: float) -> None:
+        for member in self.roster.silent(now):
+            self._gone(member.id, f"not heard of for {now - member.heard_s:.0f} s; see its log")
+        expired = []
+        for lease in self.samples.board.leases.values():
+            if lease.deadline_s > now:
+                break
+            expired.append(lease)
+        for lease in expired:
+            if lease.id in self.samples.board.leases:
+                self.samples.retreat.give_back(lease)
+        idle_s = now - (self._progress_s or now)
+        if idle_s > self._settings.stall_s:
+            waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.room.waiting())
+            self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
+
+    def _finish_if_complete(self) -> None:
+        members = [member for member in self.roster.members() if member.role in self._settings.finishers]
+        if {member.role for member in members if member.finished} == set(self._settings.finishers) and all(
+            member.finished for member in members
+        ):
+            self._end("the run is complete", EXIT_OK)
+
+    def _end(self, reason: str, code: int) -> None:
+        if self.ended is None:
+            self.ended = End(reason, code)
+            self._out.append(self.ended)
+
+    def check(self) -> None:
+        """Assert every invariant of the state; for tests and simulations."""
+        board, window = self.samples.board, self.samples.window
+        for slot in board.slots.values():
+            assert slot.group.id in board.groups
+            for name, lease in slot.leases.items():
+                assert board.leases[lease.id] is lease
+                assert name not in slot.done, f"slot {slot.id} is leased for {name}, which is done"
+                assert lease.worker in self.roster, f"slot {slot.id} is leased to {lease.worker}, who is gone"
+            for name, stage in board.stages.items():
+                made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
+                assert not made or name in slot.done, f"slot {slot.id} has {made} although {name} is not done"
+            for holding in slot.tensors.values():
+                assert holding.holders, f"slot {slot.id} has a column that nobody holds"
+        live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
+        assert live == set(window.taken) | set(window.waiting)
+        assert not set(window.taken) & set(window.waiting)
+        assert len(window.taken) <= window.groups_per_step
+        for group in window.taken.values():
+            assert all(self.train_stage in slot.leases for slot in group.slots)
+
+    @property
+    def train_stage(self) -> str:
+        return self.samples._flow.train_stage

@@ -1,0 +1,82 @@
+"""What the mind hears and what it says: events in, commands out."""
+
+from dataclasses import dataclass
+
+from flowrt.ids import WorkerId
+from flowrt.wire.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker said hello and was let in."""
+
+    worker: WorkerId
+    role: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A worker that is in sent a message."""
+
+    worker: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker is no longer there (left, died, silent too long)."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: look at the deadlines."""
+
+
+Event = Joined | Said | Gone | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message to this worker."""
+
+    worker: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A prompt changed its state; write it into the ledger."""
+
+    prompt: int
+    epoch: int
+    state: str  # in_flight, ready, leased, trained, dropped
+    step: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepClosed:
+    """An optimiser step is complete; what was trained in it."""
+
+    step: int
+    groups: int
+    samples: int
+    tokens: int
+    lags: tuple[int, ...]  # staleness of each sample, in versions
+    inline_means: tuple[tuple[str, float], ...]
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over."""
+
+    reason: str
+    code: int
+
+
+Command = Send | Record | StepClosed | End

@@ -1,0 +1,46 @@
+"""Who is here: workers, their roles, when they were last heard."""
+
+from dataclasses import dataclass
+
+from flowrt.ids import WorkerId
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that is in."""
+
+    id: WorkerId
+    role: str
+    host: str
+    heard_s: float
+    finished: bool = False
+
+
+class Roster:
+    """The workers that are in, by id."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._members: dict[WorkerId, Member] = {}
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._members
+
+    def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
+        self._members[worker] = Member(worker, role, host, now)
+
+    def heard(self, worker: WorkerId, now: float) -> None:
+        self._members[worker].heard_s = now
+
+    def finish(self, worker: WorkerId) -> None:
+        self._members[worker].finished = True
+
+    def leave(self, worker: WorkerId) -> Member | None:
+        return self._members.pop(worker, None)
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def silent(self, now: float) -> list[Member]:
+        """Those not heard of for longer than the limit."""
+        return [member for member in self._members.values() if now - member.heard_s > self._silence_s]

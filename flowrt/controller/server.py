@@ -1,0 +1,212 @@
+"""The asyncio shell around the mind: sockets, clock, disk. It decides nothing."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from flowrt.clock import Clock, MonotonicClock
+from flowrt.controller.core import OBSERVER, Core
+from flowrt.controller.events import Command, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
+from flowrt.controller.journal import Journal
+from flowrt.controller.ledger import Ledger
+from flowrt.errors import EXIT_FAILED, FlowError, RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.wire import messages as m
+from flowrt.wire.link import ServerLink
+from flowrt.wire.records import Column
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+FAREWELL_S = 6.0
+
+
+class Server:
+    """One run's controller. Workers find it at ``address``."""
+
+    def __init__(
+        self,
+        core: Core,
+        columns: tuple[Column, ...],
+        config: str,
+        run_dir: Path,
+        heartbeat_s: float,
+        wait_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        self._core = core
+        self._columns = columns
+        self._config = config
+        self._heartbeat_s = heartbeat_s
+        self._wait_s = wait_s
+        self._clock = clock or MonotonicClock()
+        self.ledger = Ledger(run_dir / "ledger.sqlite")
+        self.journal = Journal(run_dir, self._clock.now())
+        self._link = ServerLink(self._receive, self._garbled)
+        self._worker_of: dict[bytes, WorkerId] = {}
+        self._peer_of: dict[WorkerId, bytes] = {}
+        self._role_of: dict[WorkerId, str] = {}
+        self._incarnations = 0
+        self._ended = asyncio.Event()
+        self._alone = asyncio.Event()
+        self.refused_messages = 0
+
+    def bind(self, address: str) -> str:
+        """Listen; returns the address with its real port. Raises ConfigError when it is taken."""
+        return self._link.bind(address)
+
+    async def run(self) -> End:
+        """Serve until the run ends and everyone has left (or had time to)."""
+        ticker = asyncio.create_task(self._tick())
+        await self._ended.wait()
+        ticker.cancel()
+        ended = self._core.ended
+        assert ended is not None
+        self._status()
+        for worker in list(self._peer_of):
+            self._send(worker, m.Stop(ended.reason, ended.code))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._until_alone()
+        except TimeoutError:
+            log.warning("left without a goodbye from %s", sorted(self._peer_of))
+        self.ledger.commit()
+        self.journal.close()
+        self._link.close()
+        return ended
+
+    def summary(self, bound: int) -> dict[str, Any]:
+        """The numbers of the run so far, the ledger's account included."""
+        live = [(group.epoch, group.prompt) for group in self._core.samples.board.groups.values()]
+        account = self.ledger.account(live)
+        return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
+
+    async def _until_alone(self) -> None:
+        while any(self._role_of.get(worker) != OBSERVER for worker in self._peer_of):
+            self._alone.clear()
+            await self._alone.wait()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(Tick())
+            self._status()
+            try:
+                self.ledger.commit()
+            except FlowError as error:
+                log.error("%s", error)
+                self._end(str(error))
+
+    # ---- in
+
+    def _receive(self, peer: bytes, message: m.Message) -> None:
+        worker = self._worker_of.get(peer)
+        if isinstance(message, m.Hello):
+            self._greet(peer, message)
+        elif worker is None:
+            self._garbled(peer, f"{type(message).__name__} from somebody who did not say hello")
+        else:
+            if isinstance(message, m.Report):
+                self.journal.report(worker, self._role_of[worker], message)
+            self._handle(Said(worker, message))
+            if isinstance(message, m.Bye):
+                self._forget(worker)
+
+    def _garbled(self, peer: bytes, reason: str) -> None:
+        self.refused_messages += 1
+        log.warning("refused a message of %s: %s", self._worker_of.get(peer, peer.hex()), reason)
+
+    def _greet(self, peer: bytes, hello: m.Hello) -> None:
+        refusal = ""
+        if hello.protocol != m.PROTOCOL:
+            refusal = f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
+        elif hello.worker in self._peer_of or peer in self._worker_of:
+            refusal = f"a worker named {hello.worker} is here already; give each its own --name"
+        elif self._core.ended is not None:
+            refusal = f"the run has ended: {self._core.ended.reason}"
+        if refusal:
+            self._link.send(peer, m.Refused(0, refusal))
+            return
+        worker = WorkerId(hello.worker)
+        self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
+        self._incarnations += 1
+        log.info("%s joined (%s on %s, pid %d)", worker, hello.role, hello.host, hello.pid)
+        welcome = m.Welcome(self._incarnations, self._heartbeat_s, self._wait_s, self._columns, self._config)
+        self._send(worker, welcome)
+        self._handle(Joined(worker, hello.role, hello.host))
+
+    def _handle(self, event: Event) -> None:
+        if self._core.ended is not None and not isinstance(event, Said):
+            return
+        now = self._clock.now()
+        try:
+            commands = self._core.handle(event, now)
+        except RemoteProtocolError as error:
+            self.refused_messages += 1
+            log.warning("refused: %s", error)
+            if isinstance(event, Said):
+                self._end(f"{event.worker}: {error}")
+            return
+        for command in commands:
+            self._execute(command, now)
+
+    # ---- out
+
+    def _execute(self, command: Command, now: float) -> None:
+        match command:
+            case Send(worker, message):
+                self._send(worker, message)
+            case Record():
+                self.ledger.add(command, now)
+                if command.state == "in_flight":
+                    self.journal.training_began(now)
+            case StepClosed():
+                self.journal.step(command, now)
+            case End():
+                log.info("the run ends: %s", command.reason)
+                self._ended.set()
+
+    def _send(self, worker: WorkerId, message: m.Message) -> None:
+        peer = self._peer_of.get(worker)
+        if peer is not None and not self._link.send(peer, message):
+            self._forget(worker)
+            self._handle(Gone(worker, "its connection is closed; see its log"))
+
+    def _forget(self, worker: WorkerId) -> None:
+        peer = self._peer_of.pop(worker, None)
+        if peer is not None:
+            self._worker_of.pop(peer, None)
+        self._alone.set()
+
+    def _end(self, reason: str) -> None:
+        if self._core.ended is None:
+            self._core.ended = End(reason, EXIT_FAILED)
+            self._ended.set()
+
+    # ---- watching
+
+    def _status(self) -> None:
+        observers = [worker for worker in self._peer_of if self._role_of.get(worker) == OBSERVER]
+        if observers:
+            text = json.dumps(self.status())
+            for worker in observers:
+                self._send(worker, m.Status(text))
+
+    def status(self) -> dict[str, Any]:
+        """Where the run is, who waits for what since when."""
+        now, samples = self._clock.now(), self._core.samples
+        waits = [(who, what, round(now - since_s, 1)) for who, what, since_s in samples.room.waiting()]
+        return {
+            "step": samples.window.step,
+            "steps": samples.window.steps,
+            "live_groups": samples.window.live,
+            "workers": {member.id: member.role for member in self._core.roster.members()},
+            "versions": {who: receiver.applied for who, receiver in self._core.weights.receivers.items()},
+            "latest_version": self._core.weights.latest,
+            "dropped": dict(samples.retreat.dropped),
+            "waits": waits,
+            "latest": self.journal.latest,
+            "numbers": self.journal.numbers,
+            "ended": None if self._core.ended is None else [self._core.ended.reason, self._core.ended.code],
+        }

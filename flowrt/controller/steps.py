@@ -1,0 +1,124 @@
+"""The training window: which groups belong to the optimiser step in progress.
+
+A step takes a fixed number of groups. Finished groups are taken oldest first, but places are kept for groups that
+would be too old for the next step: whoever lets a fast answer take the place of a slow one drops slow answers,
+and with them the long ones.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from flowrt.controller.admission import Admission
+from flowrt.controller.dispatch import Batcher
+from flowrt.controller.slots import Group
+from flowrt.ids import GroupId
+
+
+@dataclass(slots=True)
+class TrainingWindow:
+    """State of the step in progress; ``waiting`` are the live groups that no trainer has taken."""
+
+    groups_per_step: int
+    steps: int
+    in_order: bool  # take groups strictly in issue order (deterministic runs)
+    step: int = 0
+    trained_groups: int = 0
+    taken: dict[GroupId, Group] = field(default_factory=dict)
+    waiting: list[GroupId] = field(default_factory=list)
+    exhausted: bool = False  # no further prompts will come
+
+    @property
+    def live(self) -> int:
+        return len(self.taken) + len(self.waiting)
+
+    @property
+    def over(self) -> bool:
+        """No step is left to train."""
+        return self.step >= self.steps or (self.exhausted and self.live == 0)
+
+    @property
+    def quota(self) -> int:
+        """Groups of this step; the last one may be smaller when the prompts run out."""
+        return min(self.groups_per_step, self.live) if self.exhausted else self.groups_per_step
+
+    @property
+    def places(self) -> int:
+        return self.quota - len(self.taken)
+
+    def enough_opened(self) -> bool:
+        """The live groups complete all remaining steps: no more prompts are needed."""
+        return self.live >= (self.steps - self.step) * self.groups_per_step
+
+    def enter(self, group: Group) -> None:
+        insort(self.waiting, group.id)
+
+    def leave(self, group: Group) -> None:
+        """Out of the window: dropped."""
+        if self.taken.pop(group.id, None) is None:
+            del self.waiting[bisect_left(self.waiting, group.id)]
+
+    def take(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            del self.waiting[bisect_left(self.waiting, group.id)]
+            self.taken[group.id] = group
+
+    def put_back(self, group: Group) -> None:
+        if self.taken.pop(group.id, None) is not None:
+            insort(self.waiting, group.id)
+
+    def expected_step(self, group: Group) -> int:
+        """The step that will train this group if everything ahead of it is trained first."""
+        if group.id in self.taken:
+            return self.step
+        ahead = len(self.taken) + bisect_left(self.waiting, group.id)
+        return self.step + ahead // self.groups_per_step
+
+    def close(self) -> list[Group]:
+        """The optimiser has stepped: hand over what was trained, begin the next step."""
+        trained = list(self.taken.values())
+        self.trained_groups += len(trained)
+        self.taken.clear()
+        self.step += 1
+        return trained
+
+    def choose(
+        self,
+        ready: Iterable[Group],
+        unready: Callable[[], Iterable[Group]],
+        admission: Admission,
+        batcher: Batcher,
+        tokens_of: Callable[[Group], int],
+    ) -> list[Group]:
+        """The next micro-batch of this step; empty while it is not full yet."""
+
+        def must_train_now(group: Group) -> bool:
+            oldest = group.oldest_version()
+            return oldest is not None and not admission.may_train(self.step + 1, oldest)
+
+        candidates = sorted(ready, key=lambda group: (not must_train_now(group), group.id))
+        free_places = self.places
+        if self.in_order:
+            candidates = self._unbroken(candidates)
+        else:
+            free_places -= sum(must_train_now(group) for group in unready())
+        chosen: list[Group] = []
+        tokens = 0
+        for group in candidates:
+            if len(chosen) == self.places or batcher.full(len(chosen), tokens):
+                break
+            if len(chosen) < free_places or must_train_now(group):
+                chosen.append(group)
+                tokens += tokens_of(group)
+        complete = len(chosen) == self.places or batcher.full(len(chosen), tokens)
+        return chosen if complete else []
+
+    def _unbroken(self, candidates: list[Group]) -> list[Group]:
+        """The candidates up to the first waiting group that is not ready."""
+        by_id = {group.id: group for group in candidates}
+        unbroken = []
+        for group_id in self.waiting:
+            if group_id not in by_id:
+                break
+            unbroken.append(by_id[group_id])
+        return unbroken

@@ -1,0 +1,75 @@
+"""Every error that flowrt raises on purpose.
+
+::
+
+    FlowError
+      ConfigError            the input is wrong: exit code 2, nothing was started
+      ProtocolError
+        LocalProtocolError   we were about to say something illegal (our bug)
+        RemoteProtocolError  they said something illegal, or speak another protocol version
+      WorkerLost             a peer is gone; names it and what it held
+      LeaseExpired           work came back after its lease had ended
+      WaitExpired            a wait reached its deadline; names what it waited for
+      TransferError          tensors did not arrive; names the lane and the peer
+      EngineError            a model could not be loaded, run or swapped
+      Stopped                the run is over; carries the reason and the exit code
+"""
+
+
+class FlowError(Exception):
+    """Base of the tree; its text is one sentence that names the thing, its state and the fix."""
+
+
+class ConfigError(FlowError):
+    """The user's input is wrong."""
+
+
+class ProtocolError(FlowError):
+    """The conversation broke its rules."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side was about to break the rules."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side broke the rules."""
+
+
+class WorkerLost(FlowError):
+    """A worker is gone."""
+
+
+class LeaseExpired(FlowError):
+    """The lease on a slot had ended when its result came."""
+
+
+class WaitExpired(FlowError):
+    """A deadline passed while waiting."""
+
+
+class TransferError(FlowError):
+    """Tensors did not arrive."""
+
+
+class EngineError(FlowError):
+    """A model failed to load, run or take weights."""
+
+
+class Stopped(FlowError):
+    """The controller ended the run.
+
+    ``code`` is the exit code that the process should leave with.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code
+
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STALLED = 3
+EXIT_INTERRUPTED = 130

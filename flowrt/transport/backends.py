@@ -1,0 +1,82 @@
+"""Two-rank process groups made on demand, their rendezvous carried by the controller's own channel.
+
+torch.distributed asks a Store for a few small keys when a group is made. Ours sends each key to the other end as a
+`Signal` through the controller, so a lane needs no store server, no fixed port and no world group, and whoever the
+controller let in can reach whoever else it let in.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
+
+from flowrt.errors import TransferError
+
+SENDER_RANK = 0
+RECEIVER_RANK = 1
+
+
+class SignalStore(Store):
+    """A store of one lane incarnation, shared by its two ends through ``post``.
+
+    Called from the lane's own thread by torch; ``deliver`` is called by the event loop.
+    """
+
+    def __init__(self, lane: str, post: Callable[[str, bytes], None], deadline_s: float) -> None:
+        super().__init__()
+        self._lane = lane
+        self._post = post
+        self._deadline_s = deadline_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def deliver(self, key: str, value: bytes) -> None:
+        """The other end has set a key."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.deliver(key, data)
+        self._post(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline_s = self._deadline_s if timeout is None else min(self._deadline_s, timeout.total_seconds())
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), deadline_s):
+                raise TransferError(f"lane {self._lane}: the other end did not come within {deadline_s:.0f} s")
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+
+class GlooBackend:
+    """Groups over TCP on CPU; one device and so one listening thread for all groups of this process."""
+
+    def __init__(self, address: str) -> None:
+        self._device = ProcessGroupGloo.create_device(hostname=local_address(address))
+
+    def make_group(self, store: Store, rank: int, deadline_s: float) -> ProcessGroup:
+        """Meet the other rank and connect. Blocks; raises RuntimeError when it does not come in time."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._threads = 1
+        options._timeout = timedelta(seconds=deadline_s)
+        return ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
+
+
+def local_address(controller: str) -> str:
+    """This host's address on the route to ``tcp://HOST:PORT``: the one by which peers can reach it."""
+    host, _, port = controller.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only makes the kernel choose a route.
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,86 @@
+"""A worker's tensors by (column, id): what it made, what it fetched, and what is on its way here."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flowrt.errors import FlowError, LocalProtocolError
+from flowrt.wire.records import Column, Part
+
+Key = tuple[str, int]
+
+
+class TensorStore:
+    """Lives on the event loop's thread. Readers get the stored tensors themselves and may keep them."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = {column.name: column for column in columns}
+        self._tensors: dict[Key, torch.Tensor] = {}
+        self._arriving: dict[Key, asyncio.Future[None]] = {}
+
+    def put(self, column: str, item: int, tensor: torch.Tensor) -> None:
+        """Keep a 1-D tensor. Raises LocalProtocolError when its dtype or shape is not the column's."""
+        dtype = self.dtype(column)
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            raise LocalProtocolError(
+                f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it before the commit"
+            )
+        self._tensors[column, item] = tensor
+
+    def dtype(self, column: str) -> torch.dtype:
+        try:
+            found = getattr(torch, self._columns[column].dtype)
+        except KeyError:
+            raise LocalProtocolError(
+                f"there is no tensor column {column!r}; the recipe has {sorted(self._columns)}"
+            ) from None
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def scope(self, column: str) -> str:
+        return self._columns[column].scope
+
+    def get(self, column: str, item: int) -> torch.Tensor:
+        """A tensor that is here. Raises LocalProtocolError when it is not."""
+        try:
+            return self._tensors[column, item]
+        except KeyError:
+            raise LocalProtocolError(f"{column} of {item} is not in this worker's store") from None
+
+    def expect(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
+        """These tensors come with ``arrival``; a copy that is here already is void from now on."""
+        for part in parts:
+            for item in part.ids:
+                self._tensors.pop((part.column, item), None)
+                self._arriving[part.column, item] = arrival
+
+    def arrived(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
+        for part in parts:
+            for item in part.ids:
+                if self._arriving.get((part.column, item)) is arrival:
+                    del self._arriving[part.column, item]
+
+    async def wait_for(self, parts: Iterable[Part]) -> None:
+        """Return when all these tensors are here. Raises what their transfer raised."""
+        arrivals = {
+            self._arriving[part.column, item]
+            for part in parts
+            for item in part.ids
+            if (part.column, item) in self._arriving
+        }
+        outcomes = await asyncio.gather(*arrivals, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, FlowError):
+                raise outcome
+
+    def free(self, columns: Sequence[str], slots: Iterable[int], groups: Iterable[int]) -> None:
+        """Drop columns (none named: all) of these slots and groups."""
+        for name in columns or list(self._columns):
+            for item in slots if self.scope(name) == "slot" else groups:
+                self._tensors.pop((name, item), None)
+                self._arriving.pop((name, item), None)
+
+    def statistics(self) -> tuple[int, int]:
+        """Tensors held and their bytes."""
+        return len(self._tensors), sum(tensor.nbytes for tensor in self._tensors.values())

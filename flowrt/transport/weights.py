@@ -1,0 +1,76 @@
+"""A model's weights as flat buckets: snapshot, checksum, restore. Bytes are moved, never converted."""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from flowrt.errors import TransferError
+
+BUCKET_BYTES = 64 * 1024 * 1024
+
+
+class Snapshot:
+    """One version in host memory: buckets of at most BUCKET_BYTES (a larger tensor has one to itself)."""
+
+    def __init__(self, version: int, buckets: Sequence[torch.Tensor]) -> None:
+        self.version = version
+        self.buckets = list(buckets)
+
+    @classmethod
+    def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
+        return cls(version, [torch.empty(size, dtype=torch.uint8) for size in sizes])
+
+    @classmethod
+    def take(cls, version: int, tensors: Mapping[str, torch.Tensor]) -> "Snapshot":
+        """Copy the tensors (any device) into fresh host buckets, in the mapping's order."""
+        snapshot = cls.empty(version, [sum(t.nbytes for t in group) for group in _grouped(tensors)])
+        for bucket, group in zip(snapshot.buckets, _grouped(tensors), strict=True):
+            offset = 0
+            for tensor in group:
+                flat = tensor.detach().reshape(-1).view(torch.uint8)
+                bucket[offset : offset + flat.numel()].copy_(flat)
+                offset += flat.numel()
+        return snapshot
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the buckets into the tensors. Raises TransferError, with nothing changed, if they don't fit."""
+        groups = _grouped(tensors)
+        sizes = [sum(t.nbytes for t in group) for group in groups]
+        if sizes != self.bucket_bytes():
+            raise TransferError(
+                f"version {self.version} has buckets of {self.bucket_bytes()} bytes, this model needs {sizes}; "
+                "do trainer and rollout load the same checkpoint?"
+            )
+        if not all(tensor.is_contiguous() for tensor in tensors.values()):
+            raise TransferError("weights can only be restored into contiguous tensors; make the parameters contiguous")
+        with torch.no_grad():
+            for bucket, group in zip(self.buckets, groups, strict=True):
+                offset = 0
+                for tensor in group:
+                    size = tensor.nbytes
+                    # As bytes: a slice may start where a wider type may not.
+                    tensor.reshape(-1).view(torch.uint8).copy_(bucket[offset : offset + size])
+                    offset += size
+
+    def bucket_bytes(self) -> list[int]:
+        return [bucket.numel() for bucket in self.buckets]
+
+    def checksum(self) -> int:
+        """CRC-32 over all buckets."""
+        total = 0
+        for bucket in self.buckets:
+            total = zlib.crc32(bucket.numpy().data, total)
+        return total
+
+
+def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors.values():
+        if not groups or tensor.nbytes > room:
+            groups.append([])
+            room = BUCKET_BYTES
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    return groups

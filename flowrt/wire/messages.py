@@ -1,0 +1,306 @@
+"""The whole protocol: every message that workers and the controller exchange.
+
+Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders.
+Integers and floats in bulk (ids, lengths, rewards) are packed binary inside the message (``Ints``, ``Floats``).
+A worker begins with `Hello` and hears `Welcome` or `Refused`; whatever carries a ``request`` is answered once by
+a message with the same number, possibly much later: a pull or an offer that cannot be served yet is parked.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Part, Values
+
+PROTOCOL = 1
+"""Said in the greeting; both sides must speak the same one."""
+
+# ---- coming and going
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """worker: I am here."""
+
+    protocol: int
+    worker: str
+    role: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """controller: you are in; everything else you need to know is in here."""
+
+    incarnation: int
+    heartbeat_s: float
+    wait_s: float
+    columns: tuple[Column, ...]
+    config: str  # the run's resolved configuration, TOML
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """worker: still here (the controller answers with the same)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """worker: my part of the run is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """worker: leaving; ``error`` is empty when all is well."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """observer: end the run."""
+
+    reason: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """controller: the run is over, leave with this exit code."""
+
+    reason: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """controller: request not granted, and why."""
+
+    request: int
+    reason: str
+
+
+# ---- samples
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """source: a prompt, to become a group of ``members`` slots. Parked until admission opens it."""
+
+    request: int
+    flow: str
+    prompt: int
+    epoch: int
+    members: int
+    at_least: int  # lowest policy version that may generate it
+    columns: tuple[str, ...]
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """controller: the offer is now group ``group``; -1 when the run needs no more prompts."""
+
+    request: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """worker: room for ``slots`` slots or ``tokens`` tokens of a stage. Parked until there are some."""
+
+    request: int
+    stage: str
+    slots: int
+    tokens: int
+    step: int  # the optimiser step the puller works on; -1 outside training
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """controller: these slots are leased to you; ``incoming`` brings what you do not hold yet.
+
+    ``closed`` says that nothing (more) will come: of this step for the train stage, of the run for others.
+    """
+
+    request: int
+    slots: Ints
+    leases: Ints
+    groups: Ints
+    members: Ints
+    prompts: Ints
+    epochs: Ints
+    attempts: Ints
+    spans: tuple[Ints, ...]  # a slot: version, tokens, version, tokens, …
+    inline: tuple[Values, ...]
+    parts: tuple[Part, ...]
+    incoming: tuple[Incoming, ...]
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """worker: the stage is done for these slots; tensors stay with me, their lengths are in ``parts``."""
+
+    request: int
+    stage: str
+    slots: Ints
+    leases: Ints
+    parts: tuple[Part, ...]
+    inline: tuple[Values, ...]
+    spans: tuple[Ints, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """controller: accepted, except the refused slots (their leases had ended)."""
+
+    request: int
+    refused: Ints
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """worker: I give these leases back; ``peer`` names the owner whose tensors did not come, if any."""
+
+    stage: str
+    slots: Ints
+    leases: Ints
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """controller: drop these columns (empty: all) that you hold of these slots and groups."""
+
+    columns: tuple[str, ...]
+    slots: Ints
+    groups: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """trainer: the optimiser has stepped; everything leased to this step is trained."""
+
+    step: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+# ---- lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """controller to owner: send these parts over this turn of a lane."""
+
+    turn: LaneTurn
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """worker to worker, through the controller: one key of a lane's rendezvous."""
+
+    peer: str
+    lane: str
+    key: str
+    value: bytes
+
+
+# ---- weights
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """trainer: version ``version`` of ``model`` is in my store, cut into buckets of these sizes."""
+
+    model: str
+    version: int
+    bucket_bytes: Ints
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWeights:
+    """controller to holder: send this version over this turn of a lane."""
+
+    turn: LaneTurn
+    model: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """controller to receiver: this version is coming over this turn of a lane; stage it."""
+
+    turn: LaneTurn
+    model: str
+    version: int
+    bucket_bytes: Ints
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """receiver: the version arrived whole and its checksum is right; others may fetch it from me."""
+
+    model: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """receiver: the version did not arrive; the old one is whole and in use."""
+
+    model: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """receiver: I generate with this version from now on."""
+
+    model: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """controller to holder: nobody will ask for this version again."""
+
+    model: str
+    version: int
+
+
+# ---- watching
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
+
+    spans: tuple[BusySpan, ...]
+    numbers: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """controller to observers: the state of the run, JSON."""
+
+    text: str
+
+
+# fmt: off
+Message = (
+    Hello | Welcome | Heartbeat | Finished | Bye | Cancel | Stop | Refused
+    | Offer | Opened | Pull | Grant | Commit | Committed | Abandon | Free | StepDone
+    | Serve | Signal | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire
+    | Report | Status
+)
+# fmt: on
+
+# The position is the message's tag on the wire: append only, and raise PROTOCOL when a field changes.
+MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -1,0 +1,75 @@
+"""What messages are made of: packed numbers, columns, parts of columns, turns of lanes."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+Ints = Annotated[tuple[int, ...], "q"]
+"""Whole numbers packed as little-endian int64."""
+Floats = Annotated[tuple[float, ...], "d"]
+"""Real numbers packed as little-endian float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A tensor column: 1-D, ragged, of one dtype; scope says whether a slot or its whole group has one."""
+
+    name: str
+    dtype: str
+    scope: str  # "slot" or "group"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A step of the dataflow: ready as soon as every column in ``needs`` exists."""
+
+    name: str
+    needs: tuple[str, ...]
+    makes: tuple[str, ...]
+    flow: str = ""  # only groups of this flow; empty: all
+    whole_groups: bool = False  # ready only when all slots of the group are, and leased together
+    generates: bool = False  # makes tokens with a policy version: admission decides who may start
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of one tensor column: ids of slots (or of groups, by the column's scope) and elements of each."""
+
+    column: str
+    ids: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """An inline column: one number a slot, carried with the metadata."""
+
+    column: str
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTurn:
+    """The next transfer of a lane: both ends issue transfers in the order of ``sequence``."""
+
+    sender: str
+    receiver: str
+    kind: str  # "samples" or "weights"
+    incarnation: int  # grows each time the lane is made anew
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What a puller receives over one turn of a lane: one packed message."""
+
+    turn: LaneTurn
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BusySpan:
+    """A stretch of work, in seconds of the host's monotonic clock."""
+
+    kind: str
+    start_s: float
+    end_s: float
