@@ -15,9 +15,7 @@ from torch import Tensor
 Scale = Literal["group_std", "none", "batch_std"]
 
 
-def group_advantages(
-    rewards_N: Tensor, groups_N: Tensor, *, scale: Scale = "group_std", eps: float = 1e-6
-) -> Tensor:
+def group_advantages(rewards_N: Tensor, groups_N: Tensor, *, scale: Scale = "group_std", eps: float = 1e-6) -> Tensor:
     """Reward minus the mean reward of its group, divided by a standard deviation plus `eps`.
 
     `groups_N` holds any integer ids; groups may be interleaved and of different sizes.
@@ -47,8 +45,7 @@ def group_advantages(
     if scale == "batch_std":
         if rewards_N.numel() < 2:
             raise ValueError(
-                f"the batch holds {rewards_N.numel()} rewards, so its std is undefined; add samples or use "
-                'scale="none"'
+                f'the batch holds {rewards_N.numel()} rewards, so its std is undefined; add samples or use scale="none"'
             )
         return grouped.centred_N / (rewards_N.to(grouped.centred_N.dtype).std() + eps)
     raise ValueError(f'scale is {scale!r}; use "group_std", "none" or "batch_std"')
@@ -95,9 +92,7 @@ def _centre(rewards_N: Tensor, groups_N: Tensor) -> _Grouped:
     values_N = rewards_N.detach().to(torch.promote_types(rewards_N.dtype, torch.float32))
     if not bool(values_N.isfinite().all()):
         bad = int((~values_N.isfinite()).nonzero()[0])
-        raise ValueError(
-            f"the reward of sample {bad} is {values_N[bad].item()}; drop the sample or fix its reward"
-        )
+        raise ValueError(f"the reward of sample {bad} is {values_N[bad].item()}; drop the sample or fix its reward")
     ids_G, index_N, counts_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
     sizes_G = counts_G.to(values_N.dtype)
     # Measured from the group's lowest reward, equal rewards are exact zeros before anything is summed. The

@@ -23,9 +23,7 @@ def sequence_mean_weights_T(sample_T: Tensor, n_samples: int) -> Tensor:
     `sample_T` isn't 1-D.
     """
     if sample_T.dim() != 1:
-        raise ValueError(
-            f"sample_T has shape {list(sample_T.shape)}; give one sample index per flattened token"
-        )
+        raise ValueError(f"sample_T has shape {list(sample_T.shape)}; give one sample index per flattened token")
     return 1.0 / torch.bincount(sample_T, minlength=n_samples).to(torch.float32)[sample_T]
 
 

@@ -44,8 +44,7 @@ def prediction_entropy(logits_BLV: Tensor, temperature: float = 1.0) -> Tensor:
     """
     _require_temperature(temperature)
     chunks = [
-        torch.special.entr(_centred(logits_BLV, span, temperature).softmax(-1)).sum(-1)
-        for span in _spans(logits_BLV)
+        torch.special.entr(_centred(logits_BLV, span, temperature).softmax(-1)).sum(-1) for span in _spans(logits_BLV)
     ]
     return torch.cat(chunks, dim=1) if chunks else logits_BLV.new_empty(logits_BLV.shape[0], 0)
 
@@ -97,6 +96,4 @@ def _centred(logits_BLV: Tensor, span: slice, temperature: float) -> Tensor:
 
 def _require_temperature(temperature: float) -> None:
     if not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature}; it must be above 0 (greedy rollouts have no log-probability)"
-        )
+        raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy rollouts have no log-probability)")

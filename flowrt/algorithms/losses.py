@@ -160,9 +160,7 @@ def token_loss_sum(
     metric. Raises ValueError if shapes differ, or if kl_coef > 0 without `kl_T`.
     """
     if kl_coef > 0 and kl_T is None:
-        raise ValueError(
-            f"kl_coef is {kl_coef} but there is no reference; pass its log-probabilities or kl_coef=0"
-        )
+        raise ValueError(f"kl_coef is {kl_coef} but there is no reference; pass its log-probabilities or kl_coef=0")
     optional = {
         "rollout_weights_T": rollout_weights_T,
         "kl_T": kl_T,

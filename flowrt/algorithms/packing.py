@@ -54,9 +54,7 @@ def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: 
     prompts and responses.
     """
     if len(prompts) != len(responses) or not prompts:
-        raise ValueError(
-            f"got {len(prompts)} prompts and {len(responses)} responses; give one or more of each"
-        )
+        raise ValueError(f"got {len(prompts)} prompts and {len(responses)} responses; give one or more of each")
     for index, prompt in enumerate(prompts):
         if prompt.numel() == 0:
             raise ValueError(
@@ -88,9 +86,7 @@ def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = 
     cost = longest = 0
     for index, length in enumerate(lengths):
         if length < 0:
-            raise ValueError(
-                f"the length of sample {index} is {length}; count its tokens, prompt and response"
-            )
+            raise ValueError(f"the length of sample {index} is {length}; count its tokens, prompt and response")
         rows = len(micro_batches[-1]) + 1 if micro_batches else 1
         cost = rows * max(longest, length) if padded else cost + length
         if micro_batches and cost <= budget_tokens:

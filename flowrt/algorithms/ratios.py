@@ -18,9 +18,7 @@ def require_flat(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise ValueError(
-            f"per-token tensors must be 1-D and equally long, but got {listed}; flatten them alike"
-        )
+        raise ValueError(f"per-token tensors must be 1-D and equally long, but got {listed}; flatten them alike")
 
 
 def clamped_log_ratio_T(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Params:
         if snapshot is None:
             # Retired in the meantime cannot be: the controller ordered both. Sending nothing lets the lane time out.
             return
-        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(lambda done: done.exception())
+        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(_seen)
 
     def fetch(self, order: Fetch) -> None:
         snapshot = Snapshot.empty(order.version, order.bucket_bytes)
@@ -82,3 +82,9 @@ class Params:
             self._staged = StagedWeights(order.model, snapshot)
             self._changed.set()
         self._send(Staged(order.model, order.version))
+
+
+def _seen(done: asyncio.Future[None]) -> None:
+    """The receiver reports a failed transfer; the sender's side of it needs no second report."""
+    if not done.cancelled():
+        done.exception()

@@ -47,7 +47,7 @@ class Session:
         self._offered: dict[int, Mapping[str, torch.Tensor]] = {}
         self._requests = 0
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._ended.add_done_callback(lambda ended: ended.exception())
+        self._ended.add_done_callback(_seen)
         self._background: set[asyncio.Task[Any]] = set()
         self._heard_s = self._loop.time()
         self._spawn(self._beat())
@@ -117,6 +117,10 @@ class Session:
             self.store.free(tuple(tensors or ()), done.refused, ())
         return done.refused
 
+    def exhausted(self) -> None:
+        """There are no further prompts to train on: the last step may be smaller."""
+        self.send(m.Exhausted())
+
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """The optimiser has stepped: everything leased to this step is trained."""
         self.send(m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items())))
@@ -139,7 +143,8 @@ class Session:
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Run ``work``, but raise what ended the session as soon as that happens."""
         task = self._loop.create_task(work)
-        await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [task, self._ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             await asyncio.shield(self._ended)
@@ -188,7 +193,7 @@ class Session:
                 self._answer(message.request, RemoteProtocolError(message.reason))
             case m.Serve(turn, parts):
                 packet = pack(self.store, parts, turn.sequence)
-                self._lanes.transfer(turn, [packet]).add_done_callback(lambda done: done.exception())
+                self._lanes.transfer(turn, [packet]).add_done_callback(_seen)
             case m.Free(columns, slots, groups):
                 self.store.free(columns, slots, groups)
             case m.Signal(peer, lane, key, value):
@@ -209,7 +214,7 @@ class Session:
     def _receive_packet(self, incoming: Incoming) -> None:
         packet = torch.empty(packet_bytes(self.store, incoming.parts), dtype=torch.uint8)
         arrival: asyncio.Future[None] = self._loop.create_future()
-        arrival.add_done_callback(lambda done: done.exception())
+        arrival.add_done_callback(_seen)
         self.store.expect(incoming.parts, arrival)
 
         def on_packet(received: asyncio.Future[None]) -> None:
@@ -282,3 +287,9 @@ class Session:
             if self._loop.time() - asked_s < 2 * beat_s and asked_s - self._heard_s > SILENT_BEATS * beat_s:
                 self.end(WaitExpired(f"controller {self._address} not heard of for {SILENT_BEATS * beat_s:.0f} s"))
                 return
+
+
+def _seen(done: asyncio.Future[None]) -> None:
+    """Whoever needs the outcome looks at it; asyncio need not complain that nobody did."""
+    if not done.cancelled():
+        done.exception()

@@ -41,7 +41,7 @@ class Board:
         """Add a group of ``members`` slots whose group columns are held by ``owner``."""
         group = Group(GroupId(self._next_group), flow, prompt, epoch, at_least)
         self._next_group += 1
-        group.tensors = {column: Holding(length, {owner}) for column, length in lengths.items()}
+        group.tensors = {column: Holding(length, {owner}, {owner}) for column, length in lengths.items()}
         for member in range(members):
             slot = Slot(SlotId(self._next_slot), group, member)
             self._next_slot += 1
@@ -88,7 +88,7 @@ class Board:
         slot.done.add(lease.stage)
         slot.inline.update(inline)
         for column, length in lengths.items():
-            slot.tensors[column] = Holding(length, {lease.worker})
+            slot.tensors[column] = Holding(length, {lease.worker}, {lease.worker})
         if spans:
             slot.spans, slot.spans_of = spans, lease.stage
         self._refresh(slot)
@@ -151,7 +151,10 @@ class Board:
         """Take ``worker`` off the holders; the columns that nobody holds now are gone, and returned."""
         for holding in tensors.values():
             holding.holders.discard(worker)
-        lost = [column for column, holding in tensors.items() if not holding.holders]
+            holding.owners.discard(worker)
+            # With the maker gone, a copy that was sent is the best there is; if it never arrived, that transfer fails.
+            holding.owners = holding.owners or set(holding.holders)
+        lost = [column for column, holding in tensors.items() if not holding.owners]
         for column in lost:
             del tensors[column]
         return lost
@@ -160,17 +163,14 @@ class Board:
         """The stage that makes a column; None for what comes with the offer."""
         return next((stage.name for stage in self.stages.values() if column in stage.makes), None)
 
-    def holders(self, column: str, item: int) -> set[WorkerId]:
-        """Who has a copy of this column of a slot or group."""
-        return self._holding(column, item).holders
-
-    def length(self, column: str, item: int) -> int:
-        return self._holding(column, item).length
-
-    def _holding(self, column: str, item: int) -> Holding:
+    def holding(self, column: str, item: int) -> Holding:
+        """Who has this column of a slot or group."""
         if self.columns[column].scope == "group":
             return self.groups[GroupId(item)].tensors[column]
         return self.slots[SlotId(item)].tensors[column]
+
+    def length(self, column: str, item: int) -> int:
+        return self.holding(column, item).length
 
     def _end_lease(self, slot: Slot, stage: str) -> None:
         lease = slot.leases.pop(stage, None)

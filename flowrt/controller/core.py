@@ -60,8 +60,12 @@ class Core:
         match message:
             case m.Heartbeat():
                 self._out.append(Send(worker, message))
+            case m.Report():
+                pass  # the journal's business
             case m.Offer():
                 self.samples.offer(worker, message, now)
+            case m.Exhausted():
+                self.samples.window.exhausted = True
             case m.Pull():
                 self.samples.pull(worker, message, now)
             case m.Commit():
@@ -167,7 +171,9 @@ class Core:
                 made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
                 assert not made or name in slot.done, f"slot {slot.id} has {made} although {name} is not done"
             for holding in slot.tensors.values():
-                assert holding.holders, f"slot {slot.id} has a column that nobody holds"
+                assert holding.owners and holding.owners <= holding.holders, (
+                    f"slot {slot.id} has a column that nobody holds"
+                )
         live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
         assert live == set(window.taken) | set(window.waiting)
         assert not set(window.taken) & set(window.waiting)

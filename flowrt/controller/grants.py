@@ -31,6 +31,7 @@ def grant(
             request=pull.request,
             slots=tuple(slot.id for slot in slots),
             leases=tuple(lease.id for lease in leases),
+            flows=tuple(slot.group.flow for slot in slots),
             groups=tuple(slot.group.id for slot in slots),
             members=tuple(slot.member for slot in slots),
             prompts=tuple(slot.group.prompt for slot in slots),

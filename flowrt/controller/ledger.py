@@ -32,7 +32,7 @@ class Account(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one run. ``add`` only buffers; ``commit`` makes all that was added durable at once."""
+    """The ledger of one run. ``add`` only buffers; ``commit`` makes it all durable at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Ledger:
         self._buffer.append((at_s, record))
 
     def commit(self) -> None:
-        """Write everything buffered in one transaction. Raises FlowError when the disk refuses; nothing is lost then."""
+        """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses."""
         if not self._buffer:
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]

@@ -95,7 +95,7 @@ class Retreat:
     def _forget_copies(self, slot: Slot, stage: str, worker: WorkerId) -> None:
         for column in self._board.stages[stage].needs:
             holding = slot.tensors.get(column) or slot.group.tensors.get(column)
-            if holding is not None and len(holding.holders) > 1:
+            if holding is not None and worker not in holding.owners:
                 holding.holders.discard(worker)
 
     def _undo(self, slot: Slot, stage: str) -> None:

@@ -60,9 +60,8 @@ class Samples:
             parked.waits_for = f"admission: {self.window.live} groups live, step {self.window.step} in training"
             return False
         lengths = dict(zip(offer.columns, offer.lengths, strict=True))
-        group = self.board.open(
-            offer.flow, offer.prompt, offer.epoch, offer.members, offer.at_least, parked.worker, lengths
-        )
+        at_least = self.window.step if offer.at_least < 0 else offer.at_least
+        group = self.board.open(offer.flow, offer.prompt, offer.epoch, offer.members, at_least, parked.worker, lengths)
         if training:
             self.window.enter(group)
             self._record(group, "in_flight")

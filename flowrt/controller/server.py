@@ -96,7 +96,7 @@ class Server:
                 self.ledger.commit()
             except FlowError as error:
                 log.error("%s", error)
-                self._end(str(error))
+                self.end(str(error))
 
     # ---- in
 
@@ -146,7 +146,7 @@ class Server:
             self.refused_messages += 1
             log.warning("refused: %s", error)
             if isinstance(event, Said):
-                self._end(f"{event.worker}: {error}")
+                self.end(f"{event.worker}: {error}")
             return
         for command in commands:
             self._execute(command, now)
@@ -179,9 +179,10 @@ class Server:
             self._worker_of.pop(peer, None)
         self._alone.set()
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str, code: int = EXIT_FAILED) -> None:
+        """End the run from outside the mind: a signal, a full disk, a worker that breaks the rules."""
         if self._core.ended is None:
-            self._core.ended = End(reason, EXIT_FAILED)
+            self._core.ended = End(reason, code)
             self._ended.set()
 
     # ---- watching

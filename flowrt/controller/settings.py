@@ -45,7 +45,6 @@ class Settings:
     groups_per_step: int
     in_order: bool
     model: str
-    receiver_role: str
     vital_roles: tuple[str, ...]  # the run ends when one of these is lost
     finishers: tuple[str, ...]  # the run is complete when all workers of these roles have finished
     lease_s: float

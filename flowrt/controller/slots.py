@@ -22,9 +22,13 @@ class Lease:
 
 @dataclass(slots=True)
 class Holding:
-    """A tensor column of one slot or group: its length in elements, and who has a copy."""
+    """A tensor column of one slot or group: its length in elements, and who has it.
+
+    ``owners`` can serve it; ``holders`` are they and those to whom a copy has been sent, arrived or not.
+    """
 
     length: int
+    owners: set[WorkerId]
     holders: set[WorkerId]
 
 

@@ -58,10 +58,10 @@ def plan(board: Board, lanes: Lanes, receiver: WorkerId, parts: Iterable[Part]) 
     wanted: dict[WorkerId, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
         for item in part.ids:
-            holders = board.holders(part.column, item)
-            if receiver not in holders:
-                wanted[min(holders)][part.column].append(item)
-                holders.add(receiver)
+            holding = board.holding(part.column, item)
+            if receiver not in holding.holders:
+                wanted[min(holding.owners)][part.column].append(item)
+                holding.holders.add(receiver)
     return tuple(
         Incoming(
             lanes.next_turn(owner, receiver, "samples"),

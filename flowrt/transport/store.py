@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from flowrt.errors import FlowError, LocalProtocolError
+from flowrt.errors import LocalProtocolError
 from flowrt.wire.records import Column, Part
 
 Key = tuple[str, int]
@@ -24,7 +24,7 @@ class TensorStore:
         dtype = self.dtype(column)
         if tensor.dtype != dtype or tensor.dim() != 1:
             raise LocalProtocolError(
-                f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it before the commit"
+                f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it first"
             )
         self._tensors[column, item] = tensor
 
@@ -69,10 +69,11 @@ class TensorStore:
             for item in part.ids
             if (part.column, item) in self._arriving
         }
-        outcomes = await asyncio.gather(*arrivals, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, FlowError):
-                raise outcome
+        if arrivals:
+            # Not gather: a waiter that is cancelled must not cancel the arrival that others wait for.
+            await asyncio.wait(arrivals)
+        for arrival in arrivals:
+            arrival.result()
 
     def free(self, columns: Sequence[str], slots: Iterable[int], groups: Iterable[int]) -> None:
         """Drop columns (none named: all) of these slots and groups."""

@@ -2,8 +2,8 @@
 
 Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders.
 Integers and floats in bulk (ids, lengths, rewards) are packed binary inside the message (``Ints``, ``Floats``).
-A worker begins with `Hello` and hears `Welcome` or `Refused`; whatever carries a ``request`` is answered once by
-a message with the same number, possibly much later: a pull or an offer that cannot be served yet is parked.
+A worker begins with `Hello` and hears `Welcome` or `Refused`; a ``request`` is answered once, by a message with the
+same number, possibly much later: a pull or an offer that cannot be served yet is parked.
 """
 
 from dataclasses import dataclass
@@ -92,9 +92,14 @@ class Offer:
     prompt: int
     epoch: int
     members: int
-    at_least: int  # lowest policy version that may generate it
+    at_least: int  # lowest policy version that may generate it; -1: the one after the last closed step
     columns: tuple[str, ...]
     lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """source: there are no further prompts of the flow that is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,7 @@ class Grant:
     request: int
     slots: Ints
     leases: Ints
+    flows: tuple[str, ...]
     groups: Ints
     members: Ints
     prompts: Ints
@@ -296,7 +302,7 @@ class Status:
 # fmt: off
 Message = (
     Hello | Welcome | Heartbeat | Finished | Bye | Cancel | Stop | Refused
-    | Offer | Opened | Pull | Grant | Commit | Committed | Abandon | Free | StepDone
+    | Offer | Exhausted | Opened | Pull | Grant | Commit | Committed | Abandon | Free | StepDone
     | Serve | Signal | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire
     | Report | Status
 )

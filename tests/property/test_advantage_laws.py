@@ -28,9 +28,7 @@ def test_the_order_of_samples_does_not_matter(groups: Groups, scale: Scale, seed
     order = shuffled(groups, seed)
     straight = flatten(groups, torch.arange(len(order)))
     mixed = flatten(groups, order)
-    torch.testing.assert_close(
-        group_advantages(*mixed, scale=scale), group_advantages(*straight, scale=scale)[order]
-    )
+    torch.testing.assert_close(group_advantages(*mixed, scale=scale), group_advantages(*straight, scale=scale)[order])
     torch.testing.assert_close(leave_one_out_advantages(*mixed), leave_one_out_advantages(*straight)[order])
 
 
@@ -45,9 +43,7 @@ def test_each_group_matches_the_formula_on_its_own(groups: Groups, seed: int) ->
             others = group[:index] + group[index + 1 :]
             expected_left_out.append(reward - statistics.fmean(others))
             expected_scaled.append((reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6))
-    torch.testing.assert_close(
-        scaled, torch.tensor(expected_scaled, dtype=torch.float64)[order], atol=1e-9, rtol=1e-7
-    )
+    torch.testing.assert_close(scaled, torch.tensor(expected_scaled, dtype=torch.float64)[order], atol=1e-9, rtol=1e-7)
     torch.testing.assert_close(
         left_out, torch.tensor(expected_left_out, dtype=torch.float64)[order], atol=1e-9, rtol=1e-7
     )

@@ -49,9 +49,7 @@ def make_step(lengths: list[int], seed: int, dtype: torch.dtype) -> Step:
     generator = torch.Generator().manual_seed(seed)
 
     def stored() -> list[Tensor]:
-        return [
-            -3 * torch.rand(length, generator=generator, dtype=torch.float64).to(dtype) for length in lengths
-        ]
+        return [-3 * torch.rand(length, generator=generator, dtype=torch.float64).to(dtype) for length in lengths]
 
     return Step(
         prompts=[torch.randint(VOCABULARY, (1 + n % 3,), generator=generator) for n in lengths],
@@ -106,9 +104,7 @@ def cispo(logprobs: Tensor, columns: list[Tensor], adv: Tensor, sample: Tensor) 
     )
 
 
-def run(
-    step: Step, cuts: list[list[int]], loss: Loss, *, mean: bool = False
-) -> tuple[Tensor, dict[str, float]]:
+def run(step: Step, cuts: list[list[int]], loss: Loss, *, mean: bool = False) -> tuple[Tensor, dict[str, float]]:
     """Gradient and metrics of the step, each divided once at its end by the global token count."""
     model = step.weights_VV.clone().requires_grad_()
     sums: dict[str, float] = {}

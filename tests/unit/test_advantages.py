@@ -10,9 +10,7 @@ SCALES: tuple[Scale, ...] = ("group_std", "none", "batch_std")
 
 
 def test_group_std_is_the_sample_std() -> None:
-    advantages = group_advantages(
-        torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.long), eps=0.0
-    )
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.long), eps=0.0)
     # Deviations +-0.5, squares sum to 1, over n - 1 = 3.
     expected = 0.5 / math.sqrt(1 / 3)
     torch.testing.assert_close(advantages, torch.tensor([expected, -expected, -expected, expected]))
@@ -40,9 +38,7 @@ def test_batch_std_divides_by_the_spread_of_all_rewards() -> None:
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
-    advantages = leave_one_out_advantages(
-        torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0]), torch.tensor([0, 1, 0, 1, 0])
-    )
+    advantages = leave_one_out_advantages(torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0]), torch.tensor([0, 1, 0, 1, 0]))
     torch.testing.assert_close(advantages, torch.tensor([-3.0, -2.0, -1.5, 2.0, 4.5]))
 
 

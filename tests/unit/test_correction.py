@@ -16,9 +16,7 @@ TRAINER = torch.tensor([0.2, 0.3, 0.6, 0.8]).log()
 
 
 def test_truncation_caps_the_upper_tail_only() -> None:
-    torch.testing.assert_close(
-        truncated_importance(TRAINER, ROLLOUT, cap=2.0), torch.tensor([0.25, 1.0, 1.5, 2.0])
-    )
+    torch.testing.assert_close(truncated_importance(TRAINER, ROLLOUT, cap=2.0), torch.tensor([0.25, 1.0, 1.5, 2.0]))
     torch.testing.assert_close(
         truncated_importance(TRAINER, ROLLOUT, cap=math.inf), torch.tensor([0.25, 1.0, 1.5, 8.0])
     )

@@ -112,9 +112,7 @@ def test_entropy_of_known_distributions(monkeypatch: pytest.MonkeyPatch) -> None
     assert not entropy.requires_grad
     tilted = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
     chances = torch.softmax(torch.tensor([0.0, 2.0]), dim=0)
-    torch.testing.assert_close(
-        prediction_entropy(tilted, temperature=0.5)[0, 0], -(chances * chances.log()).sum()
-    )
+    torch.testing.assert_close(prediction_entropy(tilted, temperature=0.5)[0, 0], -(chances * chances.log()).sum())
 
 
 def test_bad_arguments_are_named() -> None:

@@ -19,9 +19,7 @@ from flowrt.algorithms import (
 )
 
 
-def clipped(
-    ratio: float, advantage: float, dual_clip: float | None = None
-) -> tuple[float, float, ClipStatistics]:
+def clipped(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float, ClipStatistics]:
     """Loss and d loss / d logprob of one token with clip range [0.8, 1.28]."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=torch.float64)
@@ -152,9 +150,7 @@ def naive_grpo(logprobs: Tensor, old: Tensor, weights: Tensor, advantages: list[
 
 def test_grpo_sum_matches_a_naive_loop() -> None:
     generator = torch.Generator().manual_seed(2)
-    logprobs, old, rollout, reference = (
-        -2 * torch.rand(4, 12, generator=generator, dtype=torch.float64)
-    ).unbind()
+    logprobs, old, rollout, reference = (-2 * torch.rand(4, 12, generator=generator, dtype=torch.float64)).unbind()
     sample = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 0, 1])
     advantages = torch.tensor([1.5, -0.5, 0.25], dtype=torch.float64)
     weights = truncated_importance(old, rollout, cap=2.0)
@@ -266,9 +262,7 @@ def test_advantages_are_constants_in_every_policy_loss() -> None:
 
 def test_metrics_that_were_not_measured_are_absent() -> None:
     flat = torch.zeros(1)
-    result = grpo_token_loss_sum(
-        flat, flat, flat, torch.zeros(1, dtype=torch.long), loss=GrpoLoss(kl_coef=0.0)
-    )
+    result = grpo_token_loss_sum(flat, flat, flat, torch.zeros(1, dtype=torch.long), loss=GrpoLoss(kl_coef=0.0))
     assert "kl_sum" not in result.metric_sums()
     assert "entropy_sum" not in result.metric_sums()
 

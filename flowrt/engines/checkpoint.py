@@ -1,0 +1,48 @@
+"""Hugging Face checkpoints: in through `from_pretrained`, out through `save_pretrained`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowrt.errors import EngineError
+
+
+def load_model(path: str | os.PathLike[str], device: str = "cpu") -> Any:
+    """The causal LM in a directory, in float32, with SDPA attention.
+
+    Raises EngineError when transformers cannot load it.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {error}") from error
+    return model.to(device)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer beside a checkpoint. Raises EngineError when there is none or it has no end token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} has no tokenizer that transformers can load: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise EngineError(f"the tokenizer in {path} has no end-of-sequence token; set eos_token in its configuration")
+    return tokenizer
+
+
+def save_model(model: Any, tokenizer: Any, path: Path) -> None:
+    """Write model and tokenizer aside, then rename: a checkpoint is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.part")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(path)
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter once (tied ones under their first name), in the model's order."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -1,0 +1,90 @@
+"""What a rollout engine and a training engine must be able to do; bring your own by having these methods."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from flowrt.transport.weights import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One sequence to generate; ``key`` is the caller's and comes back with the result."""
+
+    key: int
+    tokens: torch.Tensor  # [L] int32
+    seed: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One generated sequence: tokens [T] int32, their log-probabilities [T] float32 at the sampling temperature.
+
+    ``spans`` are (version, tokens) pairs, flattened: which weights made how many of the tokens.
+    """
+
+    key: int
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    spans: tuple[int, ...]
+
+
+class Interrupt(Protocol):
+    """Set by another thread when the engine should come back early (threading.Event has this)."""
+
+    def is_set(self) -> bool: ...
+
+
+class RolloutEngine(Protocol):
+    """Generates, many sequences at a time; used from one thread at a time."""
+
+    @property
+    def room(self) -> int:
+        """How many more sequences it would take now."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Sequences begun and not finished."""
+        ...
+
+    def add(self, prompts: Sequence[Prompt]) -> None: ...
+
+    def run(self, interrupt: Interrupt) -> list[Response]:
+        """Generate until some sequence finishes or the interrupt is set; returns what finished."""
+        ...
+
+    def swap(self, snapshot: Snapshot) -> None:
+        """Use these weights from now on; called while nothing is running."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A micro-batch of N samples; lists hold one 1-D tensor a sample."""
+
+    prompts: Sequence[torch.Tensor]
+    responses: Sequence[torch.Tensor]
+    rollout_logprobs: Sequence[torch.Tensor]
+    reference_logprobs: Sequence[torch.Tensor] | None
+    advantages_N: torch.Tensor
+    weights_N: torch.Tensor  # how much each sample counts
+
+
+class TrainEngine(Protocol):
+    """Trains; the gradient must not depend on how a step's samples are cut into micro-batches or ranks."""
+
+    def accumulate(self, batch: TrainingBatch) -> None:
+        """Add the gradient of the *sum* of the batch's token losses."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Divide by the step's global token count, update; returns metrics. A step without tokens changes nothing."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The weights to publish, by name, in a fixed order."""
+        ...

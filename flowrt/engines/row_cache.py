@@ -1,0 +1,109 @@
+"""A key-value cache in rows, one a running sequence, for continuous batching with any transformers decoder.
+
+Running sequences occupy the first rows without gaps, so a decode step works on views, never on copies. Each row
+has its own length: attention sees a row's own positions only, by mask.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_GROWTH = 64
+
+
+class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One decoder layer's keys and values: [rows, heads, capacity, head_dim]."""
+
+    def __init__(self, cache: "RowCache") -> None:
+        super().__init__()
+        self._cache = cache
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, capacity = self._cache.rows, self._cache.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        positions = self._cache.positions_R
+        if positions is None:  # prefill: the rows are chosen afterwards
+            self.fresh = (key_states, value_states)
+            return key_states, value_states
+        count, longest = len(positions), self._cache.longest
+        rows = self._cache.row_index_R[:count]
+        self.keys[rows, :, positions] = key_states[:, :, 0]
+        self.values[rows, :, positions] = value_states[:, :, 0]
+        return self.keys[:count, :, :longest], self.values[:count, :, :longest]
+
+    def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Copy what the prefill computed for prompt ``sources[i]`` into row ``rows[i]``."""
+        assert self.fresh is not None
+        keys, values = self.fresh
+        self.keys[rows, :, : keys.shape[2]] = keys[sources]
+        self.values[rows, :, : values.shape[2]] = values[sources]
+        self.fresh = None
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized:
+            more = capacity - self.keys.shape[2]
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+
+    def move(self, source: int, target: int) -> None:
+        self.keys[target].copy_(self.keys[source])
+        self.values[target].copy_(self.values[source])
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """All layers, and where the next decode step writes."""
+
+    def __init__(self, layers: int, rows: int) -> None:
+        self.rows = rows
+        self.capacity = _GROWTH
+        self.positions_R: torch.Tensor | None = None
+        self.longest = 0
+        self.row_index_R = torch.arange(rows)
+        super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
+
+    def begin_prefill(self, longest: int) -> None:
+        self._reserve(longest)
+        self.positions_R = None
+
+    def begin_decode(self, positions_R: torch.Tensor, longest: int) -> None:
+        """The next update writes one token a row at these positions; ``longest`` is the largest of them plus 1."""
+        self._reserve(longest)
+        self.positions_R = positions_R
+        self.longest = longest
+
+    def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer.settle(rows, sources)
+
+    def move(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer.move(source, target)
+
+    def _reserve(self, length: int) -> None:
+        if length > self.capacity:
+            self.capacity = -(-length // _GROWTH) * _GROWTH
+            for layer in self.layers:
+                layer.grow(self.capacity)

@@ -1,0 +1,178 @@
+"""A rollout engine on plain PyTorch: continuous batching over a row cache, seeded per sample.
+
+Shapes: R running sequences, V vocabulary, P prompts of one prefill, L their padded length.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.protocols import Interrupt, Prompt, Response
+from flowrt.engines.row_cache import RowCache
+from flowrt.errors import EngineError
+from flowrt.transport.weights import Snapshot
+
+
+class TorchRollout:
+    """Decodes up to ``rows`` sequences together; a finished one makes room at once.
+
+    With ``rows=1`` every sequence is computed in the same shapes whatever runs beside it, so its bits depend on
+    prompt, seed and weights alone.
+    """
+
+    def __init__(
+        self, model: Any, *, eos_id: int, rows: int, max_new_tokens: int, temperature: float, version: int = 0
+    ) -> None:
+        if temperature <= 0:
+            raise EngineError(
+                f"rollout temperature is {temperature}; use a value above 0 (greedy is a prompt's choice)"
+            )
+        self._model = model.eval()
+        self._eos_id = eos_id
+        self._rows = rows
+        self._max_new = max_new_tokens
+        self._temperature = temperature
+        self.version = version
+        self._cache = RowCache(model.config.num_hidden_layers, rows)
+        self._waiting: list[Prompt] = []
+        self._running: list[Prompt] = []
+        self._positions_R = torch.zeros(rows, dtype=torch.long)
+        self._counts_R = torch.zeros(rows, dtype=torch.long)
+        self._greedy_R = torch.zeros(rows, dtype=torch.bool)
+        self._draws_RT = torch.zeros(rows, max_new_tokens)
+        self._tokens_RT = torch.zeros(rows, max_new_tokens, dtype=torch.int32)
+        self._logprobs_RT = torch.zeros(rows, max_new_tokens)
+
+    @property
+    def running(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def room(self) -> int:
+        return self._rows - self.running
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        if len(prompts) > self.room:
+            raise EngineError(f"{len(prompts)} prompts for {self.room} free rows; pull no more than there is room for")
+        self._waiting.extend(prompts)
+
+    def swap(self, snapshot: Snapshot) -> None:
+        if self.running:
+            raise EngineError(f"{self.running} sequences are running; weights are swapped between sequences")
+        snapshot.restore(named_parameters(self._model))
+        self.version = snapshot.version
+
+    @torch.inference_mode()
+    def run(self, interrupt: Interrupt) -> list[Response]:
+        finished: list[Response] = []
+        while not finished and self.running:
+            if self._waiting:
+                self._prefill()
+            else:
+                self._decode()
+            finished = self._collect()
+            if interrupt.is_set():
+                break
+        return finished
+
+    def _prefill(self) -> None:
+        new, self._waiting = self._waiting, []
+        first = len(self._running)
+        # The members of a group share a prompt: compute it once, copy its keys and values to every member's row.
+        unique: dict[tuple[int, ...], int] = {}
+        sources = [unique.setdefault(tuple(prompt.tokens.tolist()), len(unique)) for prompt in new]
+        lengths_P = torch.tensor([len(tokens) for tokens in unique])
+        longest = int(lengths_P.max())
+        tokens_PL = torch.zeros(len(unique), longest, dtype=torch.long)
+        for row, tokens in enumerate(unique):
+            tokens_PL[row, : len(tokens)] = torch.tensor(tokens)
+        self._cache.begin_prefill(longest)
+        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(unique), 1, longest, longest)
+        positions_PL = torch.arange(longest).expand(len(unique), longest)
+        hidden_PLD = self._forward(tokens_PL, mask, positions_PL)
+        last_PD = hidden_PLD[torch.arange(len(unique)), lengths_P - 1]
+        rows, chosen = torch.arange(first, first + len(new)), torch.tensor(sources)
+        self._cache.settle(rows, chosen)
+        self._running.extend(new)
+        self._positions_R[rows] = lengths_P[chosen]
+        self._counts_R[rows] = 0
+        self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new])
+        for row, prompt in zip(rows.tolist(), new, strict=True):
+            generator = torch.Generator().manual_seed(prompt.seed)
+            torch.rand(self._max_new, generator=generator, out=self._draws_RT[row])
+        self._sample(rows, self._model.get_output_embeddings()(last_PD)[chosen])
+
+    def _decode(self) -> None:
+        count = len(self._running)
+        rows = self._cache.row_index_R[:count]
+        positions_R = self._positions_R[:count]
+        longest = int(positions_R.max()) + 1
+        last_R1 = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1)
+        mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
+        self._cache.begin_decode(positions_R, longest)
+        hidden_R1D = self._forward(last_R1, mask, positions_R.unsqueeze(1))
+        self._positions_R[:count] += 1
+        self._sample(rows, self._model.get_output_embeddings()(hidden_R1D[:, 0]))
+
+    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        decoder = self._model.get_decoder()
+        out = decoder(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
+
+    def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
+        """Append one token a row: by inverse transform of the row's own next uniform number, or the likeliest."""
+        logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
+        counts = self._counts_R[rows]
+        cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
+        draws_R1 = (self._draws_RT[rows, counts] * cumulative_RV[:, -1]).unsqueeze(1)
+        sampled_R = torch.searchsorted(cumulative_RV, draws_R1, right=True).squeeze(1)
+        sampled_R.clamp_(max=logits_RV.shape[1] - 1)
+        chosen_R = torch.where(self._greedy_R[rows], logits_RV.argmax(dim=-1), sampled_R)
+        self._tokens_RT[rows, counts] = chosen_R.to(torch.int32)
+        self._logprobs_RT[rows, counts] = logprobs_RV.gather(1, chosen_R.unsqueeze(1)).squeeze(1)
+        self._counts_R[rows] += 1
+
+    def _collect(self) -> list[Response]:
+        """Take out the rows that have ended, and close the gaps."""
+        count = len(self._running)
+        rows = self._cache.row_index_R[:count]
+        last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
+        done_R = (last_R == self._eos_id) | (self._counts_R[:count] == self._max_new)
+        finished = []
+        for row in reversed(done_R.nonzero().squeeze(1).tolist()):
+            length = int(self._counts_R[row])
+            finished.append(
+                Response(
+                    self._running[row].key,
+                    self._tokens_RT[row, :length].clone(),
+                    self._logprobs_RT[row, :length].clone(),
+                    (self.version, length),
+                )
+            )
+            self._vacate(row)
+        return finished[::-1]
+
+    def _vacate(self, row: int) -> None:
+        last = len(self._running) - 1
+        if row != last:
+            self._running[row] = self._running[last]
+            self._cache.move(last, row)
+            for state in (
+                self._positions_R,
+                self._counts_R,
+                self._greedy_R,
+                self._draws_RT,
+                self._tokens_RT,
+                self._logprobs_RT,
+            ):
+                state[row] = state[last]
+        self._running.pop()

@@ -1,0 +1,164 @@
+"""A complete, typed configuration of a run. Parsed once, by the controller's side; workers receive it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from flowrt.engines.options import TrainOptions
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where problems come from."""
+
+    path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = ""
+    """JSON Lines (or parquet) file with one problem a row; recipes that generate their problems take none."""
+    prompt_field: str = "question"
+    """Field of a row that holds the problem."""
+    answer_field: str = "answer"
+    """Field of a row that holds the solution; the reward looks at its final answer."""
+    epochs: int = 0
+    """Passes over the data before the run ends early; 0: as many as the steps need."""
+    eval_prompts: int = 256
+    """Held-out problems, answered greedily before and after training; 0: none."""
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """The embedded model (a Qwen3 decoder) that is built when no --model is given."""
+
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    layers: int = 5
+    """Number of decoder layers."""
+    heads: int = 4
+    """Attention heads; half as many key-value heads."""
+    intermediate_size: int = 384
+    """Width of the feed-forward layers."""
+    vocab_size: int = 1024
+    """Size of the byte-level BPE vocabulary, for recipes that train a tokenizer."""
+    max_length: int = 512
+    """Longest sequence, prompt and response together, in tokens."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised training of the embedded model before RL; a model given by --model is taken as it is."""
+
+    steps: int = 140
+    """Optimiser steps on worked solutions, at most; 0: no warm start."""
+    batch: int = 32
+    """Solutions a step."""
+    lr: float = 2e-3
+    """Learning rate."""
+    until: float = 0.85
+    """Stop early when the mean reward of sampled answers reaches this."""
+    bare_steps: int = 40
+    """Steps of a second phase, at most, on a corpus of mostly bare answers without their working; 0: none."""
+    bare_lr: float = 1e-3
+    """Learning rate of the second phase."""
+    bare_until: float = 0.3
+    """Stop the second phase when the mean reward of sampled answers has fallen to this."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation."""
+
+    workers: int = 2
+    """Rollout workers."""
+    rows: int = 64
+    """Sequences that one worker generates at a time."""
+    max_new_tokens: int = 16
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig(TrainOptions):
+    """Training."""
+
+    ranks: int = 1
+    """Data-parallel trainer processes; two or more are started under torchrun."""
+    micro_batch_tokens: int = 2048
+    """A trainer starts on a micro-batch as soon as it has this many tokens (or the rest of the step)."""
+    save: bool = True
+    """Write the trained model into the run directory."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """GRPO (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
+
+    clip_low: float = 0.2
+    """Lower clip range of the probability ratio."""
+    clip_high: float = 0.28
+    """Upper clip range of the probability ratio."""
+    kl_coef: float = 1e-3
+    """Weight of the k3 divergence to the reference; at 0 no reference worker starts."""
+    correction_cap: float = 2.0
+    """Cap of the importance weight between trainer and rollout log-probabilities."""
+    normalize: bool = True
+    """Divide a group's advantages by its standard deviation."""
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Addresses and deadlines."""
+
+    bind: str = "tcp://127.0.0.1:0"
+    """Where the controller listens; port 0 takes any free one."""
+    heartbeat_s: float = 1.0
+    """How often a worker says that it is there."""
+    silence_s: float = 30.0
+    """A worker not heard of for this long is gone."""
+    lease_s: float = 600.0
+    """How long a worker may work on a slot."""
+    wait_s: float = 600.0
+    """How long a worker waits for one answer before it gives up."""
+    stall_s: float = 300.0
+    """A run without any progress for this long ends, saying who waits for what."""
+    join_s: float = 120.0
+    """How long a worker looks for its controller."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: GRPO with a strict staleness bound."""
+
+    recipe: str = "arithmetic"
+    """What is learned: arithmetic or gsm8k."""
+    seed: int = 0
+    """Seed of the model, the data order and every sample."""
+    steps: int = 150
+    """Optimiser steps."""
+    prompts_per_step: int = 16
+    """Prompts (groups) trained on in one step."""
+    group_size: int = 8
+    """Samples of each prompt."""
+    staleness: int = 1
+    """Most versions that a trained sample may be behind the weights it trains; 0: the synchronous loop."""
+    deterministic: bool = False
+    """Fix batch shapes and order, so that a run repeats bit for bit (at staleness 0); slower."""
+    model: str = ""
+    """Directory of a Hugging Face causal LM to start from; empty: the embedded model."""
+    run_dir: str = ""
+    """Where the run is written; empty: runs/ and the time of the start."""
+    threads: int = 1
+    """CPU threads of each worker's torch."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where problems come from."""
+    build: BuildConfig = field(default_factory=BuildConfig)
+    """The embedded model."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Supervised training of the embedded model before RL."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Training."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The loss."""
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    """Addresses and deadlines."""

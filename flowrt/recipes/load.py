@@ -1,0 +1,161 @@
+"""Configurations from the command line and from TOML, checked: one clear sentence for each mistake."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import tomli_w
+import tyro
+
+from flowrt.controller.admission import StrictLag
+from flowrt.errors import ConfigError
+from flowrt.recipes import arithmetic, gsm8k
+from flowrt.recipes.config import RunConfig
+
+Config = TypeVar("Config")
+RECIPE_NAMES = ("arithmetic", "gsm8k")
+
+
+def defaults(recipe: str) -> RunConfig:
+    """The complete default configuration of a recipe. Raises ConfigError for one that does not exist."""
+    match recipe:
+        case "arithmetic":
+            return arithmetic.config()
+        case "gsm8k":
+            return gsm8k.config()
+    raise ConfigError(f"there is no recipe {recipe!r}{_suggest(recipe, RECIPE_NAMES)}")
+
+
+def parse(arguments: Sequence[str]) -> RunConfig:
+    """``[recipe] [--config FILE.toml] [--key value …]``: flags override the file, the file the defaults.
+
+    Raises ConfigError on bad values; leaves with exit code 2 on bad flags, after naming the right ones.
+    """
+    rest = list(arguments)
+    recipe = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    file, rest = _config_file(rest)
+    table = read_toml(Path(file)) if file else {}
+    base = defaults(recipe or str(table.get("recipe", "arithmetic")))
+    if recipe and table.get("recipe", recipe) != recipe:
+        raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {recipe!r}; name only one of them")
+    base = merge(base, table, file)
+    parsed = tyro.cli(
+        RunConfig,
+        prog="flowrt run",
+        description=f"Run recipe {base.recipe!r} ({', '.join(RECIPE_NAMES)}: flowrt run NAME). --config FILE.toml first.",
+        args=rest,
+        default=base,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    check(parsed)
+    return parsed
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError when the file is missing or no TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is no TOML: {error}") from error
+
+
+def from_toml(text: str) -> RunConfig:
+    """The configuration that `to_toml` wrote."""
+    table = tomllib.loads(text)
+    return merge(defaults(str(table["recipe"])), table, "the controller's configuration")
+
+
+def to_toml(config: RunConfig) -> str:
+    return tomli_w.dumps(dataclasses.asdict(config))
+
+
+def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -> Config:
+    """``base`` with the table's values. Raises ConfigError for an unknown key or a wrong type, naming the right one."""
+    hints = get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}{key}"
+        if key not in hints:
+            raise ConfigError(f"{source}: there is no key {where!r}{_suggest(key, hints)}")
+        current = getattr(base, key)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: {where!r} is a table of keys, not {value!r}")
+            changes[key] = merge(current, value, source, f"{where}.")
+        else:
+            changes[key] = _typed(value, hints[key], where, source)
+    return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError for values that cannot work together."""
+    StrictLag(config.staleness)
+    if config.group_size == 1 and config.loss.normalize:
+        raise ConfigError(
+            "group_size is 1: GRPO divides by the group's standard deviation, which one sample does not have; "
+            "use 2 or more, or --loss.normalize False"
+        )
+    positive = {
+        "steps": config.steps,
+        "prompts_per_step": config.prompts_per_step,
+        "group_size": config.group_size,
+        "threads": config.threads,
+        "rollout.workers": config.rollout.workers,
+        "rollout.rows": config.rollout.rows,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "rollout.temperature": config.rollout.temperature,
+        "trainer.ranks": config.trainer.ranks,
+        "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"{name} is {value}; use a value above 0")
+    if config.trainer.lr < 0:
+        raise ConfigError(f"trainer.lr is {config.trainer.lr}; use 0 or more")
+    if config.loss.correction_cap < 1:
+        raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
+    if config.model:
+        check_model(Path(config.model))
+
+
+def check_model(path: Path) -> None:
+    """Raises ConfigError when the directory cannot be a Hugging Face checkpoint."""
+    if not path.is_dir():
+        raise ConfigError(f"model {path} is no directory; give one with config.json, weights and a tokenizer")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
+
+
+def _config_file(arguments: list[str]) -> tuple[str, list[str]]:
+    rest, file = [], ""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--config":
+            file = next(remaining, "")
+            if not file:
+                raise ConfigError("--config needs the path of a TOML file")
+        elif argument.startswith("--config="):
+            file = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return file, rest
+
+
+def _typed(value: Any, expected: type, where: str, source: str) -> Any:
+    if expected is float and type(value) is int:
+        return float(value)
+    if type(value) is not expected:
+        raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r}")
+    return value
+
+
+def _suggest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"

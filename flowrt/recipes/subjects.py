@@ -1,0 +1,26 @@
+"""From a configuration to its subject: the one place where a recipe's name is looked at after parsing."""
+
+from pathlib import Path
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.gsm8k import WordProblems
+from flowrt.recipes.problems import Subject
+
+
+def subject(config: RunConfig) -> Subject:
+    """The problems and the reward of a run. Raises ConfigError when its data is missing or malformed."""
+    if config.recipe == "arithmetic":
+        return Arithmetic(config.seed, config.data.eval_prompts)
+    if not config.data.path:
+        raise ConfigError(
+            f"recipe {config.recipe} reads its problems from a file; give one with --data.path FILE.jsonl"
+        )
+    return WordProblems(
+        Path(config.data.path),
+        config.data.prompt_field,
+        config.data.answer_field,
+        config.data.eval_prompts,
+        config.build.vocab_size,
+    )

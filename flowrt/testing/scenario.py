@@ -1,0 +1,60 @@
+"""What a simulation runs: a dataflow like that of GRPO, and a cluster with its speeds and misfortunes."""
+
+from dataclasses import dataclass, field
+
+from flowrt.controller.dispatch import Batcher, TokenBudget
+from flowrt.controller.settings import Dataflow
+from flowrt.wire.records import Column, Stage
+
+MODEL = "policy"
+PROMPTS_PER_EPOCH = 5
+COLUMNS = (
+    Column("prompt", "int32", "group"),
+    Column("answer", "uint8", "group"),
+    Column("response", "int32", "slot"),
+    Column("logprobs", "float32", "slot"),
+    Column("ref_logprobs", "float32", "slot"),
+)
+GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "group")
+TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
+
+
+def grpo_dataflow(reference: bool = True) -> Dataflow:
+    """GRPO with evaluation, with or without logprobs of a reference model."""
+    stages = [
+        Stage("rollout", ("prompt",), TENSORS_MADE["rollout"], generates=True),
+        Stage("reward", ("response", "answer"), ("reward",)),
+        Stage("evaluate", ("reward",), (), flow="eval"),
+    ]
+    needs = ["prompt", "response", "logprobs", "reward"]
+    if reference:
+        stages.append(Stage("reference", ("prompt", "response"), TENSORS_MADE["reference"], flow="train"))
+        needs.append("ref_logprobs")
+    stages.append(Stage("train", tuple(needs), (), flow="train", whole_groups=True))
+    return Dataflow(COLUMNS, tuple(stages), "train", "train", ("prompt", "response"))
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A cluster and a run; ``kills`` and the like say how many misfortunes happen, at random moments."""
+
+    seed: int = 0
+    bound: int = 1
+    in_order: bool = False
+    steps: int = 4
+    groups_per_step: int = 2
+    members: int = 2
+    batcher: Batcher = field(default_factory=lambda: TokenBudget(1))
+    rollouts: int = 2
+    rewards: int = 1
+    references: int = 1  # 0: the dataflow has no reference stage
+    ranks: int = 1
+    capacity: int = 3  # slots that a worker works on at once
+    evals: int = 0
+    publish_every: int = 1
+    speeds: tuple[tuple[str, float], ...] = ()  # of the workers that are not as fast as the rest, by id
+    fetch_speed: float = 1.0
+    kills: int = 0
+    broken_lanes: int = 0
+    expiries: int = 0  # the clock jumps past the deadline of every lease
+    max_actions: int = 50_000

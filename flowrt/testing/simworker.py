@@ -1,0 +1,284 @@
+"""A simulated worker: speaks the protocol, keeps sets of keys for tensors, does its work in any order.
+
+What a real worker would choke on (a tensor that is neither here nor coming, a gap in a lane, half a group) raises
+AssertionError at the moment at which it would have choked.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from flowrt.controller.events import Event, Joined, Said
+from flowrt.ids import WorkerId
+from flowrt.testing.scenario import COLUMNS, GROUP_COLUMNS, MODEL, PROMPTS_PER_EPOCH, TENSORS_MADE, Scenario
+from flowrt.wire import messages as m
+from flowrt.wire.records import LaneTurn, Part, Values
+
+Key = tuple[str, int]
+LaneId = tuple[str, str, str, int]
+Packet = tuple[Part, ...] | int
+"""What one turn of a lane carries: parts of samples, or a version of the weights."""
+Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A leased slot; ``needs`` are the tensors that the work reads."""
+
+    stage: str
+    slot: int
+    lease: int
+    group: int
+    member: int
+    prompt: int
+    epoch: int
+    spans: tuple[int, ...]
+    needs: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class Job:
+    """Rows that are worked on together."""
+
+    rows: list[Row]
+    begun: int = -1  # the version that generation began with
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the workers of one simulation have in common."""
+
+    scenario: Scenario
+    rng: random.Random
+    latest: Callable[[], int]  # the newest version that was published
+    sent: Turns = field(default_factory=lambda: defaultdict(deque))
+    evals_offered: int = 0
+
+
+def lane_of(turn: LaneTurn) -> LaneId:
+    return (turn.sender, turn.receiver, turn.kind, turn.incarnation)
+
+
+def keys_of(parts: Iterable[Part]) -> dict[Key, int]:
+    """The lengths of tensors by (column, id)."""
+    return {(part.column, item): length for part in parts for item, length in zip(part.ids, part.lengths, strict=True)}
+
+
+def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
+    """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
+    ids = zip(grant.slots, grant.leases, grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
+    assert len(grant.attempts) == len(grant.spans) == len(grant.slots)
+    assert all(len(values.values) == len(grant.slots) for values in grant.inline)
+    granted = keys_of(grant.parts)
+    for (slot, lease, group, member, prompt, epoch), spans in zip(ids, grant.spans, strict=True):
+        needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
+        assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
+        yield Row(stage, slot, lease, group, member, prompt, epoch, spans, needs)
+
+
+class Worker:
+    """One process of the cluster; what it may do next is up to the simulation's order."""
+
+    def __init__(self, worker: str, role: str, shared: Shared) -> None:
+        self.id, self.role, self.shared, self.alive = WorkerId(worker), role, shared, True
+        self.inbox: deque[m.Message] = deque()
+        self.outbox: deque[Event] = deque([Joined(self.id, role, "host")])
+        self.have: dict[Key, tuple[int, int]] = {}  # length, and the request of the commit that made it
+        self.coming: dict[Key, LaneTurn] = {}
+        self.failed: set[LaneTurn] = set()
+        self.sequences: dict[LaneId, int] = {}
+        self.expected: Turns = defaultdict(deque)
+        self.weights: set[int] = set()
+        self.applied = 0
+        self.staged = 0
+        self.jobs: list[Job] = []
+        self.pulling = False
+        self.requests = 0
+        self.offers: dict[int, m.Offer] = {}
+        self.closed = False  # nothing more comes: of this step (trainer), of the run (source)
+        self.step = 0
+        self.trained: list[Row] = []
+        self.unpublished: int | None = None
+        if role == "rollout":
+            self.say(m.Applied(MODEL, 0))
+
+    def say(self, message: m.Message) -> None:
+        self.outbox.append(Said(self.id, message))
+
+    # ---- orders of the controller
+
+    def receive(self, message: m.Message) -> None:
+        match message:
+            case m.Grant():
+                self._granted(message)
+            case m.Opened(request, group):
+                offer = self.offers.pop(request)
+                self.closed = self.closed or group < 0
+                for column, length in zip(offer.columns, offer.lengths, strict=True) if group >= 0 else ():
+                    self.have[column, group] = (length, -1)
+            case m.Committed(request, refused):
+                # The slot may have come back to this worker and been made again since: only what this commit made.
+                made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
+                for key in made:
+                    del self.have[key]
+            case m.Free(columns, slots, groups):
+                for name in columns or [column.name for column in COLUMNS]:
+                    for item in groups if name in GROUP_COLUMNS else slots:
+                        self.have.pop((name, item), None)
+                        self.coming.pop((name, item), None)
+                # Work on a slot whose tensors are void has no lease any more.
+                self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
+            case m.Serve(turn, parts):
+                self._must_have(keys_of(parts), turn)
+                self._issue(turn, parts, self.shared.sent)
+            case m.ServeWeights(turn, _, version):
+                assert version in self.weights, f"{self.id} has to serve version {version}, but has {self.weights}"
+                self._issue(turn, version, self.shared.sent)
+            case m.Fetch(turn, _, version):
+                self._issue(turn, version, self.expected)
+            case m.Retire(_, version):
+                assert version in self.weights, f"{self.id} has to retire version {version}, but has {self.weights}"
+                self.weights.discard(version)
+            case _:
+                raise AssertionError(f"{self.id} was sent {message}")
+
+    def _must_have(self, keys: dict[Key, int], turn: LaneTurn) -> None:
+        for key, length in keys.items():
+            state = "it is still coming" if key in self.coming else "it is not here"
+            assert self.have.get(key, (-1,))[0] == length, f"{self.id} has to serve {key} ({turn}): {state}"
+
+    def _issue(self, turn: LaneTurn, packet: Packet, end: Turns) -> None:
+        """Take the next turn of a lane, at either end."""
+        lane = lane_of(turn)
+        due = self.sequences.get(lane, 0)
+        assert turn.sequence == due, f"{self.id}: {turn} came where turn {due} was due"
+        self.sequences[lane] = due + 1
+        end[lane].append((turn, packet))
+
+    def _granted(self, grant: m.Grant) -> None:
+        self.pulling = False
+        self.closed = self.closed or grant.closed
+        for incoming in grant.incoming:
+            for key in keys_of(incoming.parts):
+                self.have.pop(key, None)
+                self.coming[key] = incoming.turn
+            self._issue(incoming.turn, incoming.parts, self.expected)
+        for key, length in keys_of(grant.parts).items():
+            known = key in self.coming or (key in self.have and self.have[key][0] == length)
+            assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither here nor coming"
+        rows = list(rows_of(grant, "train" if self.role == "trainer" else self.role))
+        # A slot that is granted again was taken away before: its old lease has ended.
+        self._keep(lambda row: row.slot not in grant.slots)
+        if self.role == "rollout":
+            self.jobs += [Job([row]) for row in rows]
+        elif rows:
+            self.jobs.append(Job(rows))
+
+    def _keep(self, valid: Callable[[Row], bool]) -> None:
+        for job in self.jobs:
+            job.rows = [row for row in job.rows if valid(row)]
+        self.jobs = [job for job in self.jobs if job.rows]
+
+    # ---- lanes
+
+    def arrived(self, turn: LaneTurn, packet: Packet) -> None:
+        """A transfer came whole."""
+        if isinstance(packet, int):
+            self.weights.add(packet)
+            self.staged = max(self.staged, packet)
+            self.say(m.Staged(MODEL, packet))
+            return
+        for key, length in keys_of(packet).items():
+            if self.coming.get(key) == turn:  # else it was freed on its way
+                del self.coming[key]
+                self.have[key] = (length, -1)
+
+    def lost(self, turn: LaneTurn, packet: Packet) -> None:
+        """A transfer failed."""
+        self.failed.add(turn)
+        if isinstance(packet, int):
+            self.say(m.FetchFailed(MODEL, packet, "the lane broke"))
+
+    # ---- work
+
+    def options(self) -> Iterator[Callable[[], None]]:
+        """Everything that this worker could do next by itself."""
+        if self.role == "source":
+            if not self.closed and len(self.offers) < 2:
+                yield self._offer
+            return
+        for job in self.jobs:
+            needs = [key for row in job.rows for key in row.needs]
+            if any(self.coming.get(key) in self.failed for key in needs):
+                yield partial(self._abandon, job)
+            elif job.begun >= 0 or all(key in self.have for key in needs):
+                yield partial(self._finish if job.begun >= 0 or self.role != "rollout" else self._begin, job)
+        if self.staged > self.applied:
+            yield self._apply
+        if self.unpublished is not None:
+            yield self._publish
+        # A trainer takes one micro-batch at a time: a prefetched "closed" would be void if this one did not come.
+        room = 1 if self.role == "trainer" else self.shared.scenario.capacity
+        if not self.pulling and not self.closed and len(self.jobs) < room:
+            yield self._pull
+
+    def _offer(self) -> None:
+        scenario, rng, evals = self.shared.scenario, self.shared.rng, self.shared.evals_offered
+        number, lengths = self.requests, (rng.randint(1, 6), rng.randint(1, 3))
+        self.requests += 1
+        if evals < scenario.evals and rng.random() < 0.5:
+            self.shared.evals_offered += 1
+            offer = m.Offer(number, "eval", evals, 0, 1, self.shared.latest(), GROUP_COLUMNS, lengths)
+        else:
+            epoch, prompt = divmod(number - evals, PROMPTS_PER_EPOCH)
+            offer = m.Offer(number, "train", prompt, epoch, scenario.members, 0, GROUP_COLUMNS, lengths)
+        self.offers[number] = offer
+        self.say(offer)
+
+    def _pull(self) -> None:
+        self.pulling = True
+        self.requests += 1
+        stage, step = ("train", self.step) if self.role == "trainer" else (self.role, -1)
+        self.say(m.Pull(self.requests, stage, self.shared.scenario.capacity - len(self.jobs), 0, step))
+
+    def _apply(self) -> None:
+        self.applied = self.staged
+        self.say(m.Applied(MODEL, self.applied))
+
+    def _publish(self) -> None:
+        assert self.unpublished is not None
+        self.weights.add(self.unpublished)
+        self.say(m.Publish(MODEL, self.unpublished, (8, 8), 0))
+        self.unpublished = None
+
+    def _begin(self, job: Job) -> None:
+        job.begun = self.applied
+
+    def _abandon(self, job: Job) -> None:
+        """What was to come for this job did not: give it back, and name each peer that sent nothing."""
+        turns = {self.coming[key] for row in job.rows for key in row.needs if key in self.coming}
+        self.jobs.remove(job)
+        slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
+        for peer in sorted({turn.sender for turn in turns & self.failed}):
+            self.say(m.Abandon(job.rows[0].stage, slots, leases, peer, "its tensors did not come"))
+
+    def _finish(self, job: Job) -> None:
+        self.jobs.remove(job)
+        if self.role == "trainer":
+            self.trained += job.rows
+            return
+        self.requests += 1
+        rng = self.shared.rng
+        slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
+        lengths = tuple(rng.randint(1, 9) for _ in slots)
+        parts = tuple(Part(name, slots, lengths) for name in TENSORS_MADE.get(self.role, ()))
+        spans: tuple[tuple[int, ...], ...] = ()
+        if self.role == "rollout":
+            before = rng.randint(0, lengths[0]) if job.begun != self.applied else lengths[0]
+            both = (job.begun, before, self.applied, lengths[0] - before)
+            spans = (both if 0 < before < lengths[0] else (job.begun, lengths[0]),)
+        inline = (Values("reward", tuple(rng.random() for _ in slots)),) if self.role == "reward" else ()
+        self.have.update({key: (length, self.requests) for key, length in keys_of(parts).items()})
+        self.say(m.Commit(self.requests, self.role, slots, leases, parts, inline, spans))

@@ -1,0 +1,175 @@
+"""A whole run on this machine: controller, workers, live view; every process ends with it."""
+
+import asyncio
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
+from flowrt.launch.observer import Observer
+from flowrt.launch.picture import draw
+from flowrt.launch.processes import Child, Children
+from flowrt.launch.progress import LiveView, summary_table
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.load import to_toml
+from flowrt.recipes.subjects import subject
+
+READY_S = 30.0
+FAREWELL_S = 7.0
+
+
+def place(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths and a run directory. Raises ConfigError when that is in use."""
+    name = f"{config.recipe}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    run_dir = Path(config.run_dir or Path("runs") / name).absolute()
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ConfigError(f"run directory {run_dir} already holds something; name a new one with --run-dir")
+    data = config.data
+    if data.path:
+        data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
+    model = str(Path(config.model).absolute()) if config.model else ""
+    return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model)
+
+
+def run(config: RunConfig, console: Console) -> int:
+    """Run to the end; returns the exit code. Raises ConfigError, with nothing written, on bad input."""
+    config = place(config)
+    subject(config)  # reads and checks the data before anything is written
+    return asyncio.run(LocalRun(config, console).run())
+
+
+class LocalRun:
+    """One run and its processes."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._run_dir = Path(config.run_dir)
+        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._run_dir / "logs").mkdir()
+        (self._run_dir / "config.toml").write_text(to_toml(config))
+        threads = str(config.threads)
+        self._children = Children(
+            self._run_dir / "logs", {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        )
+        self._interrupted = asyncio.Event()
+        self._failure = ""
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted.set)
+        try:
+            with LiveView(self._console) as view:
+                view.say(f"run directory {self._run_dir}")
+                code = await self._guarded(view)
+        except ConfigError:
+            await self._children.end(0.0)
+            shutil.rmtree(self._run_dir)
+            raise
+        finally:
+            await self._children.end(0.0)
+        self._farewell(code)
+        return code
+
+    async def _guarded(self, view: LiveView) -> int:
+        """The run, or the interruption, whichever comes first."""
+        work = asyncio.create_task(self._work(view))
+        interruption = asyncio.create_task(self._interrupted.wait())
+        await asyncio.wait({work, interruption}, return_when=asyncio.FIRST_COMPLETED)
+        interruption.cancel()
+        if not work.done():
+            view.say("interrupted: ending the run")
+            for child in self._children.running():
+                if child.name == "controller":
+                    child.process.terminate()
+            done, _ = await asyncio.wait({work}, timeout=FAREWELL_S)
+            if not done:
+                work.cancel()
+                return EXIT_INTERRUPTED
+        return work.result()
+
+    async def _work(self, view: LiveView) -> int:
+        if not self._config.model:
+            prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
+            view.say("building the model and warming it up")
+            if await prepare.process.wait() != 0:
+                self._failure = prepare.last_words()
+                return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+        controller, address = await self._start_controller()
+        observer = Observer(address, view.show)
+        view.say(f"controller at {address}")
+        workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
+        watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
+        code: int = await controller.process.wait()
+        await self._children.wait_all(FAREWELL_S)
+        for watcher in watchers:
+            watcher.cancel()
+        observer.close()
+        if code < 0:
+            self._failure = controller.last_words()
+            return EXIT_FAILED
+        return code
+
+    async def _start_controller(self) -> tuple[Child, str]:
+        read_fd, write_fd = os.pipe()
+        child = await self._children.start(
+            "controller",
+            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd)],
+            pass_fds=[write_fd],
+        )
+        os.close(write_fd)
+        reader = asyncio.StreamReader()
+        with os.fdopen(read_fd, "rb") as pipe:
+            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+            async with asyncio.timeout(READY_S):
+                address = (await reader.readline()).decode().strip()
+        if not address:
+            code = await child.process.wait()
+            words = child.log.read_text().strip().splitlines()
+            reason = words[-1].split(" ERROR ")[-1] if words else child.last_words()
+            raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
+        return child, address
+
+    async def _watch(self, worker: Child, observer: Observer) -> None:
+        """A worker that dies without a word of its own still ends the run, with its last words."""
+        code = await worker.process.wait()
+        if code != 0:
+            observer.cancel(worker.last_words(), EXIT_FAILED)
+
+    def _commands(self, address: str) -> list[tuple[str, list[str]]]:
+        config = self._config
+        names = [("source", "source"), ("reward", "reward")]
+        names += [("rollout", f"rollout-{index}") for index in range(config.rollout.workers)]
+        if config.loss.kl_coef > 0:
+            names.append(("reference", "reference"))
+        commands = [
+            (name, ["-m", f"flowrt.workers.{role}", "--controller", address, "--name", name]) for role, name in names
+        ]
+        trainer = ["-m", "flowrt.workers.trainer", "--controller", address]
+        if config.trainer.ranks > 1:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
+            trainer = [*torchrun, *trainer, "--name", "trainer"]
+        return [*commands, ("trainer", trainer)]
+
+    @property
+    def _toml(self) -> str:
+        return str(self._run_dir / "config.toml")
+
+    def _farewell(self, code: int) -> None:
+        """The summary and the picture, whatever there is of them."""
+        path = self._run_dir / "summary.json"
+        if path.is_file():
+            summary = json.loads(path.read_text())
+            if summary["steps"]:
+                self._console.print(summary_table(summary))
+                self._console.print(f"picture {draw(self._run_dir)}", highlight=False)
+            self._failure = self._failure or (summary["reason"] if code != EXIT_OK else "")
+        if self._failure:
+            self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False)

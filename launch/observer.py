@@ -1,0 +1,38 @@
+"""A connection that only watches: receives the run's status, may end the run."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from flowrt.errors import FlowError
+from flowrt.wire import messages as m
+from flowrt.wire.link import ClientLink
+
+
+class Observer:
+    """Calls ``show`` with every status of the run, a dictionary as `Server.status` makes it."""
+
+    def __init__(self, address: str, show: Callable[[dict[str, Any]], None]) -> None:
+        self._show = show
+        self._link = ClientLink(self._receive, self._failed)
+        self._link.connect(address)
+        name = f"observer-{socket.gethostname()}-{os.getpid()}"
+        self._link.send(m.Hello(m.PROTOCOL, name, "observer", socket.gethostname(), os.getpid()))
+
+    def cancel(self, reason: str, code: int) -> None:
+        """End the run."""
+        self._link.send(m.Cancel(reason, code))
+
+    def close(self) -> None:
+        self._link.send(m.Bye(""))
+        self._link.close()
+
+    def _receive(self, message: m.Message) -> None:
+        if isinstance(message, m.Status):
+            self._link.send(m.Heartbeat())
+            self._show(json.loads(message.text))
+
+    def _failed(self, error: FlowError) -> None:
+        raise error

@@ -1,0 +1,98 @@
+"""Processes that live no longer than their run."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+LAST_WORDS_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A started process and its log."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    def last_words(self) -> str:
+        """How it ended and the end of its log."""
+        code = self.process.returncode
+        how = "is running"
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS_LINES:]
+        return f"{self.name} {how}; its log {self.log} ends: {' | '.join(lines) or 'empty'}"
+
+
+class Children:
+    """Everything a launcher has started; none of it outlives `end`, or the launcher itself."""
+
+    def __init__(self, log_dir: Path, environment: Mapping[str, str]) -> None:
+        self._log_dir = log_dir
+        self._environment = {**os.environ, **environment}
+        self._all: list[Child] = []
+
+    async def start(self, name: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
+        """Start ``python ARGUMENTS`` with its output in ``logs/NAME.log``."""
+        path = self._log_dir / f"{name}.log"
+        with path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+                pass_fds=tuple(pass_fds),
+            )
+        child = Child(name, process, path)
+        self._all.append(child)
+        return child
+
+    def running(self) -> list[Child]:
+        return [child for child in self._all if child.process.returncode is None]
+
+    async def wait_all(self, deadline_s: float) -> bool:
+        """Wait for every process to leave; False when some had not by the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(child.process.wait() for child in self._all))
+        except TimeoutError:
+            return False
+        return True
+
+    async def end(self, grace_s: float) -> None:
+        """Wait a little, then terminate, then kill; returns when nothing is left."""
+        if await self.wait_all(grace_s):
+            return
+        self._signal_groups(signal.SIGTERM)
+        if await self.wait_all(1.0):
+            return
+        self._signal_groups(signal.SIGKILL)
+        await self.wait_all(5.0)
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        for child in self.running():
+            try:
+                os.killpg(child.process.pid, number)
+            except ProcessLookupError:
+                continue
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when its launcher dies, however that dies."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,189 @@
+"""The codec: every message round-trips; whatever else comes raises RemoteProtocolError and nothing else."""
+
+import contextlib
+import dataclasses
+import struct
+import tracemalloc
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.errors import LocalProtocolError, RemoteProtocolError
+from flowrt.wire import codec
+from flowrt.wire import messages as m
+from flowrt.wire.codec import decode, encode
+from flowrt.wire.records import Incoming, LaneTurn, Part
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+REALS = st.floats(allow_nan=False)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if get_origin(hint) is Annotated:
+        return st.lists(INT64 if hint.__metadata__[0] == "q" else REALS, max_size=4).map(tuple)
+    if dataclasses.is_dataclass(hint):
+        return record_of(hint)
+    if get_origin(hint) is tuple:
+        arguments = get_args(hint)
+        if arguments[-1] is Ellipsis:
+            return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values_of, arguments))
+    return {int: INT64, float: REALS, str: st.text(max_size=8), bytes: st.binary(max_size=8), bool: st.booleans()}[hint]
+
+
+@cache
+def record_of(kind: Any) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return st.builds(kind, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)})
+
+
+MESSAGES = st.sampled_from(m.MESSAGES).flatmap(record_of)
+FAST = settings(max_examples=300, deadline=None)
+
+
+@pytest.mark.parametrize("kind", m.MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_message_round_trips(kind: type[m.Message], data: st.DataObject) -> None:
+    message = data.draw(record_of(kind))
+    again = decode(encode(message))
+    assert again == message
+    assert type(again) is kind
+
+
+def test_no_tag_is_used_twice() -> None:
+    assert len(set(m.MESSAGES)) == len(m.MESSAGES)
+
+
+@FAST
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused_or_a_message(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        decode(data)
+
+
+@FAST
+@given(MESSAGES, st.data())
+def test_mutated_messages_raise_nothing_else(message: m.Message, data: st.DataObject) -> None:
+    raw = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        how = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if how == "set":
+            raw[at] = data.draw(st.integers(0, 255))
+        elif how == "cut" and len(raw) > 1:
+            del raw[at]
+        else:
+            raw.insert(at, data.draw(st.integers(0, 255)))
+    try:
+        again = decode(bytes(raw))
+    except RemoteProtocolError:
+        return
+    assert type(again) in m.MESSAGES
+    encode(again)  # what was let in is a message in every field
+
+
+SHAPES = st.recursive(
+    st.none() | st.booleans() | INT64 | REALS | st.text(max_size=4) | st.binary(max_size=16),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@FAST
+@given(st.integers(-2, len(m.MESSAGES) + 2), st.lists(SHAPES, max_size=14))
+def test_any_shape_behind_a_tag_raises_nothing_else(tag: int, fields: list[Any]) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        encode(decode(msgpack.packb([tag, *fields])))
+
+
+TURN = LaneTurn("a", "b", "samples", 0, 0)
+WRONG = {
+    "text for a number": m.Opened("1", 2),  # type: ignore[arg-type]
+    "truth for a number": m.Opened(True, 2),
+    "number for text": m.Bye(3),  # type: ignore[arg-type]
+    "fraction for a number": m.Opened(1.5, 2),  # type: ignore[arg-type]
+    "number for truth": m.Grant(1, *[()] * (len(dataclasses.fields(m.Grant)) - 2), 1),  # type: ignore[arg-type]
+    "number over 64 bits": m.Opened(2**70, 2),
+    "packed number over 64 bits": m.Committed(1, (2**63,), ""),
+    "fraction among packed numbers": m.Committed(1, (1.5,), ""),  # type: ignore[arg-type]
+    "text among packed numbers": m.Committed(1, ("1",), ""),  # type: ignore[arg-type]
+    "none for packed numbers": m.Committed(1, None, ""),  # type: ignore[arg-type]
+    "bytes for packed numbers": m.Committed(1, b"12", ""),  # type: ignore[arg-type]
+    "text for names": m.Free("prompt", (), ()),  # type: ignore[arg-type]
+    "none for a record": m.Serve(None, ()),  # type: ignore[arg-type]
+    "another record": m.Serve(Part("a", (), ()), ()),  # type: ignore[arg-type]
+    "record of another kind that has the same fields": m.Serve(TURN, (Incoming(TURN, ()),)),  # type: ignore[arg-type]
+    "text for a pair": m.StepDone(1, ("ab",)),  # type: ignore[arg-type]
+    "text that is not UTF-8": m.Bye("\ud800"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_field_types_are_our_own_mistake(name: str) -> None:
+    with pytest.raises(LocalProtocolError):
+        encode(WRONG[name])
+
+
+def test_what_is_no_message_is_our_own_mistake() -> None:
+    with pytest.raises(LocalProtocolError):
+        encode("hello")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        msgpack.packb([]),
+        msgpack.packb([-1]),
+        msgpack.packb([len(m.MESSAGES)]),
+        msgpack.packb([True]),
+        msgpack.packb({}),
+        msgpack.packb([2, 1]),  # a heartbeat has no fields
+        msgpack.packb([m.MESSAGES.index(m.Committed), 1, b"1234567", ""]),  # not whole numbers of 8 bytes
+        msgpack.packb([m.MESSAGES.index(m.Committed), 1, [1, 2], ""]),  # numbers that are not packed
+        msgpack.packb([m.MESSAGES.index(m.Bye), msgpack.ExtType(1, b"x")]),
+        msgpack.packb([m.MESSAGES.index(m.Bye), msgpack.Timestamp(1)]),
+        encode(m.Heartbeat()) + b"\x00",
+    ],
+)
+def test_malformed_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(data)
+
+
+@pytest.mark.parametrize("depth", [10, 500, 1000, 2000, 100_000])
+def test_deep_nesting_is_refused(depth: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(b"\x91" * depth + b"\xc0")
+
+
+def test_oversized_messages_are_refused_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(RemoteProtocolError, match="limit"):
+        decode(bytes(1001))
+    with pytest.raises(LocalProtocolError, match="limit"):
+        encode(m.Bye("x" * 1000))
+
+
+@pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
+def test_a_size_that_is_only_claimed_is_refused(head: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(b"\x92\x04" + head)
+
+
+def test_a_small_message_cannot_claim_much_memory() -> None:
+    hostile = (b"\xdd" + struct.pack(">I", codec.MAX_ITEMS)) * 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode(hostile)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20, f"{len(hostile)} bytes made the decoder allocate {peak} bytes"

@@ -1,0 +1,74 @@
+"""What every worker's command does: find the controller, get the configuration, run the role, leave with a reason."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import torch
+
+from flowrt.client.greeting import connect
+from flowrt.client.session import Session
+from flowrt.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.load import from_toml
+from flowrt.wire.loops import run_loop
+
+log = logging.getLogger("flowrt")
+Role = Callable[[Session, RunConfig], Awaitable[None]]
+JOIN_S = 120.0
+
+
+def main(role: str, run: Role) -> NoReturn:
+    """Run one worker from the command line and exit."""
+    parser = argparse.ArgumentParser(description=f"flowrt {role} worker; every other setting comes from the controller")
+    parser.add_argument("--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT")
+    parser.add_argument("--name", default="", help=f"a name that no other worker has (default: {role}-RANK)")
+    parser.add_argument("--join-s", type=float, default=JOIN_S, help="how long to look for the controller, in seconds")
+    arguments = parser.parse_args()
+    if not arguments.controller:
+        parser.error("--controller tcp://HOST:PORT is needed (or FLOWRT_CONTROLLER in the environment)")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
+    try:
+        code = run_loop(_live(arguments.controller, name, role, arguments.join_s, run))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Lane threads may be inside gloo, which cannot be interrupted; nothing they hold outlives the process.
+    os._exit(code)
+
+
+async def _live(controller: str, name: str, role: str, join_s: float, run: Role) -> int:
+    session: Session | None = None
+    error = ""
+    try:
+        session = await connect(controller, name, role, join_s)
+        config = from_toml(session.welcome.config)
+        torch.set_num_threads(config.threads)
+        await run(session, config)
+        await session.wait_stopped()
+    except (Exception, BaseExceptionGroup) as raised:  # noqa: BLE001 (the last resort: the controller must hear of it)
+        # Of several, the first is what happened; the others are its consequences.
+        first = _first(raised)
+        if isinstance(first, Stopped):
+            log.info("stopped: %s", first.reason)
+        else:
+            error = f"{type(first).__name__}: {first}"
+            log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
+            log.error("%s", error)
+    finally:
+        if session is not None:
+            await session.close(error)
+    return EXIT_FAILED if error else EXIT_OK
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

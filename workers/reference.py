@@ -1,0 +1,36 @@
+"""The reference worker: log-probabilities of responses under the weights that the run started from."""
+
+import asyncio
+
+from flowrt.client.session import Session
+from flowrt.engines.checkpoint import load_model
+from flowrt.engines.scoring import score
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.paths import model_dir
+from flowrt.workers.entry import main
+
+SLOTS_AT_ONCE = 64
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Score whatever has a response, as soon as it has one."""
+    with session.timeline.busy("load"):
+        model = (await asyncio.to_thread(load_model, model_dir(config))).eval()
+    # One sample at a time has the same shapes, and so the same bits, whatever was pulled with it.
+    budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
+    while True:
+        batch = await session.pull("reference", slots=SLOTS_AT_ONCE)
+        with session.timeline.busy("reference"):
+            logprobs = await asyncio.to_thread(
+                score,
+                model,
+                batch.tensors["prompt"],
+                batch.tensors["response"],
+                config.rollout.temperature,
+                budget_tokens,
+            )
+        await session.commit("reference", batch.slots, batch.grant.leases, {"ref_logprobs": logprobs})
+
+
+if __name__ == "__main__":
+    main("reference", run)

@@ -1,0 +1,116 @@
+"""A rollout worker: pulls slots as sequences finish, generates, swaps weights between sequences."""
+
+import asyncio
+import threading
+
+from flowrt.client.batches import Batch
+from flowrt.client.session import Session
+from flowrt.engines.checkpoint import load_model, load_tokenizer
+from flowrt.engines.protocols import Prompt, Response, RolloutEngine
+from flowrt.engines.seeds import sample_seed
+from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.grpo import EVAL, POLICY
+from flowrt.recipes.paths import model_dir
+from flowrt.workers.entry import main
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Load the model and generate until the run ends."""
+    with session.timeline.busy("load"):
+        path = model_dir(config)
+        model = await asyncio.to_thread(load_model, path)
+        engine = TorchRollout(
+            model,
+            eos_id=load_tokenizer(path).eos_token_id,
+            rows=1 if config.deterministic else config.rollout.rows,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+        )
+    session.params.applied(POLICY, 0)
+    async with asyncio.TaskGroup() as tasks:
+        await RolloutLoop(session, engine, config.seed, tasks).run()
+
+
+class RolloutLoop:
+    """Keeps the engine full, and its weights as new as its sequences allow."""
+
+    def __init__(self, session: Session, engine: RolloutEngine, seed: int, tasks: asyncio.TaskGroup) -> None:
+        self._session = session
+        self._engine = engine
+        self._seed = seed
+        self._tasks = tasks
+        self._interrupt = threading.Event()
+        self._pull: asyncio.Task[Batch] | None = None
+        self._leases: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """Runs until the session ends; raises what ended it."""
+        while True:
+            self._swap_if_idle()
+            if self._session.params.staged() is None:
+                self._admit()
+                if self._pull is None and self._engine.room:
+                    self._start_pull()
+            if self._engine.running:
+                await self._generate()
+            elif self._pull is None or not self._pull.done():
+                await self._wait_for_work()
+
+    async def _generate(self) -> None:
+        self._interrupt.clear()
+        if self._pull is not None and self._pull.done() and self._session.params.staged() is None:
+            return
+        with self._session.timeline.busy("generate"):
+            finished = await asyncio.to_thread(self._engine.run, self._interrupt)
+        if finished:
+            self._tasks.create_task(self._commit(finished))
+
+    async def _wait_for_work(self) -> None:
+        staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
+        waits = {staged} if self._pull is None else {staged, self._pull}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if staged.done():
+            staged.result()  # raises what ended the session
+        else:
+            staged.cancel()
+
+    def _swap_if_idle(self) -> None:
+        staged = self._session.params.staged()
+        if staged is not None and not self._engine.running:
+            with self._session.timeline.busy("swap"):
+                self._engine.swap(staged.snapshot)
+            self._session.params.applied(staged.model, staged.snapshot.version)
+
+    def _start_pull(self) -> None:
+        self._pull = self._tasks.create_task(self._session.pull("rollout", slots=self._engine.room))
+        self._pull.add_done_callback(lambda _: self._interrupt.set())
+
+    def _admit(self) -> None:
+        """Give what was pulled to the engine."""
+        if self._pull is None or not self._pull.done():
+            return
+        batch, self._pull = self._pull.result(), None
+        grant = batch.grant
+        prompts = []
+        for row, slot in enumerate(batch.slots):
+            self._leases[slot] = grant.leases[row]
+            seed = sample_seed(
+                self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
+            )
+            prompts.append(Prompt(slot, batch.tensors["prompt"][row], seed, greedy=grant.flows[row] == EVAL))
+        self._engine.add(prompts)
+
+    async def _commit(self, finished: list[Response]) -> None:
+        slots = [response.key for response in finished]
+        await self._session.commit(
+            "rollout",
+            slots,
+            [self._leases.pop(slot) for slot in slots],
+            {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]},
+            spans=[one.spans for one in finished],
+        )
+
+
+if __name__ == "__main__":
+    main("rollout", run)

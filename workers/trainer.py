@@ -1,0 +1,94 @@
+"""The trainer: one process, or several data-parallel ranks under torchrun, each pulling micro-batches on demand."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from flowrt.algorithms import GrpoLoss, group_advantages
+from flowrt.client.batches import Batch
+from flowrt.client.session import Session
+from flowrt.engines.checkpoint import load_model, load_tokenizer, save_model
+from flowrt.engines.protocols import TrainEngine, TrainingBatch
+from flowrt.engines.torch_train import TorchTrainer
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.grpo import POLICY
+from flowrt.recipes.paths import final_dir, model_dir
+from flowrt.transport.weights import Snapshot
+from flowrt.workers.entry import main
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Train the run's steps; rank 0 speaks for all: it ends steps, publishes and saves."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != config.trainer.ranks:
+        raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {config.trainer.ranks}")
+    with session.timeline.busy("load"):
+        if ranks > 1:
+            await asyncio.to_thread(dist.init_process_group, "gloo")
+        model = await asyncio.to_thread(load_model, model_dir(config))
+        loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
+        engine = TorchTrainer(
+            model,
+            config.trainer,
+            loss,
+            correction_cap=config.loss.correction_cap,
+            temperature=config.rollout.temperature,
+        )
+    for step in range(config.steps):
+        await train_step(session, config, engine, step)
+        with session.timeline.busy("step"):
+            metrics = await asyncio.to_thread(engine.step)
+        if not metrics:
+            break
+        if rank == 0:
+            session.step_done(step, metrics)
+            with session.timeline.busy("snapshot"):
+                snapshot = Snapshot.take(step + 1, engine.parameters())
+            session.params.publish(POLICY, snapshot)
+    if rank == 0 and config.trainer.save:
+        with session.timeline.busy("save"):
+            await asyncio.to_thread(save, model, config)
+    session.finished()
+
+
+async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
+    """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one."""
+
+    def pull() -> asyncio.Task[Batch]:
+        return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
+
+    batch = await pull()
+    while not batch.closed:
+        following = pull()
+        with session.timeline.busy("train"):
+            await asyncio.to_thread(engine.accumulate, to_training_batch(batch, config))
+        batch = await following
+
+
+def to_training_batch(batch: Batch, config: RunConfig) -> TrainingBatch:
+    """Whole groups with their advantages."""
+    rewards_N = torch.tensor(batch.inline["reward"])
+    scale: Literal["group_std", "none"] = "group_std" if config.loss.normalize else "none"
+    advantages_N = group_advantages(rewards_N, torch.tensor(batch.groups), scale=scale)
+    return TrainingBatch(
+        prompts=batch.tensors["prompt"],
+        responses=batch.tensors["response"],
+        rollout_logprobs=batch.tensors["logprobs"],
+        reference_logprobs=batch.tensors.get("ref_logprobs"),
+        advantages_N=advantages_N,
+        weights_N=torch.ones(len(batch)),
+    )
+
+
+def save(model: torch.nn.Module, config: RunConfig) -> None:
+    """Write the trained model where `AutoModelForCausalLM.from_pretrained` finds it."""
+    save_model(model, load_tokenizer(model_dir(config)), Path(final_dir(config)))
+
+
+if __name__ == "__main__":
+    main("trainer", run)
