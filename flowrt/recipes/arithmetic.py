@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, TrainerConfig
 from flowrt.recipes.problems import Problem
@@ -71,6 +71,7 @@ class Arithmetic:
         words = ["<pad>", "<eos>", *CHARACTERS]
         tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()  # without it, decoding puts spaces between characters
         tokenizer.add_special_tokens(["<pad>", "<eos>"])
         return tokenizer
 
