@@ -1,7 +1,7 @@
 """The controller of a run: one process, one script.
 
-``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launch.controller``). It prints its address and,
-with ``--ready-fd``, writes it there, so that whoever starts workers need not guess when and where it listens.
+``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launch.controller``). It logs its address and
+writes it to ``--ready-fd``, so that whoever starts workers need not guess when and where it listens.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flowrt.engines.build import BARE_LOOK_EVERY, LOOK_EVERY, PROBES, Lesson, Phase, build_model, warm_start
+from flowrt.engines.build import BARE_LOOK_EVERY, LOOK_EVERY, Lesson, Phase, build_model, warm_start
 from flowrt.engines.build import wrap_tokenizer as wrap
 from flowrt.engines.checkpoint import save_model
 from flowrt.engines.protocols import Prompt, Response
@@ -67,7 +67,8 @@ class School:
         self._subject = subject_
         self._tokenizer = tokenizer
         rng = random.Random(f"probes {config.seed}")
-        self._probes = rng.sample(list(subject_.training_problems()), PROBES)
+        problems = list(subject_.training_problems())
+        self._probes = rng.sample(problems, min(config.warm_start.probes, len(problems)))
 
     def phases(self) -> list[Phase]:
         warm = self._config.warm_start

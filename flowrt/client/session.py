@@ -163,7 +163,7 @@ class Session:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._lanes.close()
+        await self._lanes.close()
         self._link.close()
 
     def end(self, error: FlowError) -> None:

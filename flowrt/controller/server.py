@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from flowrt.controller.core import OBSERVER, Core
 from flowrt.controller.events import Command, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
-from flowrt.errors import EXIT_FAILED, FlowError, RemoteProtocolError
+from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.link import ServerLink
@@ -52,6 +54,11 @@ class Server:
         self._alone = asyncio.Event()
         self.refused_messages = 0
 
+    @property
+    def ended(self) -> End | None:
+        """How the run ended; None while it goes on."""
+        return self._core.ended
+
     def bind(self, address: str) -> str:
         """Listen; returns the address with its real port. Raises ConfigError when it is taken."""
         return self._link.bind(address)
@@ -75,6 +82,17 @@ class Server:
         self.journal.close()
         self._link.close()
         return ended
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve in the background for the length of a block; leaving it ends the run."""
+        task = asyncio.create_task(self.run())
+        try:
+            yield
+        finally:
+            self.end("the block that ran the controller has ended", EXIT_OK)
+            await task
+            self.ledger.close()
 
     def summary(self, bound: int) -> dict[str, Any]:
         """The numbers of the run so far, the ledger's account included."""

@@ -43,10 +43,10 @@ class Settings:
 
     steps: int
     groups_per_step: int
-    in_order: bool
-    model: str
-    vital_roles: tuple[str, ...]  # the run ends when one of these is lost
     finishers: tuple[str, ...]  # the run is complete when all workers of these roles have finished
-    lease_s: float
-    silence_s: float
-    stall_s: float
+    vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
+    model: str = "policy"
+    in_order: bool = False  # train groups strictly in issue order
+    lease_s: float = 600.0
+    silence_s: float = 30.0
+    stall_s: float = 300.0

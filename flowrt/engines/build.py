@@ -16,7 +16,6 @@ from flowrt.engines.torch_rollout import TorchRollout
 INITIAL_SPREAD = 0.05
 LOOK_EVERY = 10
 BARE_LOOK_EVERY = 3
-PROBES = 256
 FORWARD_TOKENS = 16384
 
 

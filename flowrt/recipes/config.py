@@ -52,6 +52,8 @@ class WarmStartConfig:
     """Solutions a step."""
     lr: float = 2e-3
     """Learning rate."""
+    probes: int = 256
+    """Problems answered at each look at the mean reward."""
     until: float = 0.85
     """Stop early when the mean reward of sampled answers reaches this."""
     bare_steps: int = 40

@@ -62,10 +62,10 @@ def settings(config: RunConfig) -> Settings:
     return Settings(
         steps=config.steps,
         groups_per_step=config.prompts_per_step,
-        in_order=config.deterministic,
-        model=POLICY,
-        vital_roles=("source", "rollout", "reward", "reference", "trainer"),
         finishers=("source", "trainer"),
+        vital_roles=("source", "rollout", "reward", "reference", "trainer"),
+        model=POLICY,
+        in_order=config.deterministic,
         lease_s=config.controller.lease_s,
         silence_s=config.controller.silence_s,
         stall_s=config.controller.stall_s,

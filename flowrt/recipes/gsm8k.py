@@ -28,7 +28,7 @@ def config() -> RunConfig:
         prompts_per_step=16,
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=3, heads=4, intermediate_size=512, vocab_size=1024, max_length=512),
-        warm_start=WarmStartConfig(steps=150, batch=16, lr=2e-3, until=0.04, bare_steps=0),
+        warm_start=WarmStartConfig(steps=150, batch=16, lr=2e-3, probes=64, until=0.02, bare_steps=0),
         rollout=RolloutConfig(rows=64, max_new_tokens=128),
         trainer=TrainerConfig(lr=3e-4, beta2=0.98, warmup_steps=3, micro_batch_tokens=6144),
     )

@@ -20,6 +20,9 @@ from flowrt.transport.backends import RECEIVER_RANK, SENDER_RANK, GlooBackend, S
 from flowrt.wire.records import LaneTurn
 
 
+CLOSE_S = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     tensors: Sequence[torch.Tensor]
@@ -59,7 +62,12 @@ class Lane:
         return done
 
     def close(self) -> None:
+        """No further transfer; the thread ends after those that are queued."""
         self._transfers.put(None)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the thread: a group that is still open when the interpreter exits aborts the process."""
+        self._thread.join(deadline_s)
 
     def _run(self) -> None:
         group: ProcessGroup | None = None
@@ -125,9 +133,12 @@ class LaneSet:
         """A rendezvous key from the other end, possibly before our first turn."""
         self._store(peer, lane).deliver(key, value)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Close every lane; one that is stuck with its peer is left to its deadline."""
         for lane in self._lanes.values():
             lane.close()
+        for lane in self._lanes.values():
+            await asyncio.to_thread(lane.join, CLOSE_S)
 
     def _open(self, turn: LaneTurn) -> Lane:
         name = lane_name(turn)

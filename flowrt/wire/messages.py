@@ -14,9 +14,6 @@ from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Part
 PROTOCOL = 1
 """Said in the greeting; both sides must speak the same one."""
 
-# ---- coming and going
-
-
 @dataclass(frozen=True, slots=True)
 class Hello:
     """worker: I am here."""
@@ -78,9 +75,6 @@ class Refused:
 
     request: int
     reason: str
-
-
-# ---- samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +188,6 @@ class StepDone:
     metrics: tuple[tuple[str, float], ...]
 
 
-# ---- lanes
-
-
 @dataclass(frozen=True, slots=True)
 class Serve:
     """controller to owner: send these parts over this turn of a lane."""
@@ -213,9 +204,6 @@ class Signal:
     lane: str
     key: str
     value: bytes
-
-
-# ---- weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +267,6 @@ class Retire:
 
     model: str
     version: int
-
-
-# ---- watching
 
 
 @dataclass(frozen=True, slots=True)

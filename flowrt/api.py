@@ -1,0 +1,108 @@
+"""The public surface for loops of your own: bring a dataflow, speak to its controller, keep the rest.
+
+`examples/custom_loop.py` is a complete one. Everything named in ``__all__`` is stable; what it is built from is not.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from flowrt.client.batches import Batch
+from flowrt.client.greeting import connect
+from flowrt.client.session import Session
+from flowrt.client.swapping import pull_between
+from flowrt.controller.admission import Admission, StrictLag
+from flowrt.controller.core import Core
+from flowrt.controller.dispatch import Batcher, Dispatch, Fifo, GroupCount, TokenBudget
+from flowrt.controller.server import Server
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.versions import DelayedUpdate, Refresh
+from flowrt.errors import FlowError, Stopped
+from flowrt.transport.weights import Snapshot
+from flowrt.wire.loops import run_loop
+from flowrt.wire.records import Column, Stage
+
+__all__ = [
+    "Admission",
+    "Batch",
+    "Batcher",
+    "Column",
+    "Dataflow",
+    "DelayedUpdate",
+    "Dispatch",
+    "Fifo",
+    "FlowError",
+    "GroupCount",
+    "Policies",
+    "Refresh",
+    "Server",
+    "Session",
+    "Settings",
+    "Snapshot",
+    "Stage",
+    "Stopped",
+    "StrictLag",
+    "TokenBudget",
+    "connect",
+    "controller",
+    "pull_between",
+    "run_loop",
+    "run_roles",
+]
+
+JOIN_S = 10.0
+
+
+Role = Callable[[Session], Awaitable[None]]
+
+
+@asynccontextmanager
+async def controller(
+    flow: Dataflow,
+    settings: Settings,
+    policies: Policies,
+    run_dir: Path,
+    address: str = "tcp://127.0.0.1:0",
+    config: str = "",
+) -> AsyncIterator[tuple[Server, str]]:
+    """A controller on this event loop; gives the server and the address that workers connect to.
+
+    ``config`` is handed to every worker as `Session.welcome.config`. The ledger and metrics go to ``run_dir``, which
+    must exist. Leaving the block ends the run and waits until its workers have gone. Raises ConfigError when the
+    address is taken.
+    """
+    server = Server(Core(settings, flow, policies), flow.columns, config, run_dir, heartbeat_s=1.0, wait_s=600.0)
+    bound = server.bind(address)
+    async with server.running():
+        yield server, bound
+
+
+async def run_roles(flow: Dataflow, settings: Settings, policies: Policies, roles: Mapping[str, Role]) -> None:
+    """A whole run in this process: a controller, and each role with a session of its own, until the run is complete.
+
+    Raises what the first failing role raised, or Stopped when the run ended with another exit code than 0.
+    """
+    with tempfile.TemporaryDirectory(prefix="flowrt-") as run_dir:
+        async with controller(flow, settings, policies, Path(run_dir)) as (server, address):
+            async with asyncio.TaskGroup() as group:
+                for name, role in roles.items():
+                    group.create_task(_play(await connect(address, name, name, JOIN_S), role))
+            ended = server.ended
+            if ended is not None and ended.code != 0:
+                raise Stopped(ended.reason, ended.code)
+
+
+async def _play(session: Session, role: Role) -> None:
+    error = ""
+    try:
+        await role(session)
+        await session.wait_stopped()
+    except Stopped:
+        return
+    except FlowError as raised:
+        error = str(raised)
+        raise
+    finally:
+        await session.close(error)

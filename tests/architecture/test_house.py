@@ -1,0 +1,102 @@
+"""The rules of the house that a stranger can check: sizes, floors, types, what importing costs, what is never used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
+EVERYTHING = [*PRODUCT, *sorted(p for f in ("tests", "bench", "examples") for p in (ROOT / f).rglob("*.py"))]
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def test_no_file_is_over_300_lines() -> None:
+    assert PRODUCT
+    long = {str(path): lines for path in EVERYTHING if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long
+
+
+def test_no_function_is_over_60_lines() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in EVERYTHING
+        for node in functions(path)
+        if (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_the_floors_hold() -> None:
+    result = run("-c", "from importlinter.cli import lint_imports_command as c; c()", "--config", "setup.cfg")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
+def test_checked(command: list[str]) -> None:
+    result = run("-m", *command)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_importing_flowrt_loads_no_torch() -> None:
+    code = "import flowrt, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert run("-c", code).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["flowrt.wire.link", "flowrt.controller.server", "flowrt.recipes.load", "flowrt.launch.local", "flowrt.cli"],
+)
+def test_what_talks_and_decides_loads_no_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    result = run("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_only_the_link_imports_zmq() -> None:
+    assert [path.name for path in PRODUCT if "zmq" in imports(path)] == ["link.py"]
+
+
+def test_nothing_imports_pickle_or_gathers_objects() -> None:
+    assert not [str(path) for path in PRODUCT if imports(path) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}]
+    # torch's object collectives pickle behind one's back.
+    assert not [str(path) for path in PRODUCT if "_object(" in path.read_text() or "object_list" in path.read_text()]
+
+
+def test_broad_excepts_can_be_counted_on_one_hand() -> None:
+    broad = [
+        f"{path}:{node.lineno}"
+        for path in PRODUCT
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} & {"Exception"})
+    ]
+    assert len(broad) <= 1, broad
+
+
+def test_nothing_sleeps_to_synchronise() -> None:
+    assert not [str(path) for path in PRODUCT if "time.sleep(" in path.read_text()]
