@@ -9,13 +9,13 @@ import shutil
 import signal
 from pathlib import Path
 
-from rich.console import Console
-
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
+from rich.console import Console
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.subjects import subject

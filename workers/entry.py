@@ -1,7 +1,6 @@
 """What every worker's command does: find the controller, get the configuration, run the role, leave with a reason."""
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -53,7 +52,7 @@ async def _live(controller: str, name: str, role: str, join_s: float, run: Role)
         torch.set_num_threads(config.threads)
         await run(session, config)
         await session.wait_stopped()
-    except (Exception, BaseExceptionGroup) as raised:  # noqa: BLE001 (the last resort: the controller must hear of it)
+    except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
         first = _first(raised)
         if isinstance(first, Stopped):

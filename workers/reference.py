@@ -2,12 +2,13 @@
 
 import asyncio
 
+from flowrt.workers.entry import main
+
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_model
 from flowrt.engines.scoring import score
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
-from flowrt.workers.entry import main
 
 SLOTS_AT_ONCE = 64
 

@@ -1,12 +1,13 @@
 """The reward worker: decodes responses and checks their answers."""
 
+from flowrt.workers.entry import main
+
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.subjects import subject
-from flowrt.workers.entry import main
 
 SLOTS_AT_ONCE = 256
 

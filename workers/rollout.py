@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+from flowrt.workers.entry import main
+
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_model, load_tokenizer
@@ -12,7 +14,6 @@ from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.paths import model_dir
-from flowrt.workers.entry import main
 
 
 async def run(session: Session, config: RunConfig) -> None:

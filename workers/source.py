@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from flowrt.workers.entry import main
 
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer
@@ -15,7 +16,6 @@ from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.problems import Problem
 from flowrt.recipes.subjects import subject
-from flowrt.workers.entry import main
 
 NEWEST = -1
 
@@ -49,7 +49,7 @@ class Columns:
 
 
 async def offer_all(session: Session, config: RunConfig, columns: Columns, problems: Sequence[Problem]) -> None:
-    """Offer prompts until the run needs no more. A few offers wait at the controller, so opening costs no round trip."""
+    """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip."""
     waiting: deque[asyncio.Task[int | None]] = deque()
     epoch = 0
     try:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from flowrt.workers.entry import main
 
 from flowrt.algorithms import GrpoLoss, group_advantages
 from flowrt.client.batches import Batch
@@ -19,7 +20,6 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
-from flowrt.workers.entry import main
 
 
 async def run(session: Session, config: RunConfig) -> None:

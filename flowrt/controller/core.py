@@ -171,9 +171,8 @@ class Core:
                 made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
                 assert not made or name in slot.done, f"slot {slot.id} has {made} although {name} is not done"
             for holding in slot.tensors.values():
-                assert holding.owners and holding.owners <= holding.holders, (
-                    f"slot {slot.id} has a column that nobody holds"
-                )
+                assert holding.owners, f"slot {slot.id} has a column that nobody holds"
+                assert holding.owners <= holding.holders
         live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
         assert live == set(window.taken) | set(window.waiting)
         assert not set(window.taken) & set(window.waiting)

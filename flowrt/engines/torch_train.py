@@ -5,7 +5,7 @@ micro-batches of all ranks. How a step was cut therefore cannot change its gradi
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from flowrt.engines.checkpoint import named_parameters
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import response_logprobs
-
 
 SUMS = (
     "tokens",
@@ -47,6 +46,7 @@ class TorchTrainer:
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=options.lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay
         )
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None  # sees each step's global gradient
         self._steps = 0
         self._sums: dict[str, float] = defaultdict(float)
 
@@ -98,6 +98,8 @@ class TorchTrainer:
         if _ranks() > 1:
             dist.all_reduce(gradient)
         gradient /= tokens
+        if self.on_gradient is not None:
+            self.on_gradient(gradient)
         norm = float(gradient.norm())
         if norm > self._options.max_grad_norm:
             gradient *= self._options.max_grad_norm / norm

@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     parsed = tyro.cli(
         RunConfig,
         prog="flowrt run",
-        description=f"Recipe {base.recipe!r} (there are: {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml.",
+        description=f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml.",
         args=rest,
         default=base,
         config=(tyro.conf.FlagConversionOff,),

@@ -19,7 +19,6 @@ from flowrt.errors import TransferError
 from flowrt.transport.backends import RECEIVER_RANK, SENDER_RANK, GlooBackend, SignalStore
 from flowrt.wire.records import LaneTurn
 
-
 CLOSE_S = 0.5
 
 

@@ -14,6 +14,7 @@ from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Part
 PROTOCOL = 1
 """Said in the greeting; both sides must speak the same one."""
 
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """worker: I am here."""

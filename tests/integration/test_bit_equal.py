@@ -32,8 +32,11 @@ def run_hash(run_dir: Path) -> str:
 
 def start_run(run_dir: Path, workers: int) -> None:
     subprocess.run(
-        [sys.executable, "-m", "flowrt.cli", "run", "--run-dir", str(run_dir), *SETTINGS]
-        + ["--rollout.workers", str(workers)],
+        [
+            *(sys.executable, "-m", "flowrt.cli", "run", "--run-dir", str(run_dir)),
+            *SETTINGS,
+            *("--rollout.workers", str(workers)),
+        ],
         check=True,
         timeout=150,
         capture_output=True,

@@ -433,7 +433,8 @@ def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
     talk.score()
     first = talk.pull("trainer0", "train", 0)
     assert first is not None
-    talk.say("trainer0", m.Abandon("train", first.slots, first.leases, "rollout0", "did not come"))
+    for peer in {one.turn.sender for one in first.incoming}:
+        talk.say("trainer0", m.Abandon("train", first.slots, first.leases, peer, "did not come"))
     second = talk.pull("trainer0", "train", 0)
     assert second is not None
     coming = {(p.column, item) for one in second.incoming for p in one.parts for item in p.ids}

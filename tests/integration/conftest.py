@@ -1,0 +1,197 @@
+"""Real runs for tests: started, watched, stopped, and checked to leave no process and no shared memory behind."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowrt.recipes.load import defaults, to_toml
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+TOKEN = "FLOWRT_TEST_TOKEN"
+LOOK_EVERY_S = 0.05
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float, what: Callable[[], str]) -> None:
+    """Return as soon as ``condition`` holds; fail the test, saying ``what``, when it does not by the deadline."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, f"after {deadline_s:.0f} s: {what()}"
+        time.sleep(LOOK_EVERY_S)
+
+
+class Launch:
+    """One `flowrt` command. Every process it starts, at any depth, carries a token in its environment."""
+
+    def __init__(self, arguments: Sequence[str], directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.run_dir = directory / "run"
+        self._token = f"{directory.name}-{os.getpid()}-{time.monotonic_ns()}"
+        self._output = directory / "output.txt"
+        self._segments_before = _segments()
+        self._signalled_s = 0.0
+        with self._output.open("wb") as output:
+            self._popen = subprocess.Popen(
+                [str(FLOWRT), "run", "--run-dir", str(self.run_dir), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=directory,
+                env={**os.environ, TOKEN: self._token},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def output(self) -> str:
+        """What the command has said so far."""
+        return self._output.read_text(errors="replace")
+
+    @property
+    def words(self) -> str:
+        """The output with every stretch of white space made one space: where a terminal folds lines is not our matter."""
+        return " ".join(self.output.split())
+
+    def log(self, worker: str) -> str:
+        path = self.run_dir / "logs" / f"{worker}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that descends from this command."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(TOKEN) == self._token and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+        return found
+
+    def find(self, *words: str) -> list[psutil.Process]:
+        """The living processes whose command line has all these words."""
+        found = []
+        for process in self.processes():
+            try:
+                line = process.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if all(word in line for word in words):
+                found.append(process)
+        return found
+
+    def wait_for(self, condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+        """Wait for something to happen in the run; an end of the command before that fails the test."""
+        wait_until(
+            lambda: condition() or self._popen.poll() is not None, deadline_s, lambda: f"no {what}\n{self.output}"
+        )
+        assert condition(), f"the command ended with {self._popen.returncode} before {what}\n{self.output}"
+
+    def wait_for_training(self) -> None:
+        """Wait until an optimiser step is in metrics.jsonl."""
+        metrics = self.run_dir / "metrics.jsonl"
+        self.wait_for(lambda: metrics.is_file() and metrics.stat().st_size, "first step")
+
+    def signal(self, number: signal.Signals, process: psutil.Process | None = None) -> None:
+        """Send a signal to a process of the run, by default to the command itself; `assert_gone` counts from here."""
+        self._signalled_s = time.monotonic()
+        os.kill(self.pid if process is None else process.pid, number)
+
+    def wait(self, deadline_s: float) -> int:
+        """The exit code."""
+        try:
+            return self._popen.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {deadline_s:.0f} s\n{self.output}")
+
+    def assert_gone(self, within_s: float) -> None:
+        """Every process of the run is gone within so many seconds of the signal, and no shared memory is left."""
+        left_s = self._signalled_s + within_s - time.monotonic()
+        wait_until(lambda: not self.processes(), left_s, lambda: f"still there: {_names(self.processes())}")
+        wait_until(lambda: not self._leaked(), 5.0, lambda: f"shared memory left: {self._leaked()}")
+
+    def close(self) -> None:
+        """Kill what is left, however the test went."""
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._popen.wait(10.0)
+
+    def _leaked(self) -> set[str]:
+        """New shared-memory segments that no living process uses (other runs share this machine)."""
+        new = _segments() - self._segments_before
+        return {name for name in new if not _used(f"/dev/shm/{name}")}
+
+
+def _segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _used(path: str) -> bool:
+    for process in psutil.process_iter():
+        try:
+            if path in Path(f"/proc/{process.pid}/maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _names(processes: list[psutil.Process]) -> list[str]:
+    names = []
+    for process in processes:
+        try:
+            names.append(f"{process.pid} {' '.join(process.cmdline())}")
+        except psutil.NoSuchProcess:
+            continue
+    return names
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launch]]:
+    """Start ``flowrt run --run-dir FRESH ARGUMENTS``; what is still there after the module's tests is killed."""
+    launched: list[Launch] = []
+
+    def start(*arguments: str) -> Launch:
+        # At most one run at a time: these machines have few cores.
+        for earlier in launched:
+            earlier.close()
+        launched.append(Launch(arguments, tmp_path_factory.mktemp("launch")))
+        return launched[-1]
+
+    yield start
+    for one in launched:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, as `prepare` writes it, without any warm start."""
+    run_dir = tmp_path_factory.mktemp("prepared")
+    base = defaults("arithmetic")
+    config = dataclasses.replace(
+        base,
+        run_dir=str(run_dir),
+        build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
+        warm_start=dataclasses.replace(base.warm_start, steps=0, bare_steps=0),
+    )
+    path = run_dir / "config.toml"
+    path.write_text(to_toml(config))
+    subprocess.run(
+        [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)],
+        check=True,
+        timeout=90,
+        capture_output=True,
+    )
+    return run_dir / "model"

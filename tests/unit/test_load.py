@@ -1,0 +1,249 @@
+"""Configurations: what overrides what, what survives a round trip, what is documented, what is refused."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.load import RECIPE_NAMES, check, defaults, from_toml, merge, parse, to_toml
+from flowrt.recipes.subjects import subject
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+# ---- what overrides what
+
+
+def test_no_argument_is_the_default_recipe() -> None:
+    assert parse([]) == defaults("arithmetic")
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_name_alone_is_the_recipe_as_it_is(recipe: str) -> None:
+    assert parse([recipe]) == defaults(recipe)
+    assert defaults(recipe).recipe == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_recipe_flag_means_the_same_as_the_name(recipe: str) -> None:
+    assert parse(["--recipe", recipe]) == defaults(recipe)
+
+
+def test_the_recipe_flag_is_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'arithmetic'"):
+        parse(["--recipe", "arithmetik"])
+
+
+def test_the_recipe_may_come_from_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", 'recipe = "gsm8k"\nsteps = 7')
+    assert parse(["--config", file]) == dataclasses.replace(defaults("gsm8k"), steps=7)
+
+
+@pytest.mark.parametrize("spelling", ["apart", "joined"])
+def test_flags_override_the_file_which_overrides_the_defaults(tmp_path: Path, spelling: str) -> None:
+    file = write(tmp_path / "run.toml", "steps = 7\nseed = 8\n[trainer]\nlr = 0.5\nbeta1 = 0.25\n[rollout]\nrows = 3")
+    config = ["--config", file] if spelling == "apart" else [f"--config={file}"]
+    base = defaults("arithmetic")
+    got = parse(["--steps", "9", *config, "--trainer.lr", "0.125"])
+    assert (got.steps, got.trainer.lr) == (9, 0.125)
+    assert (got.seed, got.trainer.beta1, got.rollout.rows) == (8, 0.25, 3)
+    assert dataclasses.replace(
+        got,
+        steps=base.steps,
+        seed=base.seed,
+        trainer=dataclasses.replace(got.trainer, lr=base.trainer.lr, beta1=base.trainer.beta1),
+        rollout=dataclasses.replace(got.rollout, rows=base.rollout.rows),
+    ) == base
+
+
+def test_a_flag_may_say_the_default_again(tmp_path: Path) -> None:
+    base = defaults("arithmetic")
+    file = write(tmp_path / "run.toml", f"steps = {base.steps + 1}")
+    assert parse(["--config", file, "--steps", str(base.steps)]) == base
+
+
+def test_data_is_short_for_data_path() -> None:
+    assert parse(["gsm8k", "--data", "f.jsonl"]).data.path == "f.jsonl"
+    assert parse(["gsm8k", "--data.path", "f.jsonl"]).data.path == "f.jsonl"
+
+
+def test_a_whole_number_is_a_fraction_too(tmp_path: Path) -> None:
+    lr = parse(["--config", write(tmp_path / "run.toml", "[trainer]\nlr = 1")]).trainer.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_merge_leaves_its_base_alone() -> None:
+    base = defaults("arithmetic")
+    merged = merge(base, {"rollout": {"workers": 5}}, "test")
+    assert merged.rollout.workers == 5
+    assert base == defaults("arithmetic")
+
+
+# ---- round trip
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_toml_round_trip_of_the_defaults(recipe: str) -> None:
+    assert from_toml(to_toml(defaults(recipe))) == defaults(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_toml_round_trip_when_every_value_is_another(recipe: str) -> None:
+    changed = dataclasses.replace(_change(defaults(recipe)), recipe=recipe)
+    assert changed != defaults(recipe)
+    assert from_toml(to_toml(changed)) == changed
+
+
+def test_toml_round_trip_of_awkward_text() -> None:
+    awkward = 'C:\\data\\"x"\n\té 😀 #[a]'
+    config = dataclasses.replace(defaults("arithmetic"), run_dir=awkward)
+    assert from_toml(to_toml(config)) == config
+
+
+def _change(config: Any) -> Any:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _change(value)
+        elif isinstance(value, bool):
+            changes[field.name] = not value
+        elif isinstance(value, str):
+            changes[field.name] = value + " other"
+        else:
+            changes[field.name] = value + type(value)(1)
+    return dataclasses.replace(config, **changes)
+
+
+# ---- what is refused
+
+
+def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
+    config = parse(["--group-size", "1", "--loss.normalize", "False"])
+    assert (config.group_size, config.loss.normalize) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"staleness": -1}, "staleness"),
+        ({"group_size": 1}, "group_size"),
+        ({"group_size": 0}, "group_size"),
+        ({"steps": 0}, "steps"),
+        ({"prompts_per_step": 0}, "prompts_per_step"),
+        ({"threads": 0}, "threads"),
+        ({"rollout": {"workers": 0}}, "rollout.workers"),
+        ({"rollout": {"rows": 0}}, "rollout.rows"),
+        ({"rollout": {"max_new_tokens": 0}}, "rollout.max_new_tokens"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+        ({"rollout": {"temperature": float("nan")}}, "rollout.temperature"),
+        ({"trainer": {"ranks": 0}}, "trainer.ranks"),
+        ({"trainer": {"micro_batch_tokens": 0}}, "trainer.micro_batch_tokens"),
+        ({"trainer": {"forward_tokens": 0}}, "trainer.forward_tokens"),
+        ({"trainer": {"lr": -1.0}}, "trainer.lr"),
+        ({"trainer": {"lr": float("nan")}}, "trainer.lr"),
+        ({"trainer": {"beta1": 1.5}}, "trainer.beta1"),
+        ({"loss": {"correction_cap": 0.5}}, "loss.correction_cap"),
+        ({"loss": {"kl_coef": -1.0}}, "loss.kl_coef"),
+        ({"build": {"heads": 0}}, "build.heads"),
+        ({"build": {"layers": 0}}, "build.layers"),
+        ({"warm_start": {"batch": 0}}, "warm_start.batch"),
+        ({"warm_start": {"steps": -1}}, "warm_start.steps"),
+        ({"data": {"epochs": -1}}, "data.epochs"),
+        ({"data": {"eval_prompts": -1}}, "data.eval_prompts"),
+        ({"controller": {"heartbeat_s": 0.0}}, "controller.heartbeat_s"),
+        ({"controller": {"silence_s": 0.5}}, "controller.silence_s"),
+        ({"controller": {"lease_s": 0.0}}, "controller.lease_s"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else json.dumps(value),
+)
+def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check(merge(defaults("arithmetic"), changes, "test"))
+
+
+def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
+    """`flowrt run --data FILE`, the recipe's name forgotten, must not quietly train on something else."""
+    data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')
+    with pytest.raises(ConfigError, match="gsm8k"):
+        subject(parse(["--data", data]))
+
+
+# ---- what is documented
+
+
+def documented_fields() -> list[tuple[str, str, str]]:
+    """(flag, docstring, name) of every field that the command line has."""
+    return list(_walk(defaults("arithmetic"), ""))
+
+
+def _walk(config: Any, prefix: str) -> Any:
+    docs = {}
+    for kind in type(config).__mro__:
+        if dataclasses.is_dataclass(kind):
+            docs = {**_field_docs(kind), **docs}
+    for field in dataclasses.fields(config):
+        name = f"{prefix}{field.name}"
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{name}.")
+        else:
+            yield "--" + name.replace("_", "-"), docs.get(field.name, ""), name
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """The string after each field of a class."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        one.target.id: inspect.cleandoc(following.value.value)
+        for one, following in zip(body, body[1:], strict=False)
+        if isinstance(one, ast.AnnAssign)
+        and isinstance(one.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    ended = subprocess.run(
+        [str(FLOWRT), "run", "--help"],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in ended.stdout).split())
+
+
+def test_every_kind_of_setting_is_looked_at() -> None:
+    sections = {name.split(".")[0] for _, _, name in documented_fields() if "." in name}
+    assert sections == {
+        field.name for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(getattr(RunConfig(), field.name))
+    }
+    assert len(documented_fields()) > 45
+
+
+@pytest.mark.parametrize(("flag", "doc", "name"), documented_fields(), ids=lambda value: "")
+def test_every_field_is_explained_in_one_sentence(flag: str, doc: str, name: str, help_text: str) -> None:
+    assert doc, f"{name} has no docstring"
+    assert doc.endswith(".")
+    assert ". " not in doc, f"{name} is explained in more than one sentence"
+    assert doc[0].isupper() or name == "trainer.beta1"
+    assert f" {flag} " in help_text or f" {flag}, " in help_text
+    assert doc in help_text, f"{flag} shows no {doc!r}"
