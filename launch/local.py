@@ -21,7 +21,8 @@ from flowrt.recipes.load import to_toml
 from flowrt.recipes.subjects import subject
 
 READY_S = 30.0
-FAREWELL_S = 7.0
+FAREWELL_S = 3.0
+INTERRUPT_S = 8.0
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -89,7 +90,7 @@ class LocalRun:
             for child in self._children.running():
                 if child.name == "controller":
                     child.process.terminate()
-            done, _ = await asyncio.wait({work}, timeout=FAREWELL_S)
+            done, _ = await asyncio.wait({work}, timeout=INTERRUPT_S)
             if not done:
                 work.cancel()
                 return EXIT_INTERRUPTED
@@ -108,7 +109,8 @@ class LocalRun:
         workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
         watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
         code: int = await controller.process.wait()
-        await self._children.wait_all(FAREWELL_S)
+        if code >= 0:  # a controller that was killed has told nobody to leave
+            await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
             watcher.cancel()
         observer.close()

@@ -1,7 +1,6 @@
 """Processes that live no longer than their run."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -9,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from flowrt.lifeline import die_with_parent
+
 LAST_WORDS_LINES = 3
 
 
@@ -52,7 +52,7 @@ class Children:
                 env=self._environment,
                 # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 pass_fds=tuple(pass_fds),
             )
         child = Child(name, process, path)
@@ -87,12 +87,3 @@ class Children:
                 os.killpg(child.process.pid, number)
             except ProcessLookupError:
                 continue
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process when its launcher dies, however that dies."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

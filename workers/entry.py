@@ -11,7 +11,8 @@ import torch
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
-from flowrt.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped
+from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
 from flowrt.wire.loops import run_loop
@@ -32,6 +33,8 @@ def main(role: str, run: Role) -> NoReturn:
         parser.error("--controller tcp://HOST:PORT is needed (or FLOWRT_CONTROLLER in the environment)")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     rank = os.environ.get("RANK", "0")
+    if "RANK" in os.environ:
+        die_with_parent()  # torchrun cannot take its ranks along when it is killed
     name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
     try:
         code = run_loop(_live(arguments.controller, name, role, arguments.join_s, run))
@@ -44,10 +47,13 @@ def main(role: str, run: Role) -> NoReturn:
 
 
 async def _live(controller: str, name: str, role: str, join_s: float, run: Role) -> int:
-    session: Session | None = None
-    error = ""
     try:
         session = await connect(controller, name, role, join_s)
+    except FlowError as refused:
+        log.error("%s", refused)
+        return EXIT_BAD_INPUT
+    error = ""
+    try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
         await run(session, config)
@@ -62,8 +68,7 @@ async def _live(controller: str, name: str, role: str, join_s: float, run: Role)
             log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
             log.error("%s", error)
     finally:
-        if session is not None:
-            await session.close(error)
+        await session.close(error)
     return EXIT_FAILED if error else EXIT_OK
 
 

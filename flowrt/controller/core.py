@@ -13,6 +13,7 @@ from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 
 OBSERVER = "observer"
+MAX_SIGNAL_BYTES = 4096
 
 
 class Core:
@@ -75,6 +76,11 @@ class Core:
             case m.StepDone():
                 self.samples.step_done(worker, message)
             case m.Signal():
+                if len(message.value) > MAX_SIGNAL_BYTES:
+                    raise RemoteProtocolError(
+                        f"{worker} sent a signal of {len(message.value)} bytes; signals are for rendezvous keys, "
+                        f"at most {MAX_SIGNAL_BYTES} bytes"
+                    )
                 if message.peer in self.roster:
                     peer = WorkerId(message.peer)
                     self._out.append(Send(peer, m.Signal(worker, message.lane, message.key, message.value)))

@@ -21,7 +21,7 @@ from flowrt.wire.records import Column
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-FAREWELL_S = 6.0
+FAREWELL_S = 4.0
 
 
 class Server:

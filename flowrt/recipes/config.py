@@ -118,7 +118,7 @@ class ControllerConfig:
     """A worker not heard of for this long is gone."""
     lease_s: float = 600.0
     """How long a worker may work on a slot."""
-    wait_s: float = 600.0
+    wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     stall_s: float = 300.0
     """A run without any progress for this long ends, saying who waits for what."""

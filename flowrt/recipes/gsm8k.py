@@ -24,13 +24,13 @@ def config() -> RunConfig:
     """The complete default configuration: a small model that first learns to finish its answers."""
     base = RunConfig(
         recipe="gsm8k",
-        steps=60,
+        steps=80,
         prompts_per_step=16,
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=3, heads=4, intermediate_size=512, vocab_size=1024, max_length=512),
         warm_start=WarmStartConfig(steps=150, batch=16, lr=2e-3, probes=64, until=0.02, bare_steps=0),
         rollout=RolloutConfig(rows=64, max_new_tokens=128),
-        trainer=TrainerConfig(lr=3e-4, beta2=0.98, warmup_steps=3, micro_batch_tokens=6144),
+        trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=3, micro_batch_tokens=6144),
     )
     return replace(base, data=replace(base.data, eval_prompts=64))
 

@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def words(self) -> str:
-        """The output with every stretch of white space made one space: where a terminal folds lines is not our matter."""
+        """The output with every stretch of white space made one space: lines may be folded anywhere."""
         return " ".join(self.output.split())
 
     def log(self, worker: str) -> str:

@@ -45,7 +45,7 @@ def refused(tmp_path: Path) -> Callable[..., Refusal]:
     def run(*arguments: str, run_dir: Path | None = None) -> Refusal:
         before = tree(tmp_path)
         ended = subprocess.run(
-            [str(FLOWRT), "run", *arguments, "--run-dir", str(run_dir or tmp_path / "new" / "run")],
+            [str(FLOWRT), "run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")],
             cwd=tmp_path,
             timeout=60,
             capture_output=True,
@@ -311,9 +311,10 @@ def test_controller_port_in_use(refused: Callable[..., Refusal], model_shell: st
 
 
 def test_controller_port_in_use_is_noticed_before_the_model_is_built(
-    refused: Callable[..., Refusal], held_port: int
+    refused: Callable[..., Refusal], held_port: int, tmp_path: Path
 ) -> None:
-    refusal = refused("--controller.bind", f"tcp://127.0.0.1:{held_port}", "--warm-start.steps", "0")
+    address = f"tcp://127.0.0.1:{held_port}"
+    refusal = refused("--controller.bind", address, "--warm-start.steps", "0", run_dir=tmp_path / "runs" / "first")
     assert "is in use" in refusal.sentence()
     assert "building the model" not in refusal.stdout
 

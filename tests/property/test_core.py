@@ -102,6 +102,13 @@ def test_nothing_is_dropped_without_faults(scenario: Scenario) -> None:
     assert not [one for one in cluster.records if one.state == "dropped"]
 
 
+def test_slow_answers_are_not_pushed_out_over_several_steps() -> None:
+    # Bound 3: places kept for the next step only are not enough, groups can be pushed out over two or three steps.
+    slow = (("rollout0", 0.005), ("rollout1", 0.05))
+    scenario = Scenario(seed=242, bound=3, steps=12, members=1, rollouts=3, references=0, capacity=2, speeds=slow)
+    assert dict(Cluster(scenario).run().core.samples.retreat.dropped) == {}
+
+
 @RUNS
 @given(scenarios(in_order=True))
 def test_in_order_trains_in_the_order_of_issue(scenario: Scenario) -> None:

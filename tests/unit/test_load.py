@@ -3,10 +3,13 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +64,16 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path: Path, sp
     got = parse(["--steps", "9", *config, "--trainer.lr", "0.125"])
     assert (got.steps, got.trainer.lr) == (9, 0.125)
     assert (got.seed, got.trainer.beta1, got.rollout.rows) == (8, 0.25, 3)
-    assert dataclasses.replace(
-        got,
-        steps=base.steps,
-        seed=base.seed,
-        trainer=dataclasses.replace(got.trainer, lr=base.trainer.lr, beta1=base.trainer.beta1),
-        rollout=dataclasses.replace(got.rollout, rows=base.rollout.rows),
-    ) == base
+    assert (
+        dataclasses.replace(
+            got,
+            steps=base.steps,
+            seed=base.seed,
+            trainer=dataclasses.replace(got.trainer, lr=base.trainer.lr, beta1=base.trainer.beta1),
+            rollout=dataclasses.replace(got.rollout, rows=base.rollout.rows),
+        )
+        == base
+    )
 
 
 def test_a_flag_may_say_the_default_again(tmp_path: Path) -> None:
@@ -162,9 +168,7 @@ def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
         ({"build": {"heads": 0}}, "build.heads"),
         ({"build": {"layers": 0}}, "build.layers"),
         ({"warm_start": {"batch": 0}}, "warm_start.batch"),
-        ({"warm_start": {"steps": -1}}, "warm_start.steps"),
         ({"data": {"epochs": -1}}, "data.epochs"),
-        ({"data": {"eval_prompts": -1}}, "data.eval_prompts"),
         ({"controller": {"heartbeat_s": 0.0}}, "controller.heartbeat_s"),
         ({"controller": {"silence_s": 0.5}}, "controller.silence_s"),
         ({"controller": {"lease_s": 0.0}}, "controller.lease_s"),
@@ -186,23 +190,21 @@ def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path
 # ---- what is documented
 
 
-def documented_fields() -> list[tuple[str, str, str]]:
-    """(flag, docstring, name) of every field that the command line has."""
-    return list(_walk(defaults("arithmetic"), ""))
+def documented_fields() -> dict[str, str]:
+    """The docstring of every field that is a flag, by its dotted name."""
+    return dict(_walk(RunConfig(), ""))
 
 
-def _walk(config: Any, prefix: str) -> Any:
-    docs = {}
+def _walk(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    docs: dict[str, str] = {}
     for kind in type(config).__mro__:
         if dataclasses.is_dataclass(kind):
             docs = {**_field_docs(kind), **docs}
-    for field in dataclasses.fields(config):
-        name = f"{prefix}{field.name}"
-        value = getattr(config, field.name)
+    for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{name}.")
+            yield from _walk(value, f"{prefix}{name}.")
         else:
-            yield "--" + name.replace("_", "-"), docs.get(field.name, ""), name
+            yield f"{prefix}{name}", docs.get(name, "")
 
 
 def _field_docs(kind: type) -> dict[str, str]:
@@ -210,7 +212,7 @@ def _field_docs(kind: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     return {
         one.target.id: inspect.cleandoc(following.value.value)
-        for one, following in zip(body, body[1:], strict=False)
+        for one, following in itertools.pairwise(body)
         if isinstance(one, ast.AnnAssign)
         and isinstance(one.target, ast.Name)
         and isinstance(following, ast.Expr)
@@ -226,24 +228,28 @@ def help_text() -> str:
         timeout=60,
         capture_output=True,
         text=True,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "100"},
     )
-    return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in ended.stdout).split())
+    return squeeze("".join(" " if c in "╭╮╰╯│─" else c for c in ended.stdout))
+
+
+def squeeze(text: str) -> str:
+    """Without white space: lines are folded at blanks and at hyphens."""
+    return "".join(text.split())
 
 
 def test_every_kind_of_setting_is_looked_at() -> None:
-    sections = {name.split(".")[0] for _, _, name in documented_fields() if "." in name}
-    assert sections == {
-        field.name for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(getattr(RunConfig(), field.name))
-    }
+    sections = {name.split(".")[0] for name in documented_fields() if "." in name}
+    assert sections == {name for name, value in vars(RunConfig()).items() if dataclasses.is_dataclass(value)}
     assert len(documented_fields()) > 45
 
 
-@pytest.mark.parametrize(("flag", "doc", "name"), documented_fields(), ids=lambda value: "")
-def test_every_field_is_explained_in_one_sentence(flag: str, doc: str, name: str, help_text: str) -> None:
+@pytest.mark.parametrize(("name", "doc"), documented_fields().items())
+def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text: str) -> None:
     assert doc, f"{name} has no docstring"
     assert doc.endswith(".")
     assert ". " not in doc, f"{name} is explained in more than one sentence"
-    assert doc[0].isupper() or name == "trainer.beta1"
-    assert f" {flag} " in help_text or f" {flag}, " in help_text
-    assert doc in help_text, f"{flag} shows no {doc!r}"
+    assert doc[0].isupper()
+    # A flag, its type or choices, its sentence.
+    flag = re.escape("--" + name.replace("_", "-"))
+    assert re.search(flag + r"(STR|INT|FLOAT|\{True,False\})" + re.escape(squeeze(doc)), help_text), name

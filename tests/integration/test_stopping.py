@@ -1,0 +1,163 @@
+"""However a run ends, all of it ends: soon, with the right exit code, and saying why."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+WITHIN_S = 10.0
+ENDLESS = [
+    *("--steps", "100000", "--data.eval-prompts", "8", "--prompts-per-step", "4", "--group-size", "4"),
+    *("--rollout.workers", "1", "--loss.kl-coef", "0"),
+]
+"""As few processes as a run can have: each takes seconds to start here."""
+
+
+@pytest.fixture
+def training(launch: Callable[..., object], untrained_model: Path) -> object:
+    """A run that has trained at least one step and would go on for hours."""
+    run = launch("--model", str(untrained_model), *ENDLESS)
+    run.wait_for_training()
+    return run
+
+
+def role(run, name: str) -> psutil.Process:
+    """The one process of a role."""
+    [process] = run.find(f"flowrt.{name}")
+    return process
+
+
+def assert_interrupted(run) -> None:
+    assert run.wait(WITHIN_S) == 130, run.output
+    run.assert_gone(WITHIN_S)
+    assert "interrupted" in run.output
+    assert "Traceback" not in run.output
+
+
+def assert_failed(run, *reasons: str) -> None:
+    assert run.wait(WITHIN_S) == 1, run.output
+    run.assert_gone(WITHIN_S)
+    for reason in reasons:
+        assert reason in run.words
+    assert "Traceback" not in run.output
+
+
+# ---- asked to stop
+
+
+@pytest.mark.slow
+def test_interrupt_in_the_warm_start(launch) -> None:
+    run = launch(*ENDLESS, "--warm-start.steps", "100000", "--warm-start.until", "2")
+    # Torch is loaded only by what builds the model; then it is at work.
+    run.wait_for(lambda: [p for p in run.find("flowrt.workers.prepare") if has_torch(p)], "preparation")
+    run.signal(signal.SIGINT)
+    assert_interrupted(run)
+
+
+def has_torch(process: psutil.Process) -> bool:
+    try:
+        return "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_nothing_more_is_started_after_an_interrupt(launch) -> None:
+    run = launch(*ENDLESS, "--warm-start.steps", "0", "--warm-start.bare-steps", "0")
+    run.wait_for(lambda: run.find("flowrt.workers.prepare"), "preparation")
+    run.signal(signal.SIGINT)
+    assert_interrupted(run)
+    assert not (run.run_dir / "logs" / "controller.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupt_while_training(training, number: signal.Signals) -> None:
+    training.signal(number)
+    assert_interrupted(training)
+    # The run is closed in order: its numbers are there, and no prompt is lost.
+    assert "prompts lost, trained twice │ 0, 0" in training.words
+    assert (training.run_dir / "summary.json").is_file()
+
+
+# ---- killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name"), [("workers.rollout", "rollout-0"), ("workers.trainer", "trainer"), ("workers.source", "source")]
+)
+def test_killed_worker_ends_the_run_with_its_name(training, module: str, name: str) -> None:
+    training.signal(signal.SIGKILL, role(training, module))
+    assert_failed(training, f"{name} was killed by SIGKILL", f"{name}.log")
+
+
+@pytest.mark.slow
+def test_killed_controller_ends_the_run(training) -> None:
+    training.signal(signal.SIGKILL, role(training, "launch.controller"))
+    assert_failed(training, "controller was killed by SIGKILL", "controller.log")
+
+
+@pytest.mark.slow
+def test_killed_launcher_takes_everything_along(training) -> None:
+    training.signal(signal.SIGKILL)
+    assert training.wait(WITHIN_S) == -signal.SIGKILL
+    training.assert_gone(WITHIN_S)
+
+
+# ---- several trainer ranks: torchrun gives each a session of its own
+
+
+@pytest.fixture
+def training_on_two_ranks(launch, untrained_model: Path) -> object:
+    run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")
+    run.wait_for_training()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: signal.Signals) -> None:
+    run = training_on_two_ranks
+    run.signal(number)
+    assert run.wait(WITHIN_S) == (130 if number == signal.SIGINT else -number)
+    run.assert_gone(WITHIN_S)
+
+
+# ---- failed
+
+
+@pytest.fixture
+def own_model(untrained_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(untrained_model, tmp_path / "model"))
+
+
+def refuses_to_work(run, *reasons: str) -> None:
+    run.signal(signal.Signals(0))  # starts the clock; the workers' start takes longer than their end
+    assert run.wait(60.0) == 1, run.output
+    run.assert_gone(70.0)
+    for reason in reasons:
+        assert reason in run.words
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.slow
+def test_tokenizer_without_an_end_token(launch, own_model: Path) -> None:
+    path = own_model / "tokenizer_config.json"
+    text = path.read_text()
+    assert '"eos_token"' in text
+    path.write_text(text.replace('"eos_token"', '"no_token"'))
+    run = launch("--model", str(own_model), *ENDLESS)
+    refuses_to_work(run, "EngineError", "has no end-of-sequence token", "set eos_token")
+
+
+@pytest.mark.slow
+def test_truncated_weights(launch, own_model: Path) -> None:
+    path = own_model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    run = launch("--model", str(own_model), *ENDLESS)
+    refuses_to_work(run, "EngineError", "model is no causal LM that transformers can load")

@@ -1,0 +1,80 @@
+"""The ledger: one state a prompt, losses and doubles found."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flowrt.controller.events import Record
+from flowrt.controller.ledger import Ledger
+from flowrt.errors import FlowError
+
+
+def record(prompt: int, state: str, epoch: int = 0) -> Record:
+    return Record(prompt, epoch, state, step=1)
+
+
+def test_the_last_state_counts_and_the_life_is_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for state in ("in_flight", "ready", "leased", "trained"):
+        ledger.add(record(7, state), 1.0)
+    ledger.add(record(8, "in_flight"), 2.0)
+    account = ledger.account(live=[(0, 8)])
+    ledger.close()
+    assert account.states == {"trained": 1, "in_flight": 1}
+    assert (account.lost, account.trained_twice) == (0, 0)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        life = db.execute("SELECT state FROM events WHERE prompt = 7 ORDER BY id").fetchall()
+    db.close()
+    assert [state for (state,) in life] == ["in_flight", "ready", "leased", "trained"]
+
+
+def test_a_prompt_that_nobody_carries_is_lost(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add(record(1, "in_flight"), 0.0)
+    ledger.add(record(2, "dropped"), 0.0)
+    assert ledger.account(live=[]).lost == 2
+    assert ledger.account(live=[(0, 1), (0, 2)]).lost == 0
+    ledger.close()
+
+
+def test_training_twice_in_one_epoch_is_found_and_two_epochs_are_fine(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for epoch in (0, 1):
+        ledger.add(record(1, "trained", epoch), 0.0)
+    assert ledger.account(live=[]).trained_twice == 0
+    ledger.add(record(1, "trained", 1), 0.0)
+    assert ledger.account(live=[]).trained_twice == 1
+    ledger.close()
+
+
+def test_it_survives_a_restart(tmp_path: Path) -> None:
+    for prompt in range(3):
+        ledger = Ledger(tmp_path / "ledger.sqlite")
+        ledger.add(record(prompt, "trained"), 0.0)
+        ledger.commit()
+        ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.account(live=[]).states == {"trained": 3}
+    ledger.close()
+
+
+def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_text("not a database, long enough to be looked at " * 100)
+    with pytest.raises(FlowError, match=r"ledger.sqlite cannot be opened.*another run directory"):
+        Ledger(path)
+
+
+def test_what_the_disk_refuses_stays_in_the_buffer(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add(record(1, "trained"), 0.0)
+    blocker = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+    ledger._db.execute("PRAGMA busy_timeout=10")
+    blocker.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(FlowError, match="cannot be written"):
+        ledger.commit()
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert ledger.account(live=[]).states == {"trained": 1}
+    ledger.close()

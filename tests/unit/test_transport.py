@@ -1,0 +1,117 @@
+"""Packets, stores and snapshots: bytes exact, mistakes named."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.errors import LocalProtocolError, TransferError
+from flowrt.transport.packets import pack, packet_bytes, unpack
+from flowrt.transport.store import TensorStore
+from flowrt.transport.weights import BUCKET_BYTES, Snapshot
+from flowrt.wire.records import Column, Part
+
+DTYPES = ("int32", "float32", "uint8", "int64", "bfloat16", "bool")
+COLUMNS = [Column(dtype, dtype, "slot") for dtype in DTYPES]
+
+
+def random_tensor(dtype: str, length: int) -> torch.Tensor:
+    return torch.randint(0, 2, (length,)).to(getattr(torch, dtype))
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=6)), unique_by=lambda t: t[0]))
+def test_ragged_columns_survive_a_packet(columns: list[tuple[str, list[int]]]) -> None:
+    sender, receiver, parts = TensorStore(COLUMNS), TensorStore(COLUMNS), []
+    for dtype, lengths in columns:
+        for item, length in enumerate(lengths):
+            sender.put(dtype, item, random_tensor(dtype, length))
+        parts.append(Part(dtype, tuple(range(len(lengths))), tuple(lengths)))
+    packet = pack(sender, parts, sequence=7)
+    assert len(packet) == packet_bytes(receiver, parts)
+    unpack(receiver, parts, 7, packet)
+    for part in parts:
+        for item in part.ids:
+            assert torch.equal(sender.get(part.column, item), receiver.get(part.column, item))
+
+
+def test_another_turn_of_the_lane_is_noticed() -> None:
+    store = TensorStore(COLUMNS)
+    store.put("int32", 1, torch.arange(3, dtype=torch.int32))
+    parts = [Part("int32", (1,), (3,))]
+    with pytest.raises(TransferError, match="received message 4"):
+        unpack(store, parts, 5, pack(store, parts, 4))
+
+
+def test_a_length_that_was_not_announced_is_noticed() -> None:
+    store = TensorStore(COLUMNS)
+    store.put("int32", 1, torch.arange(3, dtype=torch.int32))
+    with pytest.raises(TransferError, match="3 elements where 4 were announced"):
+        pack(store, [Part("int32", (1,), (4,))], 0)
+
+
+def test_a_store_refuses_another_dtype_or_shape_and_keeps_what_it_has() -> None:
+    store = TensorStore(COLUMNS)
+    store.put("int32", 1, torch.arange(3, dtype=torch.int32))
+    for wrong in (torch.zeros(3), torch.zeros(3, 1, dtype=torch.int32)):
+        with pytest.raises(LocalProtocolError, match=r"takes 1-D torch\.int32"):
+            store.put("int32", 1, wrong)
+    assert store.get("int32", 1).tolist() == [0, 1, 2]
+    with pytest.raises(LocalProtocolError, match="no tensor column 'reward'"):
+        store.put("reward", 1, torch.zeros(1))
+
+
+def test_freeing_drops_by_scope() -> None:
+    store = TensorStore([Column("prompt", "int32", "group"), Column("response", "int32", "slot")])
+    for column in ("prompt", "response"):
+        store.put(column, 1, torch.zeros(2, dtype=torch.int32))
+    store.free((), slots=(1,), groups=())
+    assert store.statistics() == (1, 8)
+    store.free((), slots=(), groups=(1,))
+    assert store.statistics() == (0, 0)
+
+
+async def test_a_cancelled_waiter_leaves_the_arrival_to_others() -> None:
+    store = TensorStore(COLUMNS)
+    parts = [Part("int32", (1,), (1,))]
+    arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    store.expect(parts, arrival)
+    impatient, patient = (asyncio.create_task(store.wait_for(parts)) for _ in range(2))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    store.arrived(parts, arrival)
+    arrival.set_result(None)
+    await patient
+
+
+@given(st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.integers(0, 33)), max_size=8))
+def test_a_snapshot_restores_what_it_took(shapes: list[tuple[str, int]]) -> None:
+    tensors = {str(index): random_tensor(dtype, size) for index, (dtype, size) in enumerate(shapes)}
+    snapshot = Snapshot.take(3, tensors)
+    checksum = snapshot.checksum()
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    snapshot.restore(target)
+    assert all(torch.equal(target[name], tensors[name]) for name in tensors)
+    for tensor in tensors.values():  # a snapshot is no view of what is trained on
+        tensor.fill_(0)
+    assert snapshot.checksum() == checksum
+
+
+def test_a_snapshot_is_cut_into_buckets_and_a_flipped_byte_shows() -> None:
+    half = BUCKET_BYTES // 2
+    tensors = {str(index): torch.full((half + 8,), index, dtype=torch.uint8) for index in range(3)}
+    snapshot = Snapshot.take(1, tensors)
+    assert snapshot.bucket_bytes() == [half + 8] * 3
+    before = snapshot.checksum()
+    snapshot.buckets[1][5] += 1
+    assert snapshot.checksum() != before
+
+
+def test_a_snapshot_of_another_model_changes_nothing() -> None:
+    target = {"w": torch.ones(4)}
+    with pytest.raises(TransferError, match="same checkpoint"):
+        Snapshot.take(1, {"w": torch.zeros(5)}).restore(target)
+    assert target["w"].tolist() == [1, 1, 1, 1]
