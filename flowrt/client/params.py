@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowrt.errors import TransferError
-from flowrt.transport.lane import LaneSet
+from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
 
@@ -58,7 +58,7 @@ class Params:
         if snapshot is None:
             # Retired in the meantime cannot be: the controller ordered both. Sending nothing lets the lane time out.
             return
-        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(_seen)
+        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(seen)
 
     def fetch(self, order: Fetch) -> None:
         snapshot = Snapshot.empty(order.version, order.bucket_bytes)
@@ -75,16 +75,10 @@ class Params:
             if found != order.checksum:
                 raise TransferError(f"checksum of version {order.version} is {found}, not {order.checksum}")
         except TransferError as error:
-            self._send(FetchFailed(order.model, order.version, str(error)))
+            self._send(FetchFailed(order.turn, order.model, order.version, str(error)))
             return
         self._held[order.model, order.version] = snapshot
         if self._staged is None or self._staged.snapshot.version < order.version:
             self._staged = StagedWeights(order.model, snapshot)
             self._changed.set()
         self._send(Staged(order.model, order.version))
-
-
-def _seen(done: asyncio.Future[None]) -> None:
-    """The receiver reports a failed transfer; the sender's side of it needs no second report."""
-    if not done.cancelled():
-        done.exception()

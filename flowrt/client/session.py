@@ -17,7 +17,7 @@ from flowrt.clock import MonotonicClock
 from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError, WaitExpired
 from flowrt.metrics import Timeline
 from flowrt.transport.backends import GlooBackend
-from flowrt.transport.lane import LaneSet
+from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.packets import pack, packet_bytes, unpack
 from flowrt.transport.store import TensorStore
 from flowrt.wire import messages as m
@@ -26,6 +26,7 @@ from flowrt.wire.records import BusySpan, Incoming, Part, Values
 
 Reply = TypeVar("Reply")
 LANE_DEADLINE_S = 60.0
+PULL_TRIES = 3
 SILENT_BEATS = 30
 """Heartbeats without any word from the controller after which it counts as gone."""
 
@@ -47,7 +48,7 @@ class Session:
         self._offered: dict[int, Mapping[str, torch.Tensor]] = {}
         self._requests = 0
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._ended.add_done_callback(_seen)
+        self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
         self._heard_s = self._loop.time()
         self._spawn(self._beat())
@@ -79,17 +80,24 @@ class Session:
     async def pull(self, stage: str, slots: int, tokens: int = 0, step: int = -1) -> Batch:
         """Lease up to ``slots`` slots that are ready for ``stage``; waits until there are some.
 
-        Raises TransferError when an owner's tensors did not come; the leases have been given back then.
+        Slots whose tensors did not come are given back and the pull is repeated; raises TransferError when that
+        has happened PULL_TRIES times in a row.
         """
-        grant: m.Grant = await self._ask(m.Pull(self._next_request(), stage, slots, tokens, step))
-        try:
-            await self.unless_ended(self.store.wait_for(grant.parts))
-        except TransferError as error:
-            peer = next((one.turn.sender for one in grant.incoming if one.turn.sender in str(error)), "")
-            self.send(m.Abandon(stage, grant.slots, grant.leases, peer, str(error)))
-            raise
-        tensors = {part.column: self._rows(part, grant) for part in grant.parts}
-        return Batch(grant, tensors, {values.column: list(values.values) for values in grant.inline})
+        reason = ""
+        for _ in range(PULL_TRIES):
+            grant: m.Grant = await self._ask(m.Pull(self._next_request(), stage, slots, tokens, step))
+            try:
+                await self.unless_ended(self.store.wait_for(grant.parts))
+            except TransferError as error:
+                reason = str(error)
+            missing = self.store.missing(grant.parts)
+            if not missing:
+                tensors = {part.column: self._rows(part, grant) for part in grant.parts}
+                return Batch(grant, tensors, {values.column: list(values.values) for values in grant.inline})
+            self.send(m.Abandon(stage, grant.slots, grant.leases, reason or "freed on its way"))
+        raise TransferError(
+            f"{self.worker} pulled stage {stage} {PULL_TRIES} times and its tensors never came: {reason}"
+        )
 
     async def commit(
         self,
@@ -193,7 +201,7 @@ class Session:
                 self._answer(message.request, RemoteProtocolError(message.reason))
             case m.Serve(turn, parts):
                 packet = pack(self.store, parts, turn.sequence)
-                self._lanes.transfer(turn, [packet]).add_done_callback(_seen)
+                self._lanes.transfer(turn, [packet]).add_done_callback(seen)
             case m.Free(columns, slots, groups):
                 self.store.free(columns, slots, groups)
             case m.Signal(peer, lane, key, value):
@@ -214,17 +222,20 @@ class Session:
     def _receive_packet(self, incoming: Incoming) -> None:
         packet = torch.empty(packet_bytes(self.store, incoming.parts), dtype=torch.uint8)
         arrival: asyncio.Future[None] = self._loop.create_future()
-        arrival.add_done_callback(_seen)
+        arrival.add_done_callback(seen)
         self.store.expect(incoming.parts, arrival)
 
         def on_packet(received: asyncio.Future[None]) -> None:
             try:
                 received.result()
-                unpack(self.store, incoming.parts, incoming.turn.sequence, packet)
+                for column, item, tensor in unpack(self.store, incoming.parts, incoming.turn.sequence, packet):
+                    self.store.arrive(column, item, tensor, arrival)
             except FlowError as error:
+                self.store.fail(incoming.parts, arrival)
+                if not self._ended.done():
+                    self.send(m.Undelivered(incoming, str(error)))
                 arrival.set_exception(error)
                 return
-            self.store.arrived(incoming.parts, arrival)
             arrival.set_result(None)
 
         self._lanes.transfer(incoming.turn, [packet]).add_done_callback(on_packet)
@@ -255,7 +266,7 @@ class Session:
         if reply is None or reply.done():
             if isinstance(outcome, m.Grant) and outcome.slots:
                 # Whoever asked has gone; what was leased must not wait for its lease to end.
-                self.send(m.Abandon("", outcome.slots, outcome.leases, "", "nobody waits for this grant any more"))
+                self.send(m.Abandon("", outcome.slots, outcome.leases, "nobody waits for this grant any more"))
             return
         if isinstance(outcome, FlowError):
             reply.set_exception(outcome)
@@ -287,9 +298,3 @@ class Session:
             if self._loop.time() - asked_s < 2 * beat_s and asked_s - self._heard_s > SILENT_BEATS * beat_s:
                 self.end(WaitExpired(f"controller {self._address} not heard of for {SILENT_BEATS * beat_s:.0f} s"))
                 return
-
-
-def _seen(done: asyncio.Future[None]) -> None:
-    """Whoever needs the outcome looks at it; asyncio need not complain that nobody did."""
-    if not done.cancelled():
-        done.exception()

@@ -41,7 +41,7 @@ class Board:
         """Add a group of ``members`` slots whose group columns are held by ``owner``."""
         group = Group(GroupId(self._next_group), flow, prompt, epoch, at_least)
         self._next_group += 1
-        group.tensors = {column: Holding(length, {owner}, {owner}) for column, length in lengths.items()}
+        group.tensors = {column: Holding(length, {owner}) for column, length in lengths.items()}
         for member in range(members):
             slot = Slot(SlotId(self._next_slot), group, member)
             self._next_slot += 1
@@ -85,10 +85,14 @@ class Board:
         """The stage is done: its columns become visible at once, all of them."""
         slot = self.slots[lease.slot]
         self._end_lease(slot, lease.stage)
+        for column in self.stages[lease.stage].needs:
+            needed = slot.holding(column)
+            if needed is not None and needed.sent.pop(lease.worker, None) is not None:
+                needed.owners.add(lease.worker)
         slot.done.add(lease.stage)
         slot.inline.update(inline)
         for column, length in lengths.items():
-            slot.tensors[column] = Holding(length, {lease.worker}, {lease.worker})
+            slot.tensors[column] = Holding(length, {lease.worker})
         if spans:
             slot.spans, slot.spans_of = spans, lease.stage
         self._refresh(slot)
@@ -147,17 +151,11 @@ class Board:
         return all(name in slot.done for slot in group.slots for name in names)
 
     @staticmethod
-    def lose_copies(tensors: dict[str, Holding], worker: WorkerId) -> list[str]:
-        """Take ``worker`` off the holders; the columns that nobody holds now are gone, and returned."""
+    def lose_copies(tensors: dict[str, Holding], worker: WorkerId) -> None:
+        """``worker`` has none of these any more."""
         for holding in tensors.values():
-            holding.holders.discard(worker)
             holding.owners.discard(worker)
-            # With the maker gone, a copy that was sent is the best there is; if it never arrived, that transfer fails.
-            holding.owners = holding.owners or set(holding.holders)
-        lost = [column for column, holding in tensors.items() if not holding.owners]
-        for column in lost:
-            del tensors[column]
-        return lost
+            holding.sent.pop(worker, None)
 
     def maker_of(self, column: str) -> str | None:
         """The stage that makes a column; None for what comes with the offer."""
@@ -168,6 +166,14 @@ class Board:
         if self.columns[column].scope == "group":
             return self.groups[GroupId(item)].tensors[column]
         return self.slots[SlotId(item)].tensors[column]
+
+    def find_holding(self, column: str, item: int) -> Holding | None:
+        """Like `holding`, for what may be gone or may never have been: None then."""
+        spec = self.columns.get(column)
+        if spec is None:
+            return None
+        row = self.groups.get(GroupId(item)) if spec.scope == "group" else self.slots.get(SlotId(item))
+        return row.tensors.get(column) if row is not None else None
 
     def length(self, column: str, item: int) -> int:
         return self.holding(column, item).length

@@ -56,8 +56,6 @@ class Core:
         if worker not in self.roster:
             raise RemoteProtocolError(f"{worker} speaks but is not in; it must say hello first")
         self.roster.heard(worker, now)
-        if not isinstance(message, m.Heartbeat | m.Pull | m.Offer | m.Report):
-            self._progress_s = now
         match message:
             case m.Heartbeat():
                 self._out.append(Send(worker, message))
@@ -73,6 +71,8 @@ class Core:
                 self.samples.commit(worker, message, now)
             case m.Abandon():
                 self.samples.retreat.abandon(worker, message)
+            case m.Undelivered():
+                self.samples.retreat.undelivered(worker, message.incoming)
             case m.StepDone():
                 self.samples.step_done(worker, message)
             case m.Signal():
@@ -94,6 +94,8 @@ class Core:
                 self._weights_moved(worker, message)
             case _:
                 raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
+        if not isinstance(message, m.Heartbeat | m.Pull | m.Offer | m.Report):
+            self._progress_s = now
 
     def _weights_moved(self, worker: WorkerId, message: m.Publish | m.Staged | m.FetchFailed | m.Applied) -> None:
         if message.model != self.weights.model:
@@ -108,10 +110,8 @@ class Core:
             case m.Applied():
                 self.weights.applied(worker, message.version)
             case m.FetchFailed():
-                failed = self.weights.fetching.get(worker)
-                self.weights.failed(worker)
-                if failed is not None:
-                    self.samples.lanes.abandon(worker, failed.holder)
+                self.weights.failed(worker, message.version)
+                self.samples.lanes.abandon(message.turn)
 
     def _move_weights(self) -> None:
         weights = self.weights
@@ -139,15 +139,10 @@ class Core:
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):
             self._gone(member.id, f"not heard of for {now - member.heard_s:.0f} s; see its log")
-        expired = []
-        for lease in self.samples.board.leases.values():
-            if lease.deadline_s > now:
-                break
-            expired.append(lease)
-        for lease in expired:
+        for lease in [lease for lease in self.samples.board.leases.values() if lease.deadline_s <= now]:
             if lease.id in self.samples.board.leases:
                 self.samples.retreat.give_back(lease)
-        idle_s = now - (self._progress_s or now)
+        idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self._settings.stall_s:
             waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.room.waiting())
             self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
@@ -177,8 +172,7 @@ class Core:
                 made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
                 assert not made or name in slot.done, f"slot {slot.id} has {made} although {name} is not done"
             for holding in slot.tensors.values():
-                assert holding.owners, f"slot {slot.id} has a column that nobody holds"
-                assert holding.owners <= holding.holders
+                assert holding.holders, f"slot {slot.id} has a column that nobody holds"
         live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
         assert live == set(window.taken) | set(window.waiting)
         assert not set(window.taken) & set(window.waiting)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowrt.controller.slots import Slot
+from flowrt.errors import ConfigError
 
 
 class ReadyQueue:
@@ -93,6 +94,10 @@ class TokenBudget:
 
     tokens: int
 
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"a micro-batch of {self.tokens} tokens would never be filled; use 1 or more")
+
     def full(self, groups: int, tokens: int) -> bool:  # noqa: ARG002 (the seam offers both)
         return tokens >= self.tokens
 
@@ -102,6 +107,10 @@ class GroupCount:
     """Full at a fixed number of groups."""
 
     groups: int
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError(f"a micro-batch of {self.groups} groups would never be filled; use 1 or more")
 
     def full(self, groups: int, tokens: int) -> bool:  # noqa: ARG002
         return groups >= self.groups

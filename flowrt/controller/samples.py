@@ -1,12 +1,11 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from flowrt.controller.board import Board
 from flowrt.controller.events import Command, Record, Send, StepClosed
 from flowrt.controller.grants import grant
-from flowrt.controller.retreat import Retreat
+from flowrt.controller.retreat import Retreat, frees
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.slots import Group, Lease, Slot
 from flowrt.controller.steps import TrainingWindow
@@ -16,6 +15,7 @@ from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Committed, Free, Offer, Opened, Pull, Refused, StepDone
+from flowrt.wire.records import Stage
 
 
 class Samples:
@@ -43,7 +43,9 @@ class Samples:
     # ---- offers
 
     def offer(self, worker: WorkerId, message: Offer, now: float) -> None:
-        if message.members < 1 or len(message.columns) != len(message.lengths):
+        wanted = {column.name for column in self._flow.columns if column.scope == "group"}
+        fits = len(message.columns) == len(message.lengths) == len(wanted) and set(message.columns) == wanted
+        if message.members < 1 or not fits or min(message.lengths, default=0) < 0:
             self._refuse(worker, message.request, f"offer of prompt {message.prompt} is malformed")
             return
         self.room.park_offer(worker, message, now)
@@ -87,14 +89,15 @@ class Samples:
         def may_start(slot: Slot) -> bool:
             if not stage.generates:
                 return True
-            if version < slot.group.at_least:
-                return False
             if slot.group.flow != self._flow.train_flow:
                 return True
             return self._policies.admission.may_start(self.window.expected_step(slot.group), version)
 
         ready = self.board.ready_slots(pull.stage)
-        chosen = self._policies.dispatch.choose(ready, pull.slots, may_start)
+        # Who waits for a version of its own holds up nobody else.
+        startable = (slot for slot in ready if not stage.generates or version >= slot.group.at_least)
+        chosen = self._policies.dispatch.choose(startable, pull.slots, may_start)
+        startable.close()
         ready.close()  # type: ignore[attr-defined]
         if not chosen:
             parked.waits_for = self._why_not(pull.stage, version)
@@ -109,7 +112,7 @@ class Samples:
             return f"newer weights: {count} slots ready for {stage}, but version {version} would be too old"
         return f"slots ready for {stage}"
 
-    def _serve_step(self, parked: Parked[Pull], now: float) -> bool:
+    def _serve_step(self, parked: Parked[Pull]) -> bool:
         pull, window = parked.request, self.window
         if not window.over and pull.step > window.step:
             parked.waits_for = f"the end of step {window.step}"
@@ -130,7 +133,8 @@ class Samples:
             return False
         window.take(groups)
         slots = [slot for group in groups for slot in group.slots]
-        leases = self.board.lease(pull.stage, slots, parked.worker, now + self._settings.lease_s, 0, window.step)
+        # No deadline: what a trainer was told is in its step cannot be taken back, and a lost trainer gives it back.
+        leases = self.board.lease(pull.stage, slots, parked.worker, float("inf"), 0, window.step)
         for group in groups:
             self._record(group, "leased")
         self._grant(parked, slots, leases, closed=False)
@@ -152,7 +156,7 @@ class Samples:
 
     def commit(self, worker: WorkerId, message: Commit, now: float) -> None:  # noqa: ARG002
         try:
-            rows = _rows(message, set(self.board.stages[message.stage].makes))
+            rows = _rows(message, self.board.stages[message.stage], set(self.board.columns), self._weights.latest)
         except (KeyError, ValueError) as error:
             raise RemoteProtocolError(f"commit of stage {message.stage!r} by {worker}: {error}") from error
         refused, reasons = [], set()
@@ -200,16 +204,10 @@ class Samples:
         self.retreat.drop_expired()
 
     def _close(self, groups: list[Group]) -> None:
-        holders: dict[WorkerId, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for worker, free in frees(groups).items():
+            self._send(worker, free)
         for group in groups:
-            for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
-                holders[worker][1].append(group.id)
-            for slot in group.slots:
-                for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
-                    holders[worker][0].append(slot.id)
             self.board.close(group)
-        for worker, (slots, closed) in holders.items():
-            self._send(worker, Free((), tuple(slots), tuple(closed)))
 
     # ---- after every event
 
@@ -218,7 +216,7 @@ class Samples:
         self.room.serve_offers(self._open)
         for name in self.board.stages:
             if name == self._flow.train_stage:
-                self.room.serve_pulls(name, lambda parked: self._serve_step(parked, now))
+                self.room.serve_pulls(name, self._serve_step)
             else:
                 self.room.serve_pulls(name, lambda parked: self._serve_slots(parked, now))
 
@@ -236,19 +234,27 @@ class Samples:
 Row = tuple[int, int, dict[str, int], dict[str, float], tuple[int, ...]]
 
 
-def _rows(message: Commit, makes: set[str]) -> Iterable[Row]:
+def _rows(message: Commit, stage: Stage, tensors: set[str], latest: int) -> Iterable[Row]:
     """The commit as one row a slot. Raises ValueError when its columns do not fit the stage or each other."""
     count = len(message.slots)
-    given = {part.column for part in message.parts} | {values.column for values in message.inline}
-    if given != makes:
-        raise ValueError(f"it brings columns {sorted(given)}, the stage makes {sorted(makes)}")
-    sizes = [
-        len(message.leases),
-        *(len(p.lengths) for p in message.parts),
-        *(len(v.values) for v in message.inline),
-    ]
-    if any(size != count for size in sizes) or (message.spans and len(message.spans) != count):
+    if stage.whole_groups:
+        raise ValueError("what takes whole groups ends with its step")
+    given = [part.column for part in message.parts], [values.column for values in message.inline]
+    made = sorted(set(stage.makes) & tensors), sorted(set(stage.makes) - tensors)
+    if (sorted(given[0]), sorted(given[1])) != made:
+        raise ValueError(
+            f"it brings tensors {given[0]} and numbers {given[1]}, the stage makes {made[0]} and {made[1]}"
+        )
+    sizes = [len(message.leases), *(len(p.lengths) for p in message.parts), *(len(v.values) for v in message.inline)]
+    if any(size != count for size in sizes):
         raise ValueError(f"its columns have {sizes} rows for {count} slots")
+    if any(part.ids != message.slots or min(part.lengths, default=0) < 0 for part in message.parts):
+        raise ValueError("its parts are not of its slots, or of negative length")
+    if len(message.spans) != (count if stage.generates else 0):
+        raise ValueError(f"it has {len(message.spans)} spans for {count} slots")
+    for span in message.spans:
+        if not span or len(span) % 2 or not all(0 <= version <= latest for version in span[::2]):
+            raise ValueError(f"span {span} is not pairs of a published version and its tokens")
     spans = message.spans or ((),) * count
     return [
         (

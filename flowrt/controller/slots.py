@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
+from flowrt.wire.records import LaneTurn
 
 NO_STEP = -1
 
@@ -24,12 +25,18 @@ class Lease:
 class Holding:
     """A tensor column of one slot or group: its length in elements, and who has it.
 
-    ``owners`` can serve it; ``holders`` are they and those to whom a copy has been sent, arrived or not.
+    ``owners`` can serve it. A receiver becomes one when it commits something that needed the column; until then
+    it is only known which turn of which lane is to bring it a copy.
     """
 
     length: int
     owners: set[WorkerId]
-    holders: set[WorkerId]
+    sent: dict[WorkerId, LaneTurn] = field(default_factory=dict)  # by receiver
+
+    @property
+    def holders(self) -> set[WorkerId]:
+        """The owners and those to whom a copy has been sent, arrived or not: who has to be told to free it."""
+        return self.owners | self.sent.keys()
 
 
 @dataclass(slots=True)
@@ -49,6 +56,10 @@ class Slot:
 
     def has(self, column: str) -> bool:
         return column in self.tensors or column in self.inline or column in self.group.tensors
+
+    def holding(self, column: str) -> Holding | None:
+        """Who has a tensor column of this slot or of its group; None for what is inline or not there."""
+        return self.tensors.get(column) or self.group.tensors.get(column)
 
     def oldest_version(self) -> int | None:
         """The oldest policy version that made a token of this sample; None before there is any."""

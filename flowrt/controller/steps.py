@@ -92,26 +92,41 @@ class TrainingWindow:
     ) -> list[Group]:
         """The next micro-batch of this step; empty while it is not full yet."""
 
-        def must_train_now(group: Group) -> bool:
+        def deadline(group: Group) -> int | None:
+            """The last step that may train it, as far as steps ahead matter; None while nothing is generated."""
             oldest = group.oldest_version()
-            return oldest is not None and not admission.may_train(self.step + 1, oldest)
+            if oldest is None:
+                return None
+            horizon = self.step + self.live // self.groups_per_step + 1
+            return next((s for s in range(self.step, horizon) if not admission.may_train(s + 1, oldest)), None)
 
-        candidates = sorted(ready, key=lambda group: (not must_train_now(group), group.id))
-        free_places = self.places
+        ready = list(ready)
+        deadlines = {group.id: deadline(group) for group in [*ready, *unready()]}
+        candidates = sorted(ready, key=lambda group: (deadlines[group.id] != self.step, group.id))
         if self.in_order:
             candidates = self._unbroken(candidates)
-        else:
-            free_places -= sum(must_train_now(group) for group in unready())
         chosen: list[Group] = []
         tokens = 0
         for group in candidates:
             if len(chosen) == self.places or batcher.full(len(chosen), tokens):
                 break
-            if len(chosen) < free_places or must_train_now(group):
+            if self.in_order or self._leaves_room(group, chosen, deadlines):
                 chosen.append(group)
                 tokens += tokens_of(group)
         complete = len(chosen) == self.places or batcher.full(len(chosen), tokens)
         return chosen if complete else []
+
+    def _leaves_room(self, group: Group, chosen: list[Group], deadlines: dict[GroupId, int | None]) -> bool:
+        """Whether all others can still be trained by their deadlines when this one takes a place of this step."""
+        gone = {one.id for one in chosen} | {group.id}
+        others = sorted(last for one, last in deadlines.items() if last is not None and one not in gone)
+        mine = deadlines[group.id]
+        free = self.places - len(gone)
+        return all(
+            rank <= free + (last - self.step) * self.groups_per_step
+            for rank, last in enumerate(others, 1)
+            if mine is None or last < mine
+        )
 
     def _unbroken(self, candidates: list[Group]) -> list[Group]:
         """The candidates up to the first waiting group that is not ready."""

@@ -29,12 +29,16 @@ class Lanes:
         self._state[key] = (incarnation, sequence + 1)
         return LaneTurn(sender, receiver, kind, incarnation, sequence)
 
-    def abandon(self, worker: WorkerId, peer: WorkerId | None = None) -> None:
-        """Lanes of ``worker`` (with ``peer``, or all) are broken: their next turn opens a new incarnation."""
-        for key in list(self._state):
-            ends = {key[0], key[1]}
-            if worker in ends and (peer is None or peer in ends):
-                del self._state[key]
+    def abandon(self, turn: LaneTurn) -> None:
+        """This turn's lane is broken: the next turn opens a new incarnation, unless one is open already."""
+        key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
+        if self._state.get(key, (-1, 0))[0] == turn.incarnation:
+            del self._state[key]
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone, and all its lanes with it."""
+        for key in [key for key in self._state if worker in key[:2]]:
+            del self._state[key]
 
 
 def parts_of(board: Board, columns: Iterable[str], slots: Iterable[Slot]) -> tuple[Part, ...]:
@@ -54,21 +58,19 @@ def parts_of(board: Board, columns: Iterable[str], slots: Iterable[Slot]) -> tup
 
 
 def plan(board: Board, lanes: Lanes, receiver: WorkerId, parts: Iterable[Part]) -> tuple[Incoming, ...]:
-    """One packed transfer per owner for whatever ``receiver`` does not hold; it holds everything afterwards."""
+    """One packed transfer per owner for whatever ``receiver`` neither holds nor is being sent."""
     wanted: dict[WorkerId, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
         for item in part.ids:
             holding = board.holding(part.column, item)
             if receiver not in holding.holders:
                 wanted[min(holding.owners)][part.column].append(item)
-                holding.holders.add(receiver)
-    return tuple(
-        Incoming(
-            lanes.next_turn(owner, receiver, "samples"),
-            tuple(
-                Part(column, tuple(ids), tuple(board.length(column, item) for item in ids))
-                for column, ids in columns.items()
-            ),
-        )
-        for owner, columns in wanted.items()
-    )
+    incoming = []
+    for owner, columns in wanted.items():
+        turn = lanes.next_turn(owner, receiver, "samples")
+        for column, ids in columns.items():
+            for item in ids:
+                board.holding(column, item).sent[receiver] = turn
+        lengths = {column: tuple(board.length(column, item) for item in ids) for column, ids in columns.items()}
+        incoming.append(Incoming(turn, tuple(Part(name, tuple(ids), lengths[name]) for name, ids in columns.items())))
+    return tuple(incoming)

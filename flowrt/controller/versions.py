@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Publish
 
@@ -56,7 +57,9 @@ class ModelVersions:
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
 
     def publish(self, worker: WorkerId, message: Publish) -> None:
-        self.latest = max(self.latest, message.version)
+        if message.version <= self.latest:
+            raise RemoteProtocolError(f"{worker} published version {message.version} after {self.latest}")
+        self.latest = message.version
         self.published[message.version] = message
         self.holders[message.version] = {worker}
 
@@ -70,14 +73,19 @@ class ModelVersions:
         return receiver.applied if receiver else 0
 
     def staged(self, worker: WorkerId, version: int) -> None:
-        self.fetching.pop(worker, None)
+        if worker not in self.receivers:
+            raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
+        self.failed(worker, version)
         receiver = self.receivers[worker]
         self.receivers[worker] = Receiver(worker, receiver.applied, max(receiver.staged, version))
         if version in self.holders:
             self.holders[version].add(worker)
 
-    def failed(self, worker: WorkerId) -> None:
-        self.fetching.pop(worker, None)
+    def failed(self, worker: WorkerId, version: int) -> None:
+        """Its fetch of this version is over; the late word of another one changes nothing."""
+        fetch = self.fetching.get(worker)
+        if fetch is not None and fetch.version == version:
+            del self.fetching[worker]
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: it neither holds nor fetches anything."""

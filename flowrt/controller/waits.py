@@ -41,9 +41,14 @@ class WaitingRoom:
             self.pulls[stage] = [parked for parked in waiting if not serve(parked)]
 
     def serve_offers(self, serve: Callable[[Parked[Offer]], bool]) -> None:
-        """Try the parked offers in order, until one has to go on waiting: prompts keep their order."""
-        while self.offers and serve(self.offers[0]):
-            self.offers.pop(0)
+        """Try the parked offers in order; behind one that has to go on waiting, the prompts of its flow wait too."""
+        blocked: set[str] = set()
+        still = []
+        for parked in self.offers:
+            if parked.request.flow in blocked or not serve(parked):
+                blocked.add(parked.request.flow)
+                still.append(parked)
+        self.offers = still
 
     def forget(self, worker: WorkerId) -> None:
         self.offers = [parked for parked in self.offers if parked.worker != worker]

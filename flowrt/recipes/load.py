@@ -14,6 +14,7 @@ from flowrt.controller.admission import StrictLag
 from flowrt.errors import ConfigError
 from flowrt.recipes import arithmetic, gsm8k
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.limits import check_limits
 
 Config = TypeVar("Config")
 RECIPE_NAMES = ("arithmetic", "gsm8k")
@@ -36,7 +37,11 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     """
     rest = list(arguments)
     recipe = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-    file, rest = _config_file(rest)
+    file, rest = _take("--config", rest)
+    named, rest = _take("--recipe", rest)
+    if recipe and named and recipe != named:
+        raise ConfigError(f"recipe {recipe!r} or {named!r}? Name only one of them")
+    recipe = recipe or named
     table = read_toml(Path(file)) if file else {}
     base = defaults(recipe or str(table.get("recipe", "arithmetic")))
     if recipe and table.get("recipe", recipe) != recipe:
@@ -100,25 +105,7 @@ def check(config: RunConfig) -> None:
             "group_size is 1: GRPO divides by the group's standard deviation, which one sample does not have; "
             "use 2 or more, or --loss.normalize False"
         )
-    positive = {
-        "steps": config.steps,
-        "prompts_per_step": config.prompts_per_step,
-        "group_size": config.group_size,
-        "threads": config.threads,
-        "rollout.workers": config.rollout.workers,
-        "rollout.rows": config.rollout.rows,
-        "rollout.max_new_tokens": config.rollout.max_new_tokens,
-        "rollout.temperature": config.rollout.temperature,
-        "trainer.ranks": config.trainer.ranks,
-        "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{name} is {value}; use a value above 0")
-    if config.trainer.lr < 0:
-        raise ConfigError(f"trainer.lr is {config.trainer.lr}; use 0 or more")
-    if config.loss.correction_cap < 1:
-        raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
+    check_limits(config)
     if config.model:
         check_model(Path(config.model))
 
@@ -133,19 +120,20 @@ def check_model(path: Path) -> None:
         raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
 
 
-def _config_file(arguments: list[str]) -> tuple[str, list[str]]:
-    rest, file = [], ""
+def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """The value of a flag that is looked at before the others, and the arguments without it."""
+    rest, value = [], ""
     remaining = iter(arguments)
     for argument in remaining:
-        if argument == "--config":
-            file = next(remaining, "")
-            if not file:
-                raise ConfigError("--config needs the path of a TOML file")
-        elif argument.startswith("--config="):
-            file = argument.removeprefix("--config=")
+        if argument == flag:
+            value = next(remaining, "")
+            if not value:
+                raise ConfigError(f"{flag} needs a value")
+        elif argument.startswith(f"{flag}="):
+            value = argument.removeprefix(f"{flag}=")
         else:
             rest.append(argument)
-    return file, rest
+    return value, rest
 
 
 def _typed(value: Any, expected: type, where: str, source: str) -> Any:

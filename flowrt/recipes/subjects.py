@@ -12,6 +12,11 @@ from flowrt.recipes.problems import Subject
 def subject(config: RunConfig) -> Subject:
     """The problems and the reward of a run. Raises ConfigError when its data is missing or malformed."""
     if config.recipe == "arithmetic":
+        if config.data.path:
+            raise ConfigError(
+                f"recipe arithmetic makes its own problems and would not read {config.data.path}; "
+                "for problems from a file: flowrt run gsm8k --data FILE"
+            )
         return Arithmetic(config.seed, config.data.eval_prompts)
     if not config.data.path:
         raise ConfigError(

@@ -14,7 +14,7 @@ from flowrt.controller.events import Event, Joined, Said
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import COLUMNS, GROUP_COLUMNS, MODEL, PROMPTS_PER_EPOCH, TENSORS_MADE, Scenario
 from flowrt.wire import messages as m
-from flowrt.wire.records import LaneTurn, Part, Values
+from flowrt.wire.records import Incoming, LaneTurn, Part, Values
 
 Key = tuple[str, int]
 LaneId = tuple[str, str, str, int]
@@ -166,7 +166,7 @@ class Worker:
                 self.coming[key] = incoming.turn
             self._issue(incoming.turn, incoming.parts, self.expected)
         for key, length in keys_of(grant.parts).items():
-            known = key in self.coming or (key in self.have and self.have[key][0] == length)
+            known = key in self.coming or self.have.get(key, (-1,))[0] == length
             assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither here nor coming"
         rows = list(rows_of(grant, "train" if self.role == "trainer" else self.role))
         # A slot that is granted again was taken away before: its old lease has ended.
@@ -198,8 +198,10 @@ class Worker:
     def lost(self, turn: LaneTurn, packet: Packet) -> None:
         """A transfer failed."""
         self.failed.add(turn)
+        if not isinstance(packet, int):
+            self.say(m.Undelivered(Incoming(turn, packet), "the lane broke"))
         if isinstance(packet, int):
-            self.say(m.FetchFailed(MODEL, packet, "the lane broke"))
+            self.say(m.FetchFailed(turn, MODEL, packet, "the lane broke"))
 
     # ---- work
 
@@ -211,7 +213,7 @@ class Worker:
             return
         for job in self.jobs:
             needs = [key for row in job.rows for key in row.needs]
-            if any(self.coming.get(key) in self.failed for key in needs):
+            if any(self._is_missing(key) for key in needs):
                 yield partial(self._abandon, job)
             elif job.begun >= 0 or all(key in self.have for key in needs):
                 yield partial(self._finish if job.begun >= 0 or self.role != "rollout" else self._begin, job)
@@ -256,13 +258,15 @@ class Worker:
     def _begin(self, job: Job) -> None:
         job.begun = self.applied
 
+    def _is_missing(self, key: Key) -> bool:
+        """It was to come, and its transfer failed (perhaps for another job, which said so already)."""
+        return key not in self.have and (key not in self.coming or self.coming[key] in self.failed)
+
     def _abandon(self, job: Job) -> None:
-        """What was to come for this job did not: give it back, and name each peer that sent nothing."""
-        turns = {self.coming[key] for row in job.rows for key in row.needs if key in self.coming}
+        """What was to come for this job did not: give it back."""
         self.jobs.remove(job)
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
-        for peer in sorted({turn.sender for turn in turns & self.failed}):
-            self.say(m.Abandon(job.rows[0].stage, slots, leases, peer, "its tensors did not come"))
+        self.say(m.Abandon(job.rows[0].stage, slots, leases, "its tensors did not come"))
 
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)

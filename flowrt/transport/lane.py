@@ -154,3 +154,9 @@ class LaneSet:
 
             self._stores[lane] = SignalStore(lane, post, self._deadline_s)
         return self._stores[lane]
+
+
+def seen(done: asyncio.Future[None]) -> None:
+    """For transfers whose other end reports a failure: asyncio need not complain that nobody looked at this one."""
+    if not done.cancelled():
+        done.exception()

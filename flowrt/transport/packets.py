@@ -38,14 +38,18 @@ def pack(store: TensorStore, parts: Iterable[Part], sequence: int) -> torch.Tens
     return packet
 
 
-def unpack(store: TensorStore, parts: Iterable[Part], sequence: int, packet: torch.Tensor) -> None:
-    """Put views of the received buffer into the store. Raises TransferError when it is another message."""
+def unpack(
+    store: TensorStore, parts: Iterable[Part], sequence: int, packet: torch.Tensor
+) -> list[tuple[str, int, torch.Tensor]]:
+    """(column, id, tensor) of all that arrived; tensors are views. Raises TransferError when it is another message."""
     head = packet[:HEAD_BYTES].view(torch.int64).tolist()
     if head != [sequence, len(packet)]:
         raise TransferError(f"received message {head[0]} of {head[1]} bytes in place of {sequence} of {len(packet)}")
-    for part, flat in _views(store, parts, packet):
-        for item, tensor in zip(part.ids, torch.split(flat, list(part.lengths)), strict=True):
-            store.put(part.column, item, tensor)
+    return [
+        (part.column, item, tensor)
+        for part, flat in _views(store, parts, packet)
+        for item, tensor in zip(part.ids, torch.split(flat, list(part.lengths)), strict=True)
+    ]
 
 
 def _views(store: TensorStore, parts: Iterable[Part], packet: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:

@@ -55,11 +55,30 @@ class TensorStore:
                 self._tensors.pop((part.column, item), None)
                 self._arriving[part.column, item] = arrival
 
-    def arrived(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
+    def arrive(self, column: str, item: int, tensor: torch.Tensor, arrival: asyncio.Future[None]) -> None:
+        """It is here; kept unless it was freed on its way or is expected anew."""
+        if self._arriving.get((column, item)) is arrival:
+            del self._arriving[column, item]
+            self.put(column, item, tensor)
+
+    def fail(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
+        """It will not come."""
         for part in parts:
             for item in part.ids:
                 if self._arriving.get((part.column, item)) is arrival:
                     del self._arriving[part.column, item]
+
+    def missing(self, parts: Iterable[Part]) -> tuple[Part, ...]:
+        """Of these parts, what is not here."""
+        found = []
+        for part in parts:
+            rows = [
+                row for row in zip(part.ids, part.lengths, strict=True) if (part.column, row[0]) not in self._tensors
+            ]
+            if rows:
+                ids, lengths = zip(*rows, strict=True)
+                found.append(Part(part.column, ids, lengths))
+        return tuple(found)
 
     async def wait_for(self, parts: Iterable[Part]) -> None:
         """Return when all these tensors are here. Raises what their transfer raised."""

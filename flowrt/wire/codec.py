@@ -50,7 +50,7 @@ def decode(data: bytes) -> Message:
             use_list=False,
             raw=False,
             strict_map_key=True,
-            max_array_len=MAX_ITEMS,
+            max_array_len=min(MAX_ITEMS, len(data)),
             max_map_len=0,
             max_ext_len=0,
         )
@@ -69,6 +69,8 @@ def _record_encoder(kind: type) -> Callable[[Any], list[Any]]:
     fields = [(field.name, _encoder(hints[field.name])) for field in dataclasses.fields(kind)]
 
     def encode_record(value: Any) -> list[Any]:
+        if type(value) is not kind:
+            raise TypeError(f"expected {kind.__name__}, got {type(value).__name__} {value!r:.80}")
         return [field_encoder(getattr(value, name)) for name, field_encoder in fields]
 
     return encode_record
@@ -90,20 +92,26 @@ def _record_decoder(kind: type) -> Decoder:
 def _encoder(hint: Any) -> Encoder:
     if get_origin(hint) is Annotated:
         code = hint.__metadata__[0]
-        return lambda values: struct.pack(f"<{len(values)}{code}", *values)
+        return lambda values: struct.pack(f"<{len(values)}{code}", *_sequence(values))
     if dataclasses.is_dataclass(hint):
         return _record_encoder(hint)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
         arguments = get_args(hint)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             item_encoder = _encoder(arguments[0])
-            return lambda values: [item_encoder(value) for value in values]
+            return lambda values: [item_encoder(value) for value in _sequence(values)]
         encoders = [_encoder(argument) for argument in arguments]
-        return lambda values: [one(value) for one, value in zip(encoders, values, strict=True)]
+        return lambda values: [one(value) for one, value in zip(encoders, _sequence(values), strict=True)]
     if get_origin(hint) in (Union, UnionType):
         inner = _encoder(next(argument for argument in get_args(hint) if argument is not NoneType))
         return lambda value: None if value is None else inner(value)
     return _scalar_encoder(hint)
+
+
+def _sequence(values: Any) -> Any:
+    if not isinstance(values, tuple | list):
+        raise TypeError(f"expected tuple, got {type(values).__name__} {values!r:.80}")
+    return values
 
 
 def _scalar_encoder(hint: Any) -> Encoder:

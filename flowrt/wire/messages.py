@@ -1,18 +1,16 @@
 """The whole protocol: every message that workers and the controller exchange.
 
-Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders.
-Integers and floats in bulk (ids, lengths, rewards) are packed binary inside the message (``Ints``, ``Floats``).
+Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders. Integers
+and floats in bulk are packed binary inside the message (``Ints``, ``Floats``).
 A worker begins with `Hello` and hears `Welcome` or `Refused`; a ``request`` is answered once, by a message with the
-same number, possibly much later: a pull or an offer that cannot be served yet is parked.
-"""
+same number, possibly much later: a pull or an offer that cannot be served yet is parked."""
 
 from dataclasses import dataclass
 from typing import get_args
 
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Part, Values
 
-PROTOCOL = 1
-"""Said in the greeting; both sides must speak the same one."""
+PROTOCOL = 1  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """source: there are no further prompts of the flow that is trained."""
+    """source: there are no further prompts to train on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """controller: these slots are leased to you; ``incoming`` brings what you do not hold yet.
-
-    ``closed`` says that nothing (more) will come: of this step for the train stage, of the run for others.
-    """
+    """controller: these slots are leased to you; ``incoming`` brings what you do not hold yet."""
 
     request: int
     slots: Ints
@@ -136,7 +131,7 @@ class Grant:
     inline: tuple[Values, ...]
     parts: tuple[Part, ...]
     incoming: tuple[Incoming, ...]
-    closed: bool
+    closed: bool  # the train stage: nothing more will come of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +158,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """worker: I give these leases back; ``peer`` names the owner whose tensors did not come, if any."""
+    """worker: I give these leases back."""
 
     stage: str
     slots: Ints
     leases: Ints
-    peer: str
     reason: str
 
 
@@ -195,6 +189,14 @@ class Serve:
 
     turn: LaneTurn
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """receiver: this turn of a lane failed, its parts are not here."""
+
+    incoming: Incoming
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +249,9 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """receiver: the version did not arrive; the old one is whole and in use."""
+    """receiver: the version did not arrive over this turn; the old one is whole and in use."""
 
+    turn: LaneTurn
     model: str
     version: int
     reason: str
@@ -289,10 +292,9 @@ class Status:
 Message = (
     Hello | Welcome | Heartbeat | Finished | Bye | Cancel | Stop | Refused
     | Offer | Exhausted | Opened | Pull | Grant | Commit | Committed | Abandon | Free | StepDone
-    | Serve | Signal | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire
+    | Serve | Undelivered | Signal | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire
     | Report | Status
 )
 # fmt: on
 
-# The position is the message's tag on the wire: append only, and raise PROTOCOL when a field changes.
-MESSAGES: tuple[type[Message], ...] = get_args(Message)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL

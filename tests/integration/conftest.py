@@ -107,11 +107,13 @@ class Launch:
         os.kill(self.pid if process is None else process.pid, number)
 
     def wait(self, deadline_s: float) -> int:
-        """The exit code."""
+        """The exit code. Where no signal was sent, `assert_gone` counts from here."""
         try:
-            return self._popen.wait(deadline_s)
+            code = self._popen.wait(deadline_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {deadline_s:.0f} s\n{self.output}")
+        self._signalled_s = self._signalled_s or time.monotonic()
+        return code
 
     def assert_gone(self, within_s: float) -> None:
         """Every process of the run is gone within so many seconds of the signal, and no shared memory is left."""

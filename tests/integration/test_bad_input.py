@@ -80,6 +80,7 @@ def model_shell(tmp_path: Path) -> str:
     path.mkdir()
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(b"")
+    (path / "tokenizer.json").write_text("{}")
     return str(path)
 
 
@@ -178,6 +179,13 @@ def test_model_without_weights(refused: Callable[..., Refusal], model_shell: str
     assert model_shell in said
     assert "no weights" in said
     assert "download" in said
+
+
+def test_model_without_tokenizer(refused: Callable[..., Refusal], model_shell: str) -> None:
+    Path(model_shell, "tokenizer.json").unlink()
+    said = refused("--model", model_shell).sentence()
+    assert model_shell in said
+    assert "no tokenizer" in said
 
 
 # ---- values and flags

@@ -30,7 +30,8 @@ def test_ragged_columns_survive_a_packet(columns: list[tuple[str, list[int]]]) -
         parts.append(Part(dtype, tuple(range(len(lengths))), tuple(lengths)))
     packet = pack(sender, parts, sequence=7)
     assert len(packet) == packet_bytes(receiver, parts)
-    unpack(receiver, parts, 7, packet)
+    for column, item, tensor in unpack(receiver, parts, 7, packet):
+        receiver.put(column, item, tensor)
     for part in parts:
         for item in part.ids:
             assert torch.equal(sender.get(part.column, item), receiver.get(part.column, item))
@@ -82,9 +83,20 @@ async def test_a_cancelled_waiter_leaves_the_arrival_to_others() -> None:
     impatient.cancel()
     with pytest.raises(asyncio.CancelledError):
         await impatient
-    store.arrived(parts, arrival)
+    store.arrive("int32", 1, torch.zeros(1, dtype=torch.int32), arrival)
     arrival.set_result(None)
     await patient
+
+
+async def test_what_was_freed_on_its_way_is_not_kept_and_shows_as_missing() -> None:
+    store = TensorStore(COLUMNS)
+    parts = [Part("int32", (1, 2), (1, 1))]
+    arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    store.expect(parts, arrival)
+    store.free((), slots=(1,), groups=())
+    for item in (1, 2):
+        store.arrive("int32", item, torch.zeros(1, dtype=torch.int32), arrival)
+    assert store.missing(parts) == (Part("int32", (1,), (1,)),)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.integers(0, 33)), max_size=8))

@@ -1,0 +1,74 @@
+"""The range of every number of a configuration."""
+
+from operator import attrgetter
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+
+ABOVE_ZERO = (
+    "steps",
+    "prompts_per_step",
+    "group_size",
+    "threads",
+    "build.hidden_size",
+    "build.layers",
+    "build.heads",
+    "build.intermediate_size",
+    "build.vocab_size",
+    "build.max_length",
+    "warm_start.batch",
+    "warm_start.probes",
+    "rollout.workers",
+    "rollout.rows",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "trainer.ranks",
+    "trainer.micro_batch_tokens",
+    "trainer.forward_tokens",
+    "trainer.max_grad_norm",
+    "controller.heartbeat_s",
+    "controller.silence_s",
+    "controller.lease_s",
+    "controller.wait_s",
+    "controller.stall_s",
+    "controller.join_s",
+)
+ZERO_OR_ABOVE = (
+    "data.epochs",
+    "data.eval_prompts",
+    "warm_start.steps",
+    "warm_start.bare_steps",
+    "warm_start.lr",
+    "warm_start.bare_lr",
+    "trainer.lr",
+    "trainer.warmup_steps",
+    "trainer.weight_decay",
+    "loss.clip_low",
+    "loss.clip_high",
+    "loss.kl_coef",
+)
+BELOW_ONE = ("trainer.beta1", "trainer.beta2")
+
+
+def check_limits(config: RunConfig) -> None:
+    """Raises ConfigError for the first number outside its range (not-a-number is outside every one)."""
+    for name in ABOVE_ZERO:
+        value = attrgetter(name)(config)
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}; use a value above 0")
+    for name in ZERO_OR_ABOVE:
+        value = attrgetter(name)(config)
+        if not value >= 0:
+            raise ConfigError(f"{name} is {value}; use 0 or more")
+    for name in BELOW_ONE:
+        value = attrgetter(name)(config)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name} is {value}; use 0 or more, and less than 1")
+    if not config.loss.correction_cap >= 1:
+        raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
+    times = config.controller
+    if times.silence_s <= times.heartbeat_s:
+        raise ConfigError(
+            f"controller.silence_s is {times.silence_s}, no longer than heartbeat_s ({times.heartbeat_s}): workers "
+            "would count as gone between heartbeats; make it several times as long"
+        )
