@@ -10,6 +10,7 @@ import torch.distributed as dist
 from flowrt.workers.entry import main
 
 from flowrt.algorithms import GrpoLoss, group_advantages
+from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_model, load_tokenizer, save_model
@@ -20,6 +21,8 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
+
+UNIFORM = Uniform()
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -66,12 +69,12 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, s
     while not batch.closed:
         following = pull()
         with session.timeline.busy("train"):
-            await asyncio.to_thread(engine.accumulate, to_training_batch(batch, config))
+            await asyncio.to_thread(engine.accumulate, to_training_batch(batch, config, step))
         batch = await following
 
 
-def to_training_batch(batch: Batch, config: RunConfig) -> TrainingBatch:
-    """Whole groups with their advantages."""
+def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: SampleWeight = UNIFORM) -> TrainingBatch:
+    """Whole groups with their advantages; ``weight`` says how much each sample's staleness lets it count."""
     rewards_N = torch.tensor(batch.inline["reward"])
     scale: Literal["group_std", "none"] = "group_std" if config.loss.normalize else "none"
     advantages_N = group_advantages(rewards_N, torch.tensor(batch.groups), scale=scale)
@@ -81,7 +84,7 @@ def to_training_batch(batch: Batch, config: RunConfig) -> TrainingBatch:
         rollout_logprobs=batch.tensors["logprobs"],
         reference_logprobs=batch.tensors.get("ref_logprobs"),
         advantages_N=advantages_N,
-        weights_N=torch.ones(len(batch)),
+        weights_N=weight(torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))])),
     )
 
 

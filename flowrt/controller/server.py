@@ -220,7 +220,7 @@ class Server:
             "step": samples.window.step,
             "steps": samples.window.steps,
             "live_groups": samples.window.live,
-            "workers": {member.id: member.role for member in self._core.roster.members()},
+            "workers": {one.id: one.role for one in self._core.roster.members() if one.role != OBSERVER},
             "versions": {who: receiver.applied for who, receiver in self._core.weights.receivers.items()},
             "latest_version": self._core.weights.latest,
             "dropped": dict(samples.retreat.dropped),

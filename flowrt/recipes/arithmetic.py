@@ -38,7 +38,7 @@ def config() -> RunConfig:
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=2, heads=4, intermediate_size=512, max_length=128),
         rollout=RolloutConfig(rows=64, max_new_tokens=16),
-        trainer=TrainerConfig(lr=3e-4, beta2=0.98, warmup_steps=3, micro_batch_tokens=1024),
+        trainer=TrainerConfig(lr=3e-4, beta2=0.98, warmup_steps=8, micro_batch_tokens=1024),
     )
     return replace(base, data=replace(base.data, eval_prompts=256))
 

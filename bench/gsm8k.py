@@ -1,0 +1,53 @@
+"""Word problems from a file, by the command that a user types; its summary as metrics.
+
+python bench/gsm8k.py --data FILE.jsonl [--quick] [--json PATH]
+"""
+
+import argparse
+import json
+import os
+import platform
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+TIMEOUT_S = 1800.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="10 steps")
+    parser.add_argument("--picture", type=Path, help="copy the run's picture here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "flowrt.cli", "run", "gsm8k", "--data", str(arguments.data)]
+        command += ["--run-dir", str(run_dir), *(["--steps", "10"] if arguments.quick else [])]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        summary = json.loads((run_dir / "summary.json").read_text())
+        with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
+            trained = ledger.execute("SELECT COUNT(*) FROM events WHERE state = 'trained'").fetchone()[0]
+        if arguments.picture:
+            arguments.picture.write_bytes((run_dir / "run.png").read_bytes())
+    metrics = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    metrics |= {f"busy_{role}": share for role, share in summary["busy_fraction"].items()}
+    metrics |= {"prompts_trained": trained, "reward_ratio": summary["reward_last"] / summary["reward_first"]}
+    table = Table("metric", "value", title="flowrt run gsm8k")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+    if arguments.json:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
