@@ -43,8 +43,8 @@ def figures() -> str:
         f"GSM8K (`bench/results/gsm8k.json`): {words['steps']} steps in {words['wall_s']:.0f} s, mean reward "
         f"{words['reward_first']:.3f} → {words['reward_last']:.3f} ({words['reward_ratio']:.1f} x), held out "
         f"{words['eval_first']:.3f} → {words['eval_last']:.3f}, {words['samples_per_s']:.0f} samples/s, "
-        f"{words['tokens_per_s']:.0f} tokens/s, {words['prompts_trained']} prompts trained, {words['prompts_lost']} lost, "
-        f"{words['prompts_trained_twice']} trained twice.",
+        f"{words['tokens_per_s']:.0f} tokens/s, {words['prompts_trained']} prompts trained, "
+        f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,8 @@ async def run(session: Session, config: RunConfig) -> None:
         raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {config.trainer.ranks}")
     with session.timeline.busy("load"):
         if ranks > 1:
-            await asyncio.to_thread(dist.init_process_group, "gloo")
+            deadline = timedelta(seconds=config.controller.stall_s)
+            await asyncio.to_thread(dist.init_process_group, "gloo", timeout=deadline)
         model = await asyncio.to_thread(load_model, model_dir(config))
         loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
         engine = TorchTrainer(
