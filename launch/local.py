@@ -15,10 +15,11 @@ from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from rich.console import Console
 
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.subjects import subject
+from flowrt.wire.link import check_free
 
 READY_S = 30.0
 FAREWELL_S = 3.0
@@ -31,6 +32,9 @@ def place(config: RunConfig) -> RunConfig:
     run_dir = Path(config.run_dir or Path("runs") / name).absolute()
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ConfigError(f"run directory {run_dir} already holds something; name a new one with --run-dir")
+    parent = next(path for path in run_dir.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"run directory {run_dir} cannot be made below {parent}; name another with --run-dir")
     data = config.data
     if data.path:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
@@ -41,6 +45,7 @@ def place(config: RunConfig) -> RunConfig:
 def run(config: RunConfig, console: Console) -> int:
     """Run to the end; returns the exit code. Raises ConfigError, with nothing written, on bad input."""
     config = place(config)
+    check_free(config.controller.bind)
     subject(config)  # reads and checks the data before anything is written
     return asyncio.run(LocalRun(config, console).run())
 
@@ -52,7 +57,9 @@ class LocalRun:
         self._config = config
         self._console = console
         self._run_dir = Path(config.run_dir)
+        self._made_dir = not self._run_dir.exists()
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._run_dir.chmod(0o700)
         (self._run_dir / "logs").mkdir()
         (self._run_dir / "config.toml").write_text(to_toml(config))
         threads = str(config.threads)
@@ -61,6 +68,7 @@ class LocalRun:
         )
         self._interrupted = asyncio.Event()
         self._failure = ""
+        self._controller: Child | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -72,7 +80,7 @@ class LocalRun:
                 code = await self._guarded(view)
         except ConfigError:
             await self._children.end(0.0)
-            shutil.rmtree(self._run_dir)
+            self._leave_nothing()
             raise
         finally:
             await self._children.end(0.0)
@@ -87,12 +95,13 @@ class LocalRun:
         interruption.cancel()
         if not work.done():
             view.say("interrupted: ending the run")
-            for child in self._children.running():
-                if child.name == "controller":
-                    child.process.terminate()
-            done, _ = await asyncio.wait({work}, timeout=INTERRUPT_S)
-            if not done:
+            # A controller that listens ends its run in order; before that there is nothing to put in order.
+            if self._controller is not None:
+                self._controller.process.send_signal(signal.SIGINT)
+                await asyncio.wait({work}, timeout=INTERRUPT_S)
+            if not work.done():
                 work.cancel()
+                await asyncio.wait({work})
                 return EXIT_INTERRUPTED
         return work.result()
 
@@ -102,8 +111,9 @@ class LocalRun:
             view.say("building the model and warming it up")
             if await prepare.process.wait() != 0:
                 self._failure = prepare.last_words()
-                return EXIT_INTERRUPTED if self._interrupted.is_set() else EXIT_FAILED
+                return EXIT_FAILED
         controller, address = await self._start_controller()
+        self._controller = controller
         observer = Observer(address, view.show)
         view.say(f"controller at {address}")
         workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
@@ -128,10 +138,16 @@ class LocalRun:
         )
         os.close(write_fd)
         reader = asyncio.StreamReader()
-        with os.fdopen(read_fd, "rb") as pipe:
-            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        try:
             async with asyncio.timeout(READY_S):
                 address = (await reader.readline()).decode().strip()
+        except TimeoutError:
+            raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
+        finally:
+            transport.close()
         if not address:
             code = await child.process.wait()
             words = child.log.read_text().strip().splitlines()
@@ -142,6 +158,9 @@ class LocalRun:
     async def _watch(self, worker: Child, observer: Observer) -> None:
         """A worker that dies without a word of its own still ends the run, with its last words."""
         code = await worker.process.wait()
+        if code < 0 and not self._failure:
+            # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
+            self._failure = worker.last_words()
         if code != 0:
             observer.cancel(worker.last_words(), EXIT_FAILED)
 
@@ -160,6 +179,12 @@ class LocalRun:
             trainer = [*torchrun, *trainer, "--name", "trainer"]
         return [*commands, ("trainer", trainer)]
 
+    def _leave_nothing(self) -> None:
+        """Bad input: the directory is as it was before."""
+        shutil.rmtree(self._run_dir)
+        if not self._made_dir:
+            self._run_dir.mkdir(mode=0o700)
+
     @property
     def _toml(self) -> str:
         return str(self._run_dir / "config.toml")
@@ -171,7 +196,7 @@ class LocalRun:
             summary = json.loads(path.read_text())
             if summary["steps"]:
                 self._console.print(summary_table(summary))
-                self._console.print(f"picture {draw(self._run_dir)}", highlight=False)
+                self._console.print(f"picture {draw(self._run_dir)}", highlight=False, soft_wrap=True)
             self._failure = self._failure or (summary["reason"] if code != EXIT_OK else "")
         if self._failure:
-            self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False)
+            self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)

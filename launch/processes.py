@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.lifeline import die_with_parent
+from flowrt.lifeline import LAUNCHER, die_with_parent
 
 LAST_WORDS_LINES = 3
 
@@ -36,7 +36,7 @@ class Children:
 
     def __init__(self, log_dir: Path, environment: Mapping[str, str]) -> None:
         self._log_dir = log_dir
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, LAUNCHER: str(os.getpid())}
         self._all: list[Child] = []
 
     async def start(self, name: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:

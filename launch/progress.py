@@ -33,7 +33,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, status: Mapping[str, Any]) -> None:
         latest = status["latest"]

@@ -128,6 +128,8 @@ class Core:
         member = self.roster.leave(worker)
         if member is None:
             return
+        if self.ended is not None:
+            return  # leaving is what everybody was asked to do: nothing is dropped for it
         self.samples.room.forget(worker)
         self.samples.retreat.forget(worker)
         self.weights.forget(worker)

@@ -74,11 +74,13 @@ class Ledger:
     def account(self, live: Iterable[tuple[int, int]]) -> Account:
         """Compare the ledger with the (epoch, prompt) pairs that are still live on the board.
 
-        A prompt is lost when the ledger has it as unfinished but no live group carries it.
+        A prompt is lost when the ledger has it under way but no live group carries it.
         """
         self.commit()
         states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
-        unfinished = set(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'trained'").fetchall())
+        unfinished = set(
+            self._db.execute("SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped')").fetchall()
+        )
         twice = self._db.execute(
             "SELECT COUNT(*) FROM (SELECT 1 FROM events WHERE state = 'trained' "
             "GROUP BY epoch, prompt HAVING COUNT(*) > 1)"

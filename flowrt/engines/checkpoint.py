@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
@@ -19,8 +20,8 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu") -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise EngineError(f"{path} is no causal LM that transformers can load: {error}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)
 
 
@@ -29,10 +30,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EngineError(f"{path} has no tokenizer that transformers can load: {error}") from error
+        raise EngineError(f"{path} has no tokenizer that transformers can load: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise EngineError(f"the tokenizer in {path} has no end-of-sequence token; set eos_token in its configuration")
     return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:

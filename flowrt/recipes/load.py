@@ -18,6 +18,7 @@ from flowrt.recipes.limits import check_limits
 
 Config = TypeVar("Config")
 RECIPE_NAMES = ("arithmetic", "gsm8k")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def defaults(recipe: str) -> RunConfig:
@@ -118,6 +119,8 @@ def check_model(path: Path) -> None:
         raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); is the download complete?")
 
 
 def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ queues is bounded by what workers asked for) and a full queue of a worker is an 
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import zmq
@@ -17,6 +18,8 @@ from flowrt.wire.messages import Message
 
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
+_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5})")
+_LARGEST_PORT = 65535
 
 
 class _Socket:
@@ -67,6 +70,30 @@ class _Socket:
         self._context.term()
 
 
+def check_free(address: str) -> None:
+    """Bind and let go. Raises ConfigError when the address is malformed or taken."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as socket:
+            _bind(socket, address)
+    finally:
+        context.term()
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[1]) > _LARGEST_PORT:
+        # ZeroMQ takes 70000 for 4464.
+        raise ConfigError(
+            f"controller address {address!r} is malformed; write tcp://HOST:PORT, port 0 for any free one"
+        )
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
+        raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
+
+
 class ServerLink:
     """The controller's end. ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes."""
 
@@ -81,11 +108,7 @@ class ServerLink:
 
         Raises ConfigError when the address is malformed or taken.
         """
-        try:
-            self._raw.socket.bind(address)
-        except zmq.ZMQError as error:
-            reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
-            raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
+        _bind(self._raw.socket, address)
         self._raw.start(self._on_frames)
         return str(self._raw.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 

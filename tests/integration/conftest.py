@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from flowrt.recipes.load import defaults, to_toml
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
+LONGEST_SENTENCE = 400
 TOKEN = "FLOWRT_TEST_TOKEN"
 LOOK_EVERY_S = 0.05
 
@@ -197,3 +199,70 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
     )
     return run_dir / "model"
+
+
+class Refusal:
+    """The end of a command that was given bad input."""
+
+    def __init__(self, ended: subprocess.CompletedProcess[str]) -> None:
+        self.code = ended.returncode
+        self.stdout = ended.stdout
+        self.stderr = ended.stderr
+
+    def sentence(self) -> str:
+        """The one line on stderr."""
+        assert self.code == 2, self.stderr
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        assert lines[0].startswith("flowrt: ")
+        assert len(lines[0]) < LONGEST_SENTENCE
+        return lines[0]
+
+    def box(self) -> str:
+        """What the command-line parser says, without its frame."""
+        assert self.code == 2, self.stderr
+        assert "Traceback" not in self.stderr
+        return " ".join("".join(" " if c in "╭╮╰╯│─" else c for c in self.stderr).split())
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., Refusal]:
+    """Run ``flowrt run ARGUMENTS --run-dir FRESH``; whatever it says, it must leave no file behind."""
+
+    def run(*arguments: str, run_dir: Path | None = None) -> Refusal:
+        before = tree(tmp_path)
+        ended = subprocess.run(
+            [str(FLOWRT), "run", *arguments, "--run-dir", str(run_dir or tmp_path / "run")],
+            cwd=tmp_path,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        assert "Traceback" not in ended.stderr, ended.stderr
+        assert tree(tmp_path) == before
+        return Refusal(ended)
+
+    return run
+
+
+def tree(path: Path) -> list[str]:
+    return sorted(str(item.relative_to(path)) for item in path.rglob("*"))
+
+
+@pytest.fixture
+def model_shell(tmp_path: Path) -> str:
+    """What looks like a checkpoint from outside; for runs that end before anybody loads it."""
+    path = tmp_path / "shell"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
+    (path / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port of this machine on which somebody listens, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield holder.getsockname()[1]

@@ -32,8 +32,10 @@ def test_the_last_state_counts_and_the_life_is_kept(tmp_path: Path) -> None:
 def test_a_prompt_that_nobody_carries_is_lost(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add(record(1, "in_flight"), 0.0)
-    ledger.add(record(2, "dropped"), 0.0)
+    ledger.add(record(2, "leased"), 0.0)
+    ledger.add(record(3, "dropped"), 0.0)  # with a reason: accounted for
     assert ledger.account(live=[]).lost == 2
+    assert ledger.account(live=[(0, 1)]).lost == 1
     assert ledger.account(live=[(0, 1), (0, 2)]).lost == 0
     ledger.close()
 
