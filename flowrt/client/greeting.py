@@ -1,6 +1,7 @@
 """How a worker gets in: hello, welcome."""
 
 import asyncio
+import contextlib
 import os
 import socket
 
@@ -36,21 +37,20 @@ async def connect(address: str, worker: str, role: str, deadline_s: float) -> Se
         elif not welcome.done():
             welcome.set_exception(error)
 
-    link = ClientLink(receive, failed)
-    try:
+    with contextlib.ExitStack() as unless_welcome:
+        link = ClientLink(receive, failed)
+        unless_welcome.callback(link.close)
         link.connect(address)
         link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid()))
-        async with asyncio.timeout(deadline_s):
-            answer = await welcome
-    except TimeoutError:
-        link.close()
-        raise WaitExpired(
-            f"{worker} waited {deadline_s:.0f} s for a controller at {address} and nobody answered; "
-            "is it running, and is the address right?"
-        ) from None
-    except BaseException:
-        link.close()
-        raise
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await welcome
+        except TimeoutError:
+            raise WaitExpired(
+                f"{worker} waited {deadline_s:.0f} s for a controller at {address} and nobody answered; "
+                "is it running, and is the address right?"
+            ) from None
+        unless_welcome.pop_all()
     session = Session(worker, address, link, answer)
     for message in early:
         session.receive(message)

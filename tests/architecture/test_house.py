@@ -1,18 +1,25 @@
 """The rules of the house that a stranger can check: sizes, floors, types, what importing costs, what is never used."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from flowrt.controller.core import MAX_SIGNAL_BYTES
+from flowrt.testing.talk import Talk
+from flowrt.wire.messages import MESSAGES, Signal
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
 EVERYTHING = [*PRODUCT, *sorted(p for f in ("tests", "bench", "examples") for p in (ROOT / f).rglob("*.py"))]
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
+BROAD = {"Exception", "BaseException"}
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -87,13 +94,29 @@ def test_nothing_imports_pickle_or_gathers_objects() -> None:
     assert not [str(path) for path in PRODUCT if "_object(" in path.read_text() or "object_list" in path.read_text()]
 
 
+def test_no_message_can_carry_a_tensor() -> None:
+    """Bytes stand in one field only, a lane's rendezvous key, and the mind refuses those over 4 KiB."""
+    fields = [
+        f"{kind.__name__}.{field.name}"
+        for kind in MESSAGES
+        for field in dataclasses.fields(kind)
+        if "bytes" in str(get_type_hints(kind)[field.name])
+    ]
+    assert fields == ["Signal.value"]
+    talk = Talk()
+    talk.assert_illegal("rollout0", Signal("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1)))
+
+
 def test_broad_excepts_can_be_counted_on_one_hand() -> None:
     broad = [
         f"{path}:{node.lineno}"
         for path in PRODUCT
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} & {"Exception"})
+        and (
+            node.type is None
+            or {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} & {"Exception", "BaseException"}
+        )
     ]
     assert len(broad) <= 1, broad
 

@@ -1,0 +1,164 @@
+"""The conversation over real sockets: who is let in, what is refused, what moves beside the controller."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from flowrt import api
+from flowrt.errors import LocalProtocolError, RemoteProtocolError, WaitExpired
+from flowrt.wire import messages as m
+from flowrt.wire.codec import decode, encode
+
+COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
+STAGES = (
+    api.Stage("rollout", needs=("prompt",), makes=("response",), generates=True),
+    api.Stage("reward", needs=("response", "prompt"), makes=("reward",)),
+    api.Stage("train", needs=("response", "reward"), makes=(), flow="train", whole_groups=True),
+)
+FLOW = api.Dataflow(COLUMNS, STAGES, "train", "train", token_columns=("response",))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
+    settings = api.Settings(steps=2, groups_per_step=1, finishers=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path, config="seed = 1") as running:
+        yield running
+
+
+class Stranger:
+    """A bare DEALER socket: says whatever bytes it likes."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def say(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    async def hear(self) -> m.Message:
+        readable = await asyncio.to_thread(self._socket.poll, 5000)
+        assert readable, "no answer within 5 s"
+        return decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        await condition.wait()
+
+
+async def test_another_protocol_version_is_refused_with_both_numbers(controller: tuple[api.Server, str]) -> None:
+    stranger = Stranger(controller[1])
+    stranger.say(encode(m.Hello(m.PROTOCOL + 1, "new", "reward", "host", 1)))
+    answer = await stranger.hear()
+    stranger.close()
+    assert isinstance(answer, m.Refused)
+    assert f"speaks protocol {m.PROTOCOL + 1}, the controller {m.PROTOCOL}" in answer.reason
+
+
+async def test_a_name_is_taken_once(controller: tuple[api.Server, str]) -> None:
+    first = await api.connect(controller[1], "reward", "reward", 5)
+    with pytest.raises(LocalProtocolError, match="a worker named reward is here already"):
+        await api.connect(controller[1], "reward", "reward", 5)
+    await first.close()
+
+
+async def test_nobody_home_is_said_after_the_deadline() -> None:
+    with pytest.raises(WaitExpired, match=r"waited 0 s for a controller at tcp://127\.0\.0\.1:9 and nobody answered"):
+        await api.connect("tcp://127.0.0.1:9", "reward", "reward", 0.3)
+
+
+async def test_garbage_is_counted_and_disturbs_nobody(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    stranger = Stranger(address)
+    rubbish = [b"", b"\xc1", os.urandom(300), encode(m.Heartbeat()), encode(m.StepDone(0, ()))]
+    for data in rubbish:
+        stranger.say(data)
+    stranger.say(b"two", b"frames")
+    stranger.say(encode(m.Hello(m.PROTOCOL, "late", "reward", "host", 1)))
+    assert isinstance(await stranger.hear(), m.Welcome)  # in order, so all before it have been looked at
+    stranger.close()
+    assert server.refused_messages == len(rubbish) + 1
+    assert server.ended is None
+    worker = await api.connect(address, "reward", "reward", 5)
+    assert worker.welcome.config == "seed = 1"
+    await worker.close()
+
+
+async def test_a_worker_that_breaks_the_rules_ends_the_run_by_name(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    worker = await api.connect(address, "liar", "trainer", 5)
+    worker.step_done(0, {})
+    with pytest.raises(api.Stopped, match="liar ended step 0"):
+        await worker.wait_stopped()
+    assert server.ended is not None
+    assert server.ended.code == 1
+    await worker.close()
+
+
+async def test_a_stage_that_does_not_exist_is_refused_to_who_asks(controller: tuple[api.Server, str]) -> None:
+    worker = await api.connect(controller[1], "reward", "reward", 5)
+    with pytest.raises(RemoteProtocolError, match="no stage 'rewards'"):
+        await worker.pull("rewards", slots=1)
+    await worker.close()
+
+
+async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[api.Server, str]) -> None:
+    address = controller[1]
+    source, rollout, reward, trainer = [await api.connect(address, n, n, 5) for n in ("s", "o", "w", "trainer")]
+    prompt = torch.arange(5, dtype=torch.int32)
+    responses = [torch.rand(length) for length in (3, 0)]
+    rollout.params.applied("policy", 0)
+    assert await source.offer("train", 7, 0, 2, {"prompt": prompt}) == 0
+    batch = await rollout.pull("rollout", slots=2)
+    assert all(torch.equal(tensor, prompt) for tensor in batch.tensors["prompt"])
+    spans = [(0, 3), (0, 0)]
+    await rollout.commit("rollout", batch.slots, batch.grant.leases, {"response": responses}, spans=spans)
+    judged = await reward.pull("reward", slots=8)
+    assert all(torch.equal(a, b) for a, b in zip(judged.tensors["response"], responses, strict=True))
+    await reward.commit("reward", judged.slots, judged.grant.leases, inline={"reward": [0.5, 1.0]})
+    learned = await trainer.pull("train", slots=0, step=0)
+    assert learned.inline["reward"] == [0.5, 1.0]
+    assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], responses, strict=True))
+    assert (await trainer.pull("train", slots=0, step=0)).closed
+    trainer.step_done(0, {})
+    # The answer to a later request comes after the orders to free.
+    for session in (source, rollout, reward, trainer):
+        with pytest.raises(RemoteProtocolError):
+            await session.pull("nothing", slots=1)
+        assert session.store.statistics() == (0, 0)
+    for session in (source, rollout, reward, trainer):
+        await session.close()
+
+
+async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tuple[api.Server, str]) -> None:
+    trainer, rollout = [await api.connect(controller[1], name, name, 5) for name in ("t", "o")]
+    rollout.params.applied("policy", 0)
+    with pytest.raises(RemoteProtocolError):  # an answer: the controller has heard of version 0 here
+        await rollout.pull("nothing", slots=1)
+    for version in (1, 2):
+        trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))
+        async with asyncio.timeout(10):
+            staged = await rollout.params.wait_staged()
+            while staged.snapshot.version < version:
+                await asyncio.sleep(0)
+                staged = await rollout.params.wait_staged()
+        weights = {"w": torch.zeros(1000)}
+        staged.snapshot.restore(weights)
+        assert weights["w"].unique().tolist() == [version]
+    for session in (trainer, rollout):
+        with pytest.raises(RemoteProtocolError):
+            await session.pull("nothing", slots=1)
+        assert {held for _, held in session.params._held} == {2}
+        await session.close()
