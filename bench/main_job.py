@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, 40 steps, staleness 0 and 1")
     parser.add_argument("--seeds", type=int, default=10, help="seeds at staleness 1")
     parser.add_argument("--other-seeds", type=int, default=3, help="seeds at the other bounds")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0, 2, 4])
     arguments = parser.parse_args()
     if arguments.quick:

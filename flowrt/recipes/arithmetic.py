@@ -24,7 +24,7 @@ LESSON_WEIGHTS = (8, 4, 2, 1, 1)
 LARGEST_STEP = 3
 PROMPT_CHARACTERS = 2 * max(NUMBERS) - 1
 HELD_OUT_SHARE = 8
-BARE_SHARE = 0.6
+BARE_SHARE = 0.7
 TRAINING_PROBLEMS = 20_000
 CHARACTERS = "0123456789+-=, "
 
@@ -33,12 +33,12 @@ def config() -> RunConfig:
     """The complete default configuration: about 0.7 million parameters that learn in a minute on two cores."""
     base = RunConfig(
         recipe="arithmetic",
-        steps=150,
+        steps=120,
         prompts_per_step=16,
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=2, heads=4, intermediate_size=512, max_length=128),
         rollout=RolloutConfig(rows=64, max_new_tokens=16),
-        trainer=TrainerConfig(lr=3e-4, beta2=0.98, warmup_steps=8, micro_batch_tokens=1024),
+        trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=15, micro_batch_tokens=1024),
     )
     return replace(base, data=replace(base.data, eval_prompts=256))
 
