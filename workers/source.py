@@ -63,11 +63,10 @@ async def offer_all(session: Session, config: RunConfig, columns: Columns, probl
                     if await waiting.popleft() is None:
                         return
             epoch += 1
-        session.exhausted()
         await asyncio.gather(*waiting)
-        # What is open still has to be trained; one more offer is answered when the last step is.
-        while await session.offer(TRAIN, 0, epoch, config.group_size, columns(problems[0])) is not None:
-            pass
+        # Everything is open. From here on an offer only asks to be told when the last step has been trained.
+        session.exhausted()
+        await session.offer(TRAIN, 0, epoch, config.group_size, columns(problems[0]))
     finally:
         for task in waiting:
             task.cancel()

@@ -55,6 +55,9 @@ class Samples:
         if training and self.window.over:
             self._send(parked.worker, Opened(offer.request, -1))
             return True
+        if training and self.window.exhausted:
+            parked.waits_for = "the end of the last step: the prompts are exhausted"
+            return False
         if training and self.window.enough_opened():
             parked.waits_for = "a free place: enough prompts are open to complete the run"
             return False

@@ -12,14 +12,12 @@ from flowrt.errors import EngineError
 
 
 def load_model(path: str | os.PathLike[str], device: str = "cpu") -> Any:
-    """The causal LM in a directory, in float32, with SDPA attention.
+    """The causal LM in a directory, in float32, with the attention that transformers prefers for it (mostly SDPA).
 
     Raises EngineError when transformers cannot load it.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)

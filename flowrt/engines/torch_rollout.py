@@ -1,6 +1,6 @@
 """A rollout engine on plain PyTorch: continuous batching over a row cache, seeded per sample.
 
-Shapes: R running sequences, V vocabulary, P prompts of one prefill, L their padded length.
+Shapes: R running sequences, V vocabulary, P prompts of one prefill, L their padded length, U kept positions.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ class TorchRollout:
                 f"rollout temperature is {temperature}; use a value above 0 (greedy is a prompt's choice)"
             )
         self._model = model.eval()
+        self._adds_mask = model.config._attn_implementation == "eager"  # it adds the mask to its scores
         self._eos_id = eos_id
         self._rows = rows
         self._max_new = max_new_tokens
@@ -91,8 +92,10 @@ class TorchRollout:
         self._cache.begin_prefill(longest)
         mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(unique), 1, longest, longest)
         positions_PL = torch.arange(longest).expand(len(unique), longest)
-        hidden_PLD = self._forward(tokens_PL, mask, positions_PL)
-        last_PD = hidden_PLD[torch.arange(len(unique)), lengths_P - 1]
+        # Logits are wanted after each prompt's last token only: at few distinct positions U.
+        kept_U, place_P = (lengths_P - 1).unique(return_inverse=True)
+        logits_PUV = self._forward(tokens_PL, mask, positions_PL, kept_U)
+        last_PV = logits_PUV[torch.arange(len(unique)), place_P]
         rows, chosen = torch.arange(first, first + len(new)), torch.tensor(sources)
         self._cache.settle(rows, chosen)
         self._running.extend(new)
@@ -102,7 +105,7 @@ class TorchRollout:
         for row, prompt in zip(rows.tolist(), new, strict=True):
             generator = torch.Generator().manual_seed(prompt.seed)
             torch.rand(self._max_new, generator=generator, out=self._draws_RT[row])
-        self._sample(rows, self._model.get_output_embeddings()(last_PD)[chosen])
+        self._sample(rows, last_PV[chosen])
 
     def _decode(self) -> None:
         count = len(self._running)
@@ -112,21 +115,26 @@ class TorchRollout:
         last_R1 = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1)
         mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
         self._cache.begin_decode(positions_R, longest)
-        hidden_R1D = self._forward(last_R1, mask, positions_R.unsqueeze(1))
+        logits_R1V = self._forward(last_R1, mask, positions_R.unsqueeze(1), torch.zeros(1, dtype=torch.long))
         self._positions_R[:count] += 1
-        self._sample(rows, self._model.get_output_embeddings()(hidden_R1D[:, 0]))
+        self._sample(rows, logits_R1V[:, 0])
 
-    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        decoder = self._model.get_decoder()
-        out = decoder(
+    def _forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kept_U: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits at the kept positions. The whole model is called, so whatever it does to its logits is done."""
+        if self._adds_mask:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        out = self._model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
+            logits_to_keep=kept_U,
         )
-        hidden: torch.Tensor = out.last_hidden_state
-        return hidden
+        logits: torch.Tensor = out.logits
+        return logits
 
     def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
         """Append one token a row: by inverse transform of the row's own next uniform number, or the likeliest."""

@@ -92,7 +92,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """source: there are no further prompts to train on."""
+    """source: all prompts to train on are open; an offer after this is answered when the last step is trained."""
 
 
 @dataclass(frozen=True, slots=True)
