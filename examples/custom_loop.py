@@ -48,7 +48,7 @@ async def learner(session: api.Session) -> None:
             for choice, advantage in zip(batch.tensors["choice"], advantages, strict=True):
                 logits += 0.1 * advantage * (torch.nn.functional.one_hot(choice[0], ARMS) - logits.softmax(0))
         session.step_done(step, {})
-        session.params.publish("arms", api.Snapshot.take(step + 1, {"logits": logits}))
+        await session.params.publish("arms", api.Snapshot.take(step + 1, {"logits": logits}))
     print(f"probability of the paying arm: {logits.softmax(0)[BEST]:.2f}")
     session.finished()
 

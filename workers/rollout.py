@@ -48,7 +48,7 @@ class RolloutLoop:
     async def run(self) -> None:
         """Runs until the session ends; raises what ended it."""
         while True:
-            self._swap_if_idle()
+            await self._swap_if_idle()
             if self._session.params.staged() is None:
                 self._admit()
                 if self._pull is None and self._engine.room:
@@ -76,11 +76,11 @@ class RolloutLoop:
         else:
             staged.cancel()
 
-    def _swap_if_idle(self) -> None:
+    async def _swap_if_idle(self) -> None:
         staged = self._session.params.staged()
         if staged is not None and not self._engine.running:
             with self._session.timeline.busy("swap"):
-                self._engine.swap(staged.snapshot)
+                await asyncio.to_thread(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)
 
     def _start_pull(self) -> None:

@@ -53,8 +53,8 @@ async def run(session: Session, config: RunConfig) -> None:
         if rank == 0:
             session.step_done(step, metrics)
             with session.timeline.busy("snapshot"):
-                snapshot = Snapshot.take(step + 1, engine.parameters())
-            session.params.publish(POLICY, snapshot)
+                snapshot = await asyncio.to_thread(Snapshot.take, step + 1, engine.parameters())
+            await session.params.publish(POLICY, snapshot)
     if rank == 0 and config.trainer.save:
         with session.timeline.busy("save"):
             await asyncio.to_thread(save, model, config)

@@ -29,10 +29,11 @@ class Params:
         self._staged: StagedWeights | None = None
         self._changed = asyncio.Event()
 
-    def publish(self, model: str, snapshot: Snapshot) -> None:
+    async def publish(self, model: str, snapshot: Snapshot) -> None:
         """Offer a snapshot to whoever the controller sends here; training may go on at once."""
+        checksum = await asyncio.to_thread(snapshot.checksum)
         self._held[model, snapshot.version] = snapshot
-        self._send(Publish(model, snapshot.version, tuple(snapshot.bucket_bytes()), snapshot.checksum()))
+        self._send(Publish(model, snapshot.version, tuple(snapshot.bucket_bytes()), checksum))
 
     def staged(self) -> StagedWeights | None:
         """The newest version that has arrived and is not in use yet, if any."""

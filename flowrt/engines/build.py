@@ -15,7 +15,7 @@ from flowrt.engines.torch_rollout import TorchRollout
 
 INITIAL_SPREAD = 0.05
 LOOK_EVERY = 10
-BARE_LOOK_EVERY = 3
+BARE_LOOK_EVERY = 1
 FORWARD_TOKENS = 16384
 
 

@@ -14,7 +14,7 @@ from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, TrainerConfig
+from flowrt.recipes.config import BuildConfig, RolloutConfig, RunConfig, TrainerConfig, WarmStartConfig
 from flowrt.recipes.problems import Problem
 
 NUMBERS = (2, 3, 4, 5, 6)
@@ -24,7 +24,7 @@ LESSON_WEIGHTS = (8, 4, 2, 1, 1)
 LARGEST_STEP = 3
 PROMPT_CHARACTERS = 2 * max(NUMBERS) - 1
 HELD_OUT_SHARE = 8
-BARE_SHARE = 0.7
+BARE_SHARE = 0.65
 TRAINING_PROBLEMS = 20_000
 CHARACTERS = "0123456789+-=, "
 
@@ -37,6 +37,7 @@ def config() -> RunConfig:
         prompts_per_step=16,
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=2, heads=4, intermediate_size=512, max_length=128),
+        warm_start=WarmStartConfig(probes=128),
         rollout=RolloutConfig(rows=64, max_new_tokens=16),
         trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=15, micro_batch_tokens=1024),
     )

@@ -148,7 +148,7 @@ async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tup
     with pytest.raises(RemoteProtocolError):  # an answer: the controller has heard of version 0 here
         await rollout.pull("nothing", slots=1)
     for version in (1, 2):
-        trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))
+        await trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))
         async with asyncio.timeout(10):
             staged = await rollout.params.wait_staged()
             while staged.snapshot.version < version:
