@@ -60,7 +60,7 @@ class WarmStartConfig:
     """Steps of a second phase, at most, on a corpus of mostly bare answers without their working; 0: none."""
     bare_lr: float = 1e-3
     """Learning rate of the second phase."""
-    bare_until: float = 0.3
+    bare_until: float = 0.25
     """Stop the second phase when the mean reward of sampled answers has fallen to this."""
 
 
