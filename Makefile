@@ -1,6 +1,6 @@
 # Everything a person does with a fresh clone. Each target sets up what it needs and says what it runs.
 VENV ?= .venv
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
