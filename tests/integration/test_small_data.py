@@ -17,7 +17,7 @@ def test_one_epoch_trains_every_prompt_once_and_ends(launch: Callable[..., Any],
     rows = [{"question": f"What is {n} plus 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(ROWS)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launched = launch(
-        *("gsm8k", "--data", str(data), "--data.epochs", "1", "--data.eval-prompts", str(HELD_OUT)),
+        *("--recipe", "gsm8k", "--data", str(data), "--data.epochs", "1", "--data.eval-prompts", str(HELD_OUT)),
         *("--steps", "100", "--prompts-per-step", str(PER_STEP), "--group-size", "2", "--loss.kl-coef", "0"),
         *("--warm-start.steps", "4", "--rollout.max-new-tokens", "12", "--build.vocab-size", "280"),
     )
