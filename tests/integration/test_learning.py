@@ -39,6 +39,20 @@ def test_the_default_job_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_trainer_ranks_learn_the_same(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", "--steps", "70", "--trainer.ranks", "2")
+    assert summary["reward_first"] <= 0.4
+    assert summary["reward_last"] >= 0.7
+    assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+    trainers = {
+        json.loads(line)["worker"]
+        for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] == "train"
+    }
+    assert trainers == {"trainer-0", "trainer-1"}  # both ranks had work
+
+
+@pytest.mark.slow
 def test_without_a_learning_rate_the_reward_stays_where_it_was(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", "--steps", "30", "--trainer.lr", "0")
     assert abs(summary["reward_last"] - summary["reward_first"]) < 0.1
