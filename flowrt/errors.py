@@ -7,8 +7,6 @@
       ProtocolError
         LocalProtocolError   we were about to say something illegal (our bug)
         RemoteProtocolError  they said something illegal, or speak another protocol version
-      WorkerLost             a peer is gone; names it and what it held
-      LeaseExpired           work came back after its lease had ended
       WaitExpired            a wait reached its deadline; names what it waited for
       TransferError          tensors did not arrive; names the lane and the peer
       EngineError            a model could not be loaded, run or swapped
@@ -34,14 +32,6 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The other side broke the rules."""
-
-
-class WorkerLost(FlowError):
-    """A worker is gone."""
-
-
-class LeaseExpired(FlowError):
-    """The lease on a slot had ended when its result came."""
 
 
 class WaitExpired(FlowError):

@@ -170,10 +170,9 @@ class LocalRun:
         names += [("rollout", f"rollout-{index}") for index in range(config.rollout.workers)]
         if config.loss.kl_coef > 0:
             names.append(("reference", "reference"))
-        commands = [
-            (name, ["-m", f"flowrt.workers.{role}", "--controller", address, "--name", name]) for role, name in names
-        ]
-        trainer = ["-m", "flowrt.workers.trainer", "--controller", address]
+        find = ["--controller", address, "--join-s", str(config.controller.join_s)]
+        commands = [(name, ["-m", f"flowrt.workers.{role}", *find, "--name", name]) for role, name in names]
+        trainer = ["-m", "flowrt.workers.trainer", *find]
         if config.trainer.ranks > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
             trainer = [*torchrun, *trainer, "--name", "trainer"]

@@ -1,8 +1,7 @@
-"""A worker's side of the conversation with the controller.
+"""A worker's side of the conversation with the controller: everything a worker does goes through its session.
 
-Everything a worker does goes through its session: offer, pull, commit, publish. Orders of the controller (serve
-this, receive that, free these) are carried out here in the order in which they came; lanes depend on that order.
-Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session.
+Orders of the controller (serve this, receive that, free these) are carried out in the order in which they came; lanes
+depend on it. Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session.
 """
 
 import asyncio
@@ -27,8 +26,7 @@ from flowrt.wire.records import BusySpan, Incoming, Part, Values
 Reply = TypeVar("Reply")
 LANE_DEADLINE_S = 60.0
 PULL_TRIES = 3
-SILENT_BEATS = 30
-"""Heartbeats without any word from the controller after which it counts as gone."""
+SILENT_BEATS = 30  # heartbeats without any word from the controller after which it counts as gone
 
 
 class Session:
@@ -126,7 +124,7 @@ class Session:
         return done.refused
 
     def exhausted(self) -> None:
-        """There are no further prompts to train on: the last step may be smaller."""
+        """All prompts to train on are open: the last step may be smaller."""
         self.send(m.Exhausted())
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -145,18 +143,20 @@ class Session:
         self.send(m.Finished())
 
     async def wait_stopped(self) -> None:
-        """Serve others until the controller ends the run. Raises Stopped then."""
+        """Serve others until the controller ends the run; raises Stopped then."""
         await asyncio.shield(self._ended)
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Run ``work``, but raise what ended the session as soon as that happens."""
         task = self._loop.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self._ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.shield(self._ended)
-        return await task
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.shield(self._ended)
+            return await task
+        finally:
+            task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
 
     # ---- plumbing
 

@@ -23,7 +23,6 @@ class TrainingWindow:
     steps: int
     in_order: bool  # take groups strictly in issue order (deterministic runs)
     step: int = 0
-    trained_groups: int = 0
     taken: dict[GroupId, Group] = field(default_factory=dict)
     waiting: list[GroupId] = field(default_factory=list)
     exhausted: bool = False  # no further prompts will come
@@ -77,7 +76,6 @@ class TrainingWindow:
     def close(self) -> list[Group]:
         """The optimiser has stepped: hand over what was trained, begin the next step."""
         trained = list(self.taken.values())
-        self.trained_groups += len(trained)
         self.taken.clear()
         self.step += 1
         return trained

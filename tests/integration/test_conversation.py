@@ -162,3 +162,16 @@ async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tup
             await session.pull("nothing", slots=1)
         assert {held for _, held in session.params._held} == {2}
         await session.close()
+
+
+async def test_whoever_gives_up_waiting_leaves_no_task_behind(controller: tuple[api.Server, str]) -> None:
+    session = await api.connect(controller[1], "o", "o", 5)
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        waiting = asyncio.create_task(session.unless_ended(session.params.wait_staged()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before
+    await session.close()
