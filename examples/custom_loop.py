@@ -31,13 +31,13 @@ async def player(session: api.Session) -> None:
     while batch := await api.pull_between(session, "play", MEMBERS, swap):
         choices = torch.multinomial(weights["logits"].softmax(0), len(batch), replacement=True).split(1)
         spans = [(versions[-1], 1)] * len(batch)
-        await session.commit("play", batch.slots, batch.grant.leases, {"choice": choices}, spans=spans)
+        await session.commit("play", batch.slots, batch.leases, {"choice": choices}, spans=spans)
 
 
 async def judge(session: api.Session) -> None:
     while batch := await session.pull("judge", slots=64):
         rewards = [float(choice == BEST) for choice in batch.tensors["choice"]]
-        await session.commit("judge", batch.slots, batch.grant.leases, inline={"reward": rewards})
+        await session.commit("judge", batch.slots, batch.leases, inline={"reward": rewards})
 
 
 async def learner(session: api.Session) -> None:

@@ -14,10 +14,11 @@ from flowrt.client.greeting import connect
 from flowrt.client.session import Session
 from flowrt.client.swapping import pull_between
 from flowrt.controller.admission import Admission, StrictLag
+from flowrt.controller.batchers import Batcher, GroupCount, TokenBudget
 from flowrt.controller.core import Core
-from flowrt.controller.dispatch import Batcher, Dispatch, Fifo, GroupCount, TokenBudget
+from flowrt.controller.dispatch import Dispatch, Fifo
 from flowrt.controller.server import Server
-from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
 from flowrt.transport.weights import Snapshot
@@ -35,6 +36,7 @@ __all__ = [
     "Fifo",
     "FlowError",
     "GroupCount",
+    "LostMember",
     "Policies",
     "Refresh",
     "Server",

@@ -23,7 +23,7 @@ class Observer:
 
     def cancel(self, reason: str, code: int) -> None:
         """End the run."""
-        self._link.send(m.Cancel(reason, code))
+        self._link.send(m.Stop(reason, code))
 
     def close(self) -> None:
         self._link.send(m.Bye(""))

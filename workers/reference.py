@@ -30,7 +30,7 @@ async def run(session: Session, config: RunConfig) -> None:
                 config.rollout.temperature,
                 budget_tokens,
             )
-        await session.commit("reference", batch.slots, batch.grant.leases, {"ref_logprobs": logprobs})
+        await session.commit("reference", batch.slots, batch.leases, {"ref_logprobs": logprobs})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ async def run(session: Session, config: RunConfig) -> None:
         batch = await session.pull("reward", slots=SLOTS_AT_ONCE)
         with session.timeline.busy("reward"):
             scored = rewards(batch)
-        await session.commit("reward", batch.slots, batch.grant.leases, inline={"reward": scored})
+        await session.commit("reward", batch.slots, batch.leases, inline={"reward": scored})
 
 
 if __name__ == "__main__":

@@ -95,11 +95,11 @@ class RolloutLoop:
         grant = batch.grant
         prompts = []
         for row, slot in enumerate(batch.slots):
-            self._leases[slot] = grant.leases[row]
+            self._leases[slot] = grant.lease
             seed = sample_seed(
                 self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
             )
-            prompts.append(Prompt(slot, batch.tensors["prompt"][row], seed, greedy=grant.flows[row] == EVAL))
+            prompts.append(Prompt(slot, batch.tensors["prompt"][row], seed, greedy=batch.flows[row] == EVAL))
         self._engine.add(prompts)
 
     async def _commit(self, finished: list[Response]) -> None:

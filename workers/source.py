@@ -65,7 +65,7 @@ async def offer_all(session: Session, config: RunConfig, columns: Columns, probl
             epoch += 1
         await asyncio.gather(*waiting)
         # Everything is open. From here on an offer only asks to be told when the last step has been trained.
-        session.exhausted()
+        session.exhausted(TRAIN)
         await session.offer(TRAIN, 0, epoch, config.group_size, columns(problems[0]))
     finally:
         for task in waiting:
@@ -85,7 +85,7 @@ async def evaluate(session: Session, columns: Columns, problems: Sequence[Proble
             batch = await session.pull("evaluate", slots=len(problems))
             total += sum(batch.inline["reward"])
             seen += len(batch)
-            await session.commit("evaluate", batch.slots, batch.grant.leases)
+            await session.commit("evaluate", batch.slots, batch.leases)
     return total / len(problems)
 
 

@@ -32,6 +32,17 @@ class Batch:
         return self.grant.slots
 
     @property
+    def leases(self) -> Sequence[int]:
+        """The lease on each slot, for `Session.commit`."""
+        return (self.grant.lease,) * len(self.grant.slots)
+
+    @property
+    def flows(self) -> Sequence[str]:
+        """The flow of each slot."""
+        flows = self.grant.flows
+        return flows if len(flows) != 1 else flows * len(self.grant.slots)
+
+    @property
     def groups(self) -> Sequence[int]:
         return self.grant.groups
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowrt.client.arrivals import Arrivals
+from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch
 from flowrt.client.params import Params
 from flowrt.clock import MonotonicClock
@@ -17,11 +19,11 @@ from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError
 from flowrt.metrics import Timeline
 from flowrt.transport.backends import GlooBackend
 from flowrt.transport.lane import LaneSet, seen
-from flowrt.transport.packets import pack, packet_bytes, unpack
+from flowrt.transport.packets import pack
 from flowrt.transport.store import TensorStore
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
-from flowrt.wire.records import BusySpan, Incoming, Part, Values
+from flowrt.wire.records import BusySpan, Incoming, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
 LANE_DEADLINE_S = 60.0
@@ -41,10 +43,10 @@ class Session:
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._lanes = LaneSet(worker, GlooBackend(address), LANE_DEADLINE_S, self._signal)
+        self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
         self.params = Params(self._lanes, self.send, self._spawn)
-        self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._offered: dict[int, Mapping[str, torch.Tensor]] = {}
-        self._requests = 0
+        self._asking = Asking(worker, self.send)
+        self._offered: dict[int, Mapping[str, Sequence[torch.Tensor]]] = {}
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
@@ -61,38 +63,75 @@ class Session:
         members: int,
         tensors: Mapping[str, torch.Tensor],
         at_least: int = 0,
+        deadline_s: float | None = None,
     ) -> int | None:
-        """Offer a prompt as a group of ``members`` slots; returns when admission has opened it.
+        """Offer one prompt as a group of ``members`` slots, as `offer_many` does; returns the group's id."""
+        columns = {column: [tensor] for column, tensor in tensors.items()}
+        groups = await self.offer_many(flow, [prompt], epoch, members, columns, None, at_least, deadline_s)
+        return None if groups is None else groups[0]
 
-        ``tensors`` are the group's columns; they stay here until the group is done. Returns the group's id, or None
-        when the run needs no more prompts.
+    async def offer_many(
+        self,
+        flow: str,
+        prompts: Sequence[int],
+        epoch: int = 0,
+        members: int = 1,
+        tensors: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        tags: Mapping[str, Sequence[float]] | None = None,
+        at_least: int = 0,
+        deadline_s: float | None = None,
+    ) -> range | None:
+        """Offer prompts, each as a group of ``members`` slots; returns when they are open, all of them at once.
+
+        ``tensors`` are the group columns, one 1-D tensor a prompt; they stay here until their group is done.
+        ``tags`` are inline columns, one number a slot. Returns the ids of the groups, or None when the run needs no
+        more prompts. Raises WaitExpired, with nothing opened, when there is no room within ``deadline_s`` seconds,
+        and LocalProtocolError when a tensor is not what its column takes.
         """
-        request = self._next_request()
-        self._offered[request] = tensors
-        lengths = tuple(len(tensor) for tensor in tensors.values())
-        opened: m.Opened = await self._ask(
-            m.Offer(request, flow, prompt, epoch, members, at_least, tuple(tensors), lengths)
+        request = self._asking.number()
+        columns = tensors or {}
+        for column, rows in columns.items():
+            self.store.check(column, rows)
+        offer = m.Offer(
+            request,
+            flow,
+            tuple(prompts),
+            epoch,
+            members,
+            at_least,
+            tuple(Lengths(column, tuple(map(len, rows))) for column, rows in columns.items()),
+            tuple(Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()),
         )
-        return None if opened.group < 0 else opened.group
+        self._offered[request] = columns
+        try:
+            opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
+        finally:
+            self._offered.pop(request, None)
+        return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
 
-    async def pull(self, stage: str, slots: int, tokens: int = 0, step: int = -1) -> Batch:
+    async def pull(
+        self, stage: str, slots: int, tokens: int = 0, step: int = -1, deadline_s: float | None = None
+    ) -> Batch:
         """Lease up to ``slots`` slots that are ready for ``stage``; waits until there are some.
 
-        Slots whose tensors did not come are given back and the pull is repeated; raises TransferError when that
-        has happened PULL_TRIES times in a row.
+        Raises WaitExpired, with nothing leased, when there are none within ``deadline_s`` seconds. Slots whose
+        tensors did not come are given back and the pull is repeated; raises TransferError when that has happened
+        PULL_TRIES times in a row.
         """
         reason = ""
         for _ in range(PULL_TRIES):
-            grant: m.Grant = await self._ask(m.Pull(self._next_request(), stage, slots, tokens, step))
+            pull = m.Pull(self._asking.number(), stage, slots, tokens, step)
+            grant: m.Grant = await self._asking.ask(pull, deadline_s or self.welcome.wait_s)
             try:
-                await self.unless_ended(self.store.wait_for(grant.parts))
+                if grant.parts and self.store.missing(grant.parts):
+                    await self.unless_ended(self.store.wait_for(grant.parts))
             except TransferError as error:
                 reason = str(error)
             missing = self.store.missing(grant.parts)
             if not missing:
                 tensors = {part.column: self._rows(part, grant) for part in grant.parts}
                 return Batch(grant, tensors, {values.column: list(values.values) for values in grant.inline})
-            self.send(m.Abandon(stage, grant.slots, grant.leases, reason or "freed on its way"))
+            self._give_back(grant, stage, reason or "freed on its way")
         raise TransferError(
             f"{self.worker} pulled stage {stage} {PULL_TRIES} times and its tensors never came: {reason}"
         )
@@ -116,16 +155,19 @@ class Session:
                 self.store.put(column, slot, tensor)
             parts.append(Part(column, tuple(slots), tuple(len(tensor) for tensor in rows)))
         values = tuple(Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items())
-        done: m.Committed = await self._ask(
-            m.Commit(self._next_request(), stage, tuple(slots), tuple(leases), tuple(parts), values, tuple(spans))
-        )
+        commit = m.Commit(self._asking.number(), stage, tuple(slots), tuple(leases), tuple(parts), values, tuple(spans))
+        done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
         if done.refused:
             self.store.free(tuple(tensors or ()), done.refused, ())
         return done.refused
 
-    def exhausted(self) -> None:
-        """All prompts to train on are open: the last step may be smaller."""
-        self.send(m.Exhausted())
+    def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
+        """These samples cannot be made (an environment broke, …): the run's policy for lost members decides."""
+        self.send(m.Abandon(stage, tuple(slots), tuple(leases), True, reason))
+
+    def exhausted(self, flow: str) -> None:
+        """All my prompts of this flow are open. Of the flow to train on: the last step may be smaller."""
+        self.send(m.Exhausted(flow))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """The optimiser has stepped: everything leased to this step is trained."""
@@ -178,9 +220,7 @@ class Session:
         """No answer will come any more: whoever waits gets this error."""
         if not self._ended.done():
             self._ended.set_exception(error)
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
+        self._asking.end(error)
 
     def receive(self, message: m.Message) -> None:
         """One message of the controller."""
@@ -188,17 +228,17 @@ class Session:
         match message:
             case m.Grant():
                 for incoming in message.incoming:
-                    self._receive_packet(incoming)
-                self._answer(message.request, message)
+                    self._arrivals.begin(incoming)
+                if not self._asking.answer(message.request, message) and message.slots:
+                    # Whoever asked has gone; what was leased must not wait for its lease to end.
+                    self._give_back(message, "", "nobody waits for this grant any more")
             case m.Opened():
-                for column, tensor in self._offered.pop(message.request, {}).items():
-                    if message.group >= 0:
-                        self.store.put(column, message.group, tensor)
-                self._answer(message.request, message)
-            case m.Committed():
-                self._answer(message.request, message)
-            case m.Refused():
-                self._answer(message.request, RemoteProtocolError(message.reason))
+                for column, rows in self._offered.pop(message.request, {}).items() if message.first >= 0 else ():
+                    for group, tensor in enumerate(rows, message.first):
+                        self.store.put(column, group, tensor)
+                self._asking.answer(message.request, message)
+            case m.Committed() | m.Refused():
+                self._asking.answer(message.request, message)
             case m.Serve(turn, parts):
                 packet = pack(self.store, parts, turn.sequence)
                 self._lanes.transfer(turn, [packet]).add_done_callback(seen)
@@ -219,63 +259,16 @@ class Session:
             case _:
                 raise RemoteProtocolError(f"the controller sent {type(message).__name__}, which only workers say")
 
-    def _receive_packet(self, incoming: Incoming) -> None:
-        packet = torch.empty(packet_bytes(self.store, incoming.parts), dtype=torch.uint8)
-        arrival: asyncio.Future[None] = self._loop.create_future()
-        arrival.add_done_callback(seen)
-        self.store.expect(incoming.parts, arrival)
-
-        def on_packet(received: asyncio.Future[None]) -> None:
-            try:
-                received.result()
-                for column, item, tensor in unpack(self.store, incoming.parts, incoming.turn.sequence, packet):
-                    self.store.arrive(column, item, tensor, arrival)
-            except FlowError as error:
-                self.store.fail(incoming.parts, arrival)
-                if not self._ended.done():
-                    self.send(m.Undelivered(incoming, str(error)))
-                arrival.set_exception(error)
-                return
-            arrival.set_result(None)
-
-        self._lanes.transfer(incoming.turn, [packet]).add_done_callback(on_packet)
-
     def _rows(self, part: Part, grant: m.Grant) -> list[torch.Tensor]:
         ids = grant.groups if self.store.scope(part.column) == "group" else grant.slots
         return [self.store.get(part.column, item) for item in ids]
 
-    async def _ask(self, message: m.Offer | m.Pull | m.Commit) -> Any:
-        if self._ended.done():
-            await asyncio.shield(self._ended)
-        reply: asyncio.Future[Any] = self._loop.create_future()
-        self._replies[message.request] = reply
-        try:
-            self.send(message)
-            async with asyncio.timeout(self.welcome.wait_s):
-                return await reply
-        except TimeoutError:
-            raise WaitExpired(
-                f"{self.worker} waited {self.welcome.wait_s:.0f} s for an answer to {type(message).__name__}; "
-                "look at `waits` in the run's status, or raise controller.wait_s"
-            ) from None
-        finally:
-            del self._replies[message.request]
+    def _undelivered(self, incoming: Incoming, reason: str) -> None:
+        if not self._ended.done():
+            self.send(m.Undelivered(incoming, reason))
 
-    def _answer(self, request: int, outcome: m.Message | FlowError) -> None:
-        reply = self._replies.get(request)
-        if reply is None or reply.done():
-            if isinstance(outcome, m.Grant) and outcome.slots:
-                # Whoever asked has gone; what was leased must not wait for its lease to end.
-                self.send(m.Abandon("", outcome.slots, outcome.leases, "nobody waits for this grant any more"))
-            return
-        if isinstance(outcome, FlowError):
-            reply.set_exception(outcome)
-        else:
-            reply.set_result(outcome)
-
-    def _next_request(self) -> int:
-        self._requests += 1
-        return self._requests
+    def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
+        self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
         if not self._ended.done():

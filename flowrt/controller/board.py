@@ -5,74 +5,142 @@ nobody has a lease on it. A stage that takes whole groups is ready when all its 
 what was made from its columns, so nothing derived from a lost tensor survives it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flowrt.controller.dispatch import ReadyQueue
+from flowrt.controller.dispatch import Queue
 from flowrt.controller.slots import NO_STEP, Group, Holding, Lease, Slot
 from flowrt.errors import LocalProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.wire.records import Column, Stage
+from flowrt.wire.records import ITEM_BYTES, Column, Stage
 
 
 class Board:
-    """All live groups and their slots."""
+    """All live groups and their slots. ``changed`` collects the stages for which something has become ready."""
 
-    def __init__(self, columns: Sequence[Column], stages: Sequence[Stage]) -> None:
+    def __init__(
+        self, columns: Sequence[Column], stages: Sequence[Stage], make_queue: Callable[[Stage], Queue]
+    ) -> None:
         self.columns = {column.name: column for column in columns}
         self.stages = {stage.name: stage for stage in stages}
         self.groups: dict[GroupId, Group] = {}
         self.slots: dict[SlotId, Slot] = {}
-        self.leases: dict[LeaseId, Lease] = {}  # in order of their deadlines: every lease lasts equally long
-        self.ready: dict[str, ReadyQueue] = {stage.name: ReadyQueue() for stage in stages}
+        self.leases: dict[LeaseId, Lease] = {}
+        self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
+        self.ready_groups: dict[str, dict[GroupId, Group]] = {s.name: {} for s in stages if s.whole_groups}
+        self.changed: set[str] = set()
+        self.freed = False  # rows have gone: somebody may wait for their room
+        self.undone = {stage.name: 0 for stage in stages}  # live slots for which the stage has not been done
+        self.rows: Counter[str] = Counter()  # live slots of each flow, and the bytes of their tensors
+        self.bytes: Counter[str] = Counter()
+        self._item_bytes = {column.name: ITEM_BYTES[column.dtype] for column in columns}
+        self._bits = {stage.name: 1 << index for index, stage in enumerate(stages)}
+        self._flows: dict[str, tuple[list[Stage], int]] = {}  # stages of a flow, and their bits
+        self._after = {s.name: [t for t in stages if set(s.makes) & set(t.needs)] for s in stages}
+        self.fetched = {s.name: [need for need in s.needs if need in self.columns] for s in stages}
+        self.inline = {s.name: [need for need in s.needs if need not in self.columns] for s in stages}
         self._next_group = 0
         self._next_slot = 0
         self._next_lease = 0
 
+    # ---- what the dataflow says
+
+    def of_flow(self, flow: str) -> list[Stage]:
+        """The stages that groups of this flow go through."""
+        return self._flow(flow)[0]
+
+    def _flow(self, flow: str) -> tuple[list[Stage], int]:
+        found = self._flows.get(flow)
+        if found is None:
+            stages = [stage for stage in self.stages.values() if stage.flow in ("", flow)]
+            found = self._flows[flow] = stages, sum(self._bits[stage.name] for stage in stages)
+        return found
+
+    def is_done(self, slot: Slot, stage: str) -> bool:
+        return bool(slot.done & self._bits[stage])
+
+    def is_complete(self, group: Group) -> bool:
+        """Every stage of the group's flow is done on every slot."""
+        bits = self._flow(group.flow)[1]
+        return all(slot.done == bits for slot in group.slots)
+
+    # ---- the walk of a slot
+
     def open(
         self,
         flow: str,
-        prompt: int,
+        prompts: Sequence[int],
         epoch: int,
         members: int,
         at_least: int,
         owner: WorkerId,
-        lengths: dict[str, int],
-    ) -> Group:
-        """Add a group of ``members`` slots whose group columns are held by ``owner``."""
-        group = Group(GroupId(self._next_group), flow, prompt, epoch, at_least)
-        self._next_group += 1
-        group.tensors = {column: Holding(length, {owner}) for column, length in lengths.items()}
-        for member in range(members):
-            slot = Slot(SlotId(self._next_slot), group, member)
-            self._next_slot += 1
-            group.slots.append(slot)
-            self.slots[slot.id] = slot
-        self.groups[group.id] = group
-        for slot in group.slots:
-            self._refresh(slot)
-        return group
+        lengths: Mapping[str, Sequence[int]],
+        tags: Mapping[str, Sequence[float]],
+    ) -> list[Group]:
+        """Add a group of ``members`` slots for each prompt; ``owner`` holds the group columns.
+
+        ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
+        """
+        groups, slots = [], []
+        number = self._next_slot
+        for group_id, prompt in enumerate(prompts, self._next_group):
+            group = Group(GroupId(group_id), flow, prompt, epoch, at_least)
+            for member in range(members):
+                slot = Slot(SlotId(number), group, member)
+                number += 1
+                group.slots.append(slot)
+                slots.append(slot)
+            groups.append(group)
+        self._next_slot = number
+        self._next_group += len(groups)
+        self.rows[flow] += len(slots)
+        for column, of_group in lengths.items():
+            self.bytes[flow] += sum(of_group) * self._item_bytes[column]
+            for group, length in zip(groups, of_group, strict=True):
+                group.tensors[column] = Holding(length, {owner})
+        for column, of_slot in tags.items():
+            for slot, value in zip(slots, of_slot, strict=True):
+                slot.inline[column] = value
+        self.groups.update((group.id, group) for group in groups)
+        self.slots.update((slot.id, slot) for slot in slots)
+        for stage in self.of_flow(flow):
+            self.undone[stage.name] += len(slots)
+            if slots and all(map(slots[0].has, stage.needs)):
+                self._enqueue(stage, groups, slots)
+        return groups
+
+    def _enqueue(self, stage: Stage, groups: Sequence[Group], slots: Iterable[Slot]) -> None:
+        self.changed.add(stage.name)
+        if stage.whole_groups:
+            self.ready_groups[stage.name].update((group.id, group) for group in groups)
+        else:
+            self.ready[stage.name].add(slots)
 
     def lease(
         self,
         stage: str,
-        slots: Iterable[Slot],
+        slots: Sequence[Slot],
         worker: WorkerId,
         deadline_s: float,
         version: int,
         step: int = NO_STEP,
-    ) -> list[Lease]:
-        """Give the right to run ``stage`` on these slots to ``worker``."""
-        granted = []
+    ) -> Lease:
+        """Give the right to run ``stage`` on these slots, which have left its queue, to ``worker``."""
+        bit = self._bits[stage]
+        lease = Lease(
+            LeaseId(self._next_lease), stage, worker, deadline_s, version, step, {slot.id: slot for slot in slots}
+        )
         for slot in slots:
-            if stage in slot.leases or stage in slot.done:
+            if stage in slot.leases or slot.done & bit:
                 raise LocalProtocolError(f"slot {slot.id} (stage {stage}) is not ready and cannot be leased")
-            lease = Lease(LeaseId(self._next_lease), slot.id, stage, worker, deadline_s, version, step)
-            self._next_lease += 1
+        for slot in slots:
             slot.leases[stage] = lease
-            self.leases[lease.id] = lease
-            granted.append(lease)
-            self._refresh(slot)
-        return granted
+        self._next_lease += 1
+        self.leases[lease.id] = lease
+        if self.stages[stage].whole_groups:
+            for slot in slots:
+                self.ready_groups[stage].pop(slot.group.id, None)
+        return lease
 
     def find_lease(self, lease_id: int, worker: WorkerId) -> Lease | None:
         """The lease, if it is still valid and this worker's."""
@@ -80,30 +148,38 @@ class Board:
         return lease if lease is not None and lease.worker == worker else None
 
     def commit(
-        self, lease: Lease, lengths: dict[str, int], inline: dict[str, float], spans: tuple[int, ...] = ()
-    ) -> Slot:
-        """The stage is done: its columns become visible at once, all of them."""
-        slot = self.slots[lease.slot]
-        self._end_lease(slot, lease.stage)
-        for column in self.stages[lease.stage].needs:
+        self,
+        lease: Lease,
+        slot: Slot,
+        lengths: Mapping[str, int],
+        inline: Mapping[str, float],
+        spans: tuple[int, ...] = (),
+    ) -> None:
+        """The stage is done for a slot of the lease: its columns become visible at once, all of them."""
+        stage = lease.stage
+        self._end_lease(slot, stage)
+        for column in self.fetched[stage]:
             needed = slot.holding(column)
             if needed is not None and needed.sent.pop(lease.worker, None) is not None:
                 needed.owners.add(lease.worker)
-        slot.done.add(lease.stage)
-        slot.inline.update(inline)
+        slot.done |= self._bits[stage]
+        self.undone[stage] -= 1
+        if not self.undone[stage]:
+            self.changed.add(stage)
+        if inline:
+            slot.inline.update(inline)
         for column, length in lengths.items():
             slot.tensors[column] = Holding(length, {lease.worker})
+            self.bytes[slot.group.flow] += length * self._item_bytes[column]
         if spans:
-            slot.spans, slot.spans_of = spans, lease.stage
-        self._refresh(slot)
-        return slot
+            slot.spans, slot.spans_of = spans, stage
+        for after in self._after[stage]:
+            self._look(slot, after)
 
-    def release(self, lease: Lease) -> Slot:
+    def release(self, slot: Slot, stage: str) -> None:
         """The lease ends without a result; the slot is ready again if its needs are still met."""
-        slot = self.slots[lease.slot]
-        self._end_lease(slot, lease.stage)
-        self._refresh(slot)
-        return slot
+        self._end_lease(slot, stage)
+        self._look(slot, self.stages[stage])
 
     def undo(self, slot: Slot, stage: str) -> dict[WorkerId, set[str]]:
         """Forget what ``stage`` made of this slot and all that was made from it; returns who holds dead copies."""
@@ -113,90 +189,90 @@ class Board:
             name = pending.pop()
             if name not in undone:
                 undone.add(name)
-                made = set(self.stages[name].makes)
-                pending += [other.name for other in self.stages.values() if made & set(other.needs)]
+                pending += [after.name for after in self._after[name]]
         dead: dict[WorkerId, set[str]] = {}
         for name in undone:
             self._end_lease(slot, name)
-            slot.done.discard(name)
+            self._dequeue(slot, name)
+            if slot.done & self._bits[name]:
+                slot.done -= self._bits[name]
+                self.undone[name] += 1
             for column in self.stages[name].makes:
                 slot.inline.pop(column, None)
                 holding = slot.tensors.pop(column, None)
-                for worker in holding.holders if holding else ():
-                    dead.setdefault(worker, set()).add(column)
+                if holding is not None:
+                    self.bytes[slot.group.flow] -= holding.length * self._item_bytes[column]
+                    for worker in holding.holders:
+                        dead.setdefault(worker, set()).add(column)
         if slot.spans_of in undone:
             slot.spans, slot.spans_of = (), ""
-        self._refresh(slot)
+        for name in undone:
+            self._look(slot, self.stages[name])
         return dead
+
+    def remove(self, slot: Slot) -> None:
+        """The slot leaves its group, which goes on without it."""
+        self._take_off(slot)
+        self._weigh_off(slot.group.flow, slot.tensors)
+        self.rows[slot.group.flow] -= 1
+        self.freed = True
+        slot.group.slots.remove(slot)
+        for name in self.ready_groups:
+            if slot.group.slots:
+                self._look(slot.group.slots[0], self.stages[name])
 
     def close(self, group: Group) -> None:
         """The group leaves the board: trained, scored or dropped."""
+        bits = self._flow(group.flow)[1]
         for slot in group.slots:
-            for stage in list(slot.leases):
-                self._end_lease(slot, stage)
-            for spec in self.stages.values():
-                self.ready[spec.name].discard(group.id if spec.whole_groups else slot.id)
-            del self.slots[slot.id]
+            self._weigh_off(group.flow, slot.tensors)
+            if slot.done == bits:
+                del self.slots[slot.id]
+            else:
+                self._take_off(slot)
+        self._weigh_off(group.flow, group.tensors)
+        self.rows[group.flow] -= len(group.slots)
+        self.freed = True
+        for ready in self.ready_groups.values():
+            ready.pop(group.id, None)
         del self.groups[group.id]
 
-    def ready_slots(self, stage: str) -> Iterator[Slot]:
-        return (self.slots[SlotId(item)] for item in self.ready[stage].oldest_first())
+    def _take_off(self, slot: Slot) -> None:
+        for stage in self.of_flow(slot.group.flow):
+            self._end_lease(slot, stage.name)
+            self._dequeue(slot, stage.name)
+            if not slot.done & self._bits[stage.name]:
+                self.undone[stage.name] -= 1
+                self.changed.add(stage.name)
+        del self.slots[slot.id]
 
-    def ready_groups(self, stage: str) -> Iterator[Group]:
-        return (self.groups[GroupId(item)] for item in self.ready[stage].oldest_first())
-
-    def is_complete(self, group: Group) -> bool:
-        """Every stage of the group's flow is done on every slot."""
-        names = [stage.name for stage in self.stages.values() if stage.flow in ("", group.flow)]
-        return all(name in slot.done for slot in group.slots for name in names)
-
-    @staticmethod
-    def lose_copies(tensors: dict[str, Holding], worker: WorkerId) -> None:
-        """``worker`` has none of these any more."""
-        for holding in tensors.values():
-            holding.owners.discard(worker)
-            holding.sent.pop(worker, None)
-
-    def maker_of(self, column: str) -> str | None:
-        """The stage that makes a column; None for what comes with the offer."""
-        return next((stage.name for stage in self.stages.values() if column in stage.makes), None)
-
-    def holding(self, column: str, item: int) -> Holding:
-        """Who has this column of a slot or group."""
-        if self.columns[column].scope == "group":
-            return self.groups[GroupId(item)].tensors[column]
-        return self.slots[SlotId(item)].tensors[column]
-
-    def find_holding(self, column: str, item: int) -> Holding | None:
-        """Like `holding`, for what may be gone or may never have been: None then."""
-        spec = self.columns.get(column)
-        if spec is None:
-            return None
-        row = self.groups.get(GroupId(item)) if spec.scope == "group" else self.slots.get(SlotId(item))
-        return row.tensors.get(column) if row is not None else None
-
-    def length(self, column: str, item: int) -> int:
-        return self.holding(column, item).length
+    # ---- inside
 
     def _end_lease(self, slot: Slot, stage: str) -> None:
         lease = slot.leases.pop(stage, None)
         if lease is not None:
-            del self.leases[lease.id]
+            del lease.slots[slot.id]
+            if not lease.slots:
+                del self.leases[lease.id]
 
-    def _refresh(self, slot: Slot) -> None:
-        for stage in self.stages.values():
-            if stage.flow not in ("", slot.group.flow):
-                continue
-            queue = self.ready[stage.name]
-            item = slot.group.id if stage.whole_groups else slot.id
-            if self._is_ready(slot.group.slots if stage.whole_groups else [slot], stage):
-                queue.add(item)
-            else:
-                queue.discard(item)
+    def _dequeue(self, slot: Slot, stage: str) -> None:
+        if stage in self.ready:
+            self.ready[stage].discard(slot)
+        else:
+            self.ready_groups[stage].pop(slot.group.id, None)
 
-    @staticmethod
-    def _is_ready(slots: Sequence[Slot], stage: Stage) -> bool:
-        return all(
-            stage.name not in slot.done and stage.name not in slot.leases and all(map(slot.has, stage.needs))
-            for slot in slots
-        )
+    def _weigh_off(self, flow: str, tensors: Mapping[str, Holding]) -> None:
+        for column, holding in tensors.items():
+            self.bytes[flow] -= holding.length * self._item_bytes[column]
+
+    def _look(self, slot: Slot, stage: Stage) -> None:
+        """Queue the slot (or its group) for a stage if it has become ready for it."""
+        group = slot.group
+        if stage.flow not in ("", group.flow):
+            return
+        if all(self._is_ready(one, stage) for one in (group.slots if stage.whole_groups else (slot,))):
+            self._enqueue(stage, (group,), (slot,))
+
+    def _is_ready(self, slot: Slot, stage: Stage) -> bool:
+        started = slot.done & self._bits[stage.name] or stage.name in slot.leases
+        return not started and all(map(slot.has, stage.needs))

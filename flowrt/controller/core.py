@@ -38,37 +38,48 @@ class Core:
         if self._progress_s is None:
             self._progress_s = now
         match event:
-            case Joined(worker, role, host):
-                self.roster.join(worker, role, host, now)
             case Said(worker, message):
                 self._said(worker, message, now)
+            case Joined(worker, role, host):
+                self.roster.join(worker, role, host, now)
             case Gone(worker, reason):
                 self._gone(worker, reason)
             case _:
                 self._tick(now)
         if self.ended is None:
             self.samples.settle(now)
-            self._move_weights()
-            self._finish_if_complete()
+            if self.weights.changed:
+                self._move_weights()
+            if self.roster.changed:
+                self._finish_if_complete()
         return list(self._out)
 
     def _said(self, worker: WorkerId, message: m.Message, now: float) -> None:
-        if worker not in self.roster:
+        if not self.roster.heard(worker, now):
             raise RemoteProtocolError(f"{worker} speaks but is not in; it must say hello first")
-        self.roster.heard(worker, now)
+        # Nearly all that is said is one of these.
+        samples = self.samples
+        if isinstance(message, m.Pull):
+            samples.pull(worker, message, now)
+        elif isinstance(message, m.Commit):
+            samples.commit(worker, message)
+            self._progress_s = now
+        elif isinstance(message, m.Offer):
+            samples.offer(worker, message, now)
+        elif isinstance(message, m.Heartbeat):
+            self._out.append(Send(worker, message))
+        elif isinstance(message, m.Report):
+            pass  # the journal's business
+        elif isinstance(message, m.Withdraw):
+            samples.withdraw(worker, message.request, now)
+        else:
+            self._said_rarely(worker, message, now)
+            self._progress_s = now
+
+    def _said_rarely(self, worker: WorkerId, message: m.Message, now: float) -> None:
         match message:
-            case m.Heartbeat():
-                self._out.append(Send(worker, message))
-            case m.Report():
-                pass  # the journal's business
-            case m.Offer():
-                self.samples.offer(worker, message, now)
             case m.Exhausted():
-                self.samples.window.exhausted = True
-            case m.Pull():
-                self.samples.pull(worker, message, now)
-            case m.Commit():
-                self.samples.commit(worker, message, now)
+                self.samples.opening.exhaust(worker, message.flow)
             case m.Abandon():
                 self.samples.retreat.abandon(worker, message)
             case m.Undelivered():
@@ -76,28 +87,30 @@ class Core:
             case m.StepDone():
                 self.samples.step_done(worker, message)
             case m.Signal():
-                if len(message.value) > MAX_SIGNAL_BYTES:
-                    raise RemoteProtocolError(
-                        f"{worker} sent a signal of {len(message.value)} bytes; signals are for rendezvous keys, "
-                        f"at most {MAX_SIGNAL_BYTES} bytes"
-                    )
-                if message.peer in self.roster:
-                    peer = WorkerId(message.peer)
-                    self._out.append(Send(peer, m.Signal(worker, message.lane, message.key, message.value)))
+                self._pass_on(worker, message)
             case m.Finished():
                 self.roster.finish(worker)
-            case m.Cancel():
+            case m.Stop():
                 self._end(message.reason, message.code)
             case m.Bye():
                 self._gone(worker, message.error)
             case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
-                self._weights_moved(worker, message)
+                self._weights_moved(worker, message, now)
             case _:
                 raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
-        if not isinstance(message, m.Heartbeat | m.Pull | m.Offer | m.Report):
-            self._progress_s = now
 
-    def _weights_moved(self, worker: WorkerId, message: m.Publish | m.Staged | m.FetchFailed | m.Applied) -> None:
+    def _pass_on(self, worker: WorkerId, signal: m.Signal) -> None:
+        if len(signal.value) > MAX_SIGNAL_BYTES:
+            raise RemoteProtocolError(
+                f"{worker} sent a signal of {len(signal.value)} bytes; signals are for rendezvous keys, "
+                f"at most {MAX_SIGNAL_BYTES} bytes"
+            )
+        if signal.peer in self.roster:
+            self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
+
+    def _weights_moved(
+        self, worker: WorkerId, message: m.Publish | m.Staged | m.FetchFailed | m.Applied, now: float
+    ) -> None:
         if message.model != self.weights.model:
             raise RemoteProtocolError(
                 f"{worker} speaks of model {message.model!r}; this run has {self.weights.model!r}"
@@ -109,12 +122,14 @@ class Core:
                 self.weights.staged(worker, message.version)
             case m.Applied():
                 self.weights.applied(worker, message.version)
+                self.samples.swapped(worker, now)
             case m.FetchFailed():
                 self.weights.failed(worker, message.version)
                 self.samples.lanes.abandon(message.turn)
 
     def _move_weights(self) -> None:
         weights = self.weights
+        weights.changed = False
         for fetch in weights.begin_fetches(self._policies.refresh):
             turn = self.samples.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
             published = weights.published[fetch.version]
@@ -141,18 +156,19 @@ class Core:
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):
             self._gone(member.id, f"not heard of for {now - member.heard_s:.0f} s; see its log")
-        for lease in [lease for lease in self.samples.board.leases.values() if lease.deadline_s <= now]:
-            if lease.id in self.samples.board.leases:
-                self.samples.retreat.give_back(lease)
+        self.samples.retreat.expire_leases(now)
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self._settings.stall_s:
-            waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.room.waiting())
+            waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.waiting())
             self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
 
     def _finish_if_complete(self) -> None:
+        self.roster.changed = False
         members = [member for member in self.roster.members() if member.role in self._settings.finishers]
-        if {member.role for member in members if member.finished} == set(self._settings.finishers) and all(
-            member.finished for member in members
+        if (
+            self._settings.finishers
+            and {member.role for member in members if member.finished} == set(self._settings.finishers)
+            and all(member.finished for member in members)
         ):
             self._end("the run is complete", EXIT_OK)
 
@@ -168,11 +184,12 @@ class Core:
             assert slot.group.id in board.groups
             for name, lease in slot.leases.items():
                 assert board.leases[lease.id] is lease
-                assert name not in slot.done, f"slot {slot.id} is leased for {name}, which is done"
+                assert slot.id in lease.slots
+                assert not board.is_done(slot, name), f"slot {slot.id} is leased for {name}, which is done"
                 assert lease.worker in self.roster, f"slot {slot.id} is leased to {lease.worker}, who is gone"
             for name, stage in board.stages.items():
                 made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
-                assert not made or name in slot.done, f"slot {slot.id} has {made} although {name} is not done"
+                assert not made or board.is_done(slot, name), f"slot {slot.id} has {made} although {name} is not done"
             for holding in slot.tensors.values():
                 assert holding.holders, f"slot {slot.id} has a column that nobody holds"
         live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}

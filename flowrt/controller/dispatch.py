@@ -1,68 +1,69 @@
-"""The dispatch and batcher seams: who gets which ready slots, and when a micro-batch is full.
+"""The dispatch seam: who gets which ready slots.
 
-A ready queue is ordered by issue (ids grow with time), never by completion: whoever picks by completion order
-prefers short answers and biases what is trained.
+A dispatch policy is a value; for each stage it makes a queue of the slots that are ready. The default is in order of
+issue (ids grow with time), never of completion: whoever picks by completion order prefers short answers and biases
+what is trained. The other policies are in files of their own: `priority`, `sticky`, `tail`.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from flowrt.controller.slots import Slot
-from flowrt.errors import ConfigError
+from flowrt.ids import WorkerId
+from flowrt.wire.records import Stage
 
 
-class ReadyQueue:
-    """Ids that are ready for one stage, oldest first; add, discard and take cost O(log n)."""
+class Start(Enum):
+    """Whether the pulling worker may start on a slot."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []
-        self._ticket_of: dict[int, int] = {}
-        self._tickets = 0
-
-    def __len__(self) -> int:
-        return len(self._ticket_of)
-
-    def __contains__(self, item: int) -> bool:
-        return item in self._ticket_of
-
-    def add(self, item: int) -> None:
-        if item not in self._ticket_of:
-            self._tickets += 1
-            self._ticket_of[item] = self._tickets
-            heapq.heappush(self._heap, (item, self._tickets))
-
-    def discard(self, item: int) -> None:
-        # Its heap entry stays until it surfaces; the ticket tells that it is void.
-        self._ticket_of.pop(item, None)
-
-    def oldest_first(self) -> Iterator[int]:
-        """Iterate without removing; stop whenever you like. Do not add while iterating."""
-        looked_at: list[tuple[int, int]] = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                if self._ticket_of.get(entry[0]) == entry[1]:
-                    looked_at.append(entry)
-                    yield entry[0]
-        finally:
-            for entry in looked_at:
-                if self._ticket_of.get(entry[0]) == entry[1]:
-                    heapq.heappush(self._heap, entry)
+    NOW = "now"
+    NOT_YET = "not yet"  # admission: the weights would be too old; in issue order no later slot may start either
+    ELSEWHERE = "elsewhere"  # it waits for newer weights of its own wish and holds up nobody behind it
 
 
-class MayStart(Protocol):
-    """Whether the pulling worker may start on this slot now; the admission policy behind it is not shown."""
+@dataclass(frozen=True, slots=True)
+class Puller:
+    """Who pulls, and what it may take."""
 
-    def __call__(self, slot: Slot) -> bool: ...
+    worker: WorkerId
+    room: int  # slots, at least 1
+    may_start: Callable[[Slot], Start] | None  # None: the stage does not generate, so whatever is ready may start
+    held_bytes: Callable[[Slot], int]  # of the columns that the stage needs of a slot, those that the worker has
+
+
+class Queue(Protocol):
+    """The slots that are ready for one stage. A slot is in it at most once; every method but `take` is O(log n)."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, slot: Slot) -> bool: ...
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        """These have become ready (those already here change nothing)."""
+        ...
+
+    def discard(self, slot: Slot) -> None:
+        """It is not ready any more, if it was."""
+        ...
+
+    def take(self, puller: Puller) -> list[Slot]:
+        """Remove at most ``room`` slots and hand them to the puller; an empty list keeps it waiting."""
+        ...
+
+    def made(self, slot: Slot, tokens: int) -> None:
+        """Somebody has generated ``tokens`` tokens for this slot (generating stages only): learn from it."""
+        ...
 
 
 class Dispatch(Protocol):
     """Who gets which ready slots?"""
 
-    def choose(self, ready: Iterator[Slot], room: int, may_start: MayStart) -> list[Slot]:
-        """Pick at most ``room`` of the ready slots (oldest first) for the worker that pulls."""
+    def queue(self, stage: Stage) -> Queue:
+        """A fresh, empty queue for a stage."""
         ...
 
 
@@ -70,47 +71,69 @@ class Dispatch(Protocol):
 class Fifo:
     """First issued, first served."""
 
-    def choose(self, ready: Iterator[Slot], room: int, may_start: MayStart) -> list[Slot]:
-        chosen: list[Slot] = []
-        for slot in ready:
-            if len(chosen) >= room:
+    def queue(self, stage: Stage) -> "FifoQueue":  # noqa: ARG002
+        return FifoQueue()
+
+
+class FifoQueue:
+    """In order of ids. What comes in order costs O(1); what comes back late goes through a heap."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, Slot] = {}
+        # Ids that may be ready: an entry whose slot is not in `_ready` is void. A slot may have several.
+        self._in_order: deque[int] = deque()
+        self._late: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot.id in self._ready
+
+    def add(self, slots: Iterable[Slot]) -> None:
+        ready, in_order = self._ready, self._in_order
+        last = in_order[-1] if in_order else -1
+        for slot in slots:
+            if slot.id in ready:
+                continue
+            ready[slot.id] = slot
+            if slot.id > last:
+                last = slot.id
+                in_order.append(last)
+            else:
+                heapq.heappush(self._late, slot.id)
+
+    def discard(self, slot: Slot) -> None:
+        self._ready.pop(slot.id, None)
+        if not self._ready:
+            self._in_order.clear()
+            self._late.clear()
+
+    def take(self, puller: Puller) -> list[Slot]:
+        may_start, room = puller.may_start, puller.room
+        taken: list[Slot] = []
+        passed: list[Slot] = []
+        while len(taken) < room and (slot := self._pop()) is not None:
+            start = Start.NOW if may_start is None else may_start(slot)
+            if start is Start.NOW:
+                taken.append(slot)
+                continue
+            passed.append(slot)
+            if start is Start.NOT_YET:
                 break
-            # Issue order is training order: if this one may not start yet, no later one may.
-            if not may_start(slot):
-                break
-            chosen.append(slot)
-        return chosen
+        for slot in passed:
+            self._ready[slot.id] = slot
+            heapq.heappush(self._late, slot.id)
+        return taken
 
+    def made(self, slot: Slot, tokens: int) -> None:
+        pass
 
-class Batcher(Protocol):
-    """When is a micro-batch full?"""
-
-    def full(self, groups: int, tokens: int) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBudget:
-    """Full as soon as it holds at least ``tokens`` tokens; the remainder of a step is always full."""
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"a micro-batch of {self.tokens} tokens would never be filled; use 1 or more")
-
-    def full(self, groups: int, tokens: int) -> bool:  # noqa: ARG002 (the seam offers both)
-        return tokens >= self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCount:
-    """Full at a fixed number of groups."""
-
-    groups: int
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ConfigError(f"a micro-batch of {self.groups} groups would never be filled; use 1 or more")
-
-    def full(self, groups: int, tokens: int) -> bool:  # noqa: ARG002
-        return groups >= self.groups
+    def _pop(self) -> Slot | None:
+        in_order, late = self._in_order, self._late
+        while in_order or late:
+            item = heapq.heappop(late) if late and (not in_order or late[0] < in_order[0]) else in_order.popleft()
+            slot = self._ready.pop(item, None)
+            if slot is not None:
+                return slot
+        return None

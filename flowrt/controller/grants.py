@@ -5,44 +5,46 @@ from collections.abc import Iterator, Sequence
 from flowrt.controller.board import Board
 from flowrt.controller.events import Send
 from flowrt.controller.slots import Lease, Slot
-from flowrt.controller.transfers import Lanes, parts_of, plan
+from flowrt.controller.transfers import Lanes, plan
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Grant, Pull, Serve
 from flowrt.wire.records import Values
 
+NO_LEASE = -1
 
-def grant(
-    board: Board,
-    lanes: Lanes,
-    worker: WorkerId,
-    pull: Pull,
-    slots: Sequence[Slot],
-    leases: Sequence[Lease],
-    closed: bool,
-) -> Iterator[Send]:
+
+def grant(board: Board, lanes: Lanes, pull: Pull, slots: Sequence[Slot], lease: Lease) -> Iterator[Send]:
     """Tell the puller what it got, and each owner of what it lacks to serve it."""
-    needs = board.stages[pull.stage].needs
-    parts = parts_of(board, needs, slots)
-    incoming = plan(board, lanes, worker, parts)
-    inline = [column for column in needs if column not in board.columns]
+    groups = [slot.group for slot in slots]
+    flows = [group.flow for group in groups]
+    spans = [slot.spans for slot in slots]
+    fetched = board.fetched[pull.stage]
+    parts, incoming = plan(board, lanes, lease.worker, fetched, slots) if fetched else ((), ())
     yield Send(
-        worker,
+        lease.worker,
         Grant(
             request=pull.request,
-            slots=tuple(slot.id for slot in slots),
-            leases=tuple(lease.id for lease in leases),
-            flows=tuple(slot.group.flow for slot in slots),
-            groups=tuple(slot.group.id for slot in slots),
-            members=tuple(slot.member for slot in slots),
-            prompts=tuple(slot.group.prompt for slot in slots),
-            epochs=tuple(slot.group.epoch for slot in slots),
-            attempts=tuple(slot.attempt for slot in slots),
-            spans=tuple(slot.spans for slot in slots),
-            inline=tuple(Values(column, tuple(slot.inline[column] for slot in slots)) for column in inline),
+            lease=lease.id,
+            slots=tuple([slot.id for slot in slots]),
+            flows=tuple(flows) if len(set(flows)) > 1 else tuple(flows[:1]),
+            groups=tuple([group.id for group in groups]),
+            members=tuple([slot.member for slot in slots]),
+            prompts=tuple([group.prompt for group in groups]),
+            epochs=tuple([group.epoch for group in groups]),
+            attempts=tuple([slot.attempt for slot in slots]),
+            spans=tuple(spans) if any(spans) else (),
+            inline=tuple(
+                [Values(column, tuple([slot.inline[column] for slot in slots])) for column in board.inline[pull.stage]]
+            ),
             parts=parts,
             incoming=incoming,
-            closed=closed,
+            closed=False,
         ),
     )
     for one in incoming:
         yield Send(WorkerId(one.turn.sender), Serve(one.turn, one.parts))
+
+
+def closed(pull: Pull) -> Grant:
+    """Nothing more will come."""
+    return Grant(pull.request, NO_LEASE, (), (), (), (), (), (), (), (), (), (), (), closed=True)

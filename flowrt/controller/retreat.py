@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from flowrt.controller.admission import Admission
 from flowrt.controller.board import Board
 from flowrt.controller.events import Command, Record, Send
-from flowrt.controller.settings import Dataflow
-from flowrt.controller.slots import Group, Lease, Slot
+from flowrt.controller.settings import Dataflow, LostMember, Settings
+from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
-from flowrt.controller.transfers import Lanes
-from flowrt.ids import SlotId, WorkerId
+from flowrt.controller.transfers import Lanes, find_holding, lose_copies
+from flowrt.ids import LeaseId, SlotId, WorkerId
 from flowrt.wire.messages import Abandon, Free
 from flowrt.wire.records import Incoming
+
+ALONE = 2
+"""A group whose policy is to train the rest needs so many: a lone sample has nothing to be compared with."""
 
 
 class Retreat:
@@ -24,6 +27,7 @@ class Retreat:
         window: TrainingWindow,
         lanes: Lanes,
         admission: Admission,
+        settings: Settings,
         flow: Dataflow,
         out: list[Command],
     ) -> None:
@@ -31,9 +35,13 @@ class Retreat:
         self._window = window
         self._lanes = lanes
         self._admission = admission
+        self._settings = settings
         self._flow = flow
         self._out = out
+        self._makers = {column: stage.name for stage in flow.stages for column in stage.makes}
         self.dropped: dict[str, int] = defaultdict(int)
+
+    # ---- samples that are no use any more
 
     def expired(self, slot: Slot) -> bool:
         """The sample is older than the bound allows in the step that is in training."""
@@ -42,108 +50,176 @@ class Retreat:
             return False
         return not self._admission.may_train(self._window.step, oldest)
 
-    def drop(self, slot: Slot, reason: str) -> None:
-        """Forget what was generated for this slot and offer its prompt again."""
-        self.dropped[reason] += 1
-        self._record(slot.group, "dropped", reason)
-        slot.attempt += 1
-        self._undo(slot, slot.spans_of)
-        self._record(slot.group, "in_flight", "offered again")
-
     def drop_expired(self) -> None:
-        """Drop every finished sample that no step can train any more."""
+        """Lose every finished sample that no step can train any more."""
         for group_id in list(self._window.waiting):
-            for slot in self._board.groups[group_id].slots:
-                if self.expired(slot):
-                    self.drop(slot, "over-age")
+            group = self._board.groups[group_id]
+            for slot in list(group.slots):
+                if slot.id in self._board.slots and self.expired(slot):
+                    self.lose(slot, "over-age")
+
+    def lose(self, slot: Slot, reason: str, failed: bool = False) -> None:
+        """This sample cannot be used; the run's policy says what becomes of its group.
+
+        ``failed``: somebody tried to make it and could not, which is not repeated for ever.
+        """
+        group = slot.group
+        self._give_back_group(group)
+        if slot.id not in self._board.slots:
+            return  # giving it back has shown that it is lost, and dealt with it
+        self.dropped[reason] += 1
+        slot.attempt += 1
+        policy = self._settings.lost_member
+        if policy is LostMember.REST and len(group.slots) > ALONE:
+            for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
+                self._out.append(Send(worker, Free((), (slot.id,), ())))
+            self._board.remove(slot)
+            self._look_again(group)
+        elif policy is not LostMember.REFILL or (failed and slot.attempt >= self._settings.attempts):
+            self._give_up(group, f"{reason}; that was attempt {slot.attempt} at sample {slot.member}")
+        else:
+            self.record(group, "dropped", reason)
+            if slot.spans_of:
+                self._undo(slot, slot.spans_of)
+            self.record(group, "in_flight", "offered again")
+
+    def _look_again(self, group: Group) -> None:
+        """A group without one of its members may be ready to train, or done."""
+        if group.flow == self._flow.train_flow:
+            if group.id in self._board.ready_groups[self._flow.train_stage]:
+                self.record(group, "ready", "without a lost sample")
+        elif self._board.is_complete(group):
+            self.close([group])
+
+    # ---- leases that end without a result
 
     def abandon(self, worker: WorkerId, message: Abandon) -> None:
-        """The worker gives leases back."""
-        for lease_id in message.leases:
+        """The worker gives leases back, or says that it cannot make these samples."""
+        for slot_id, lease_id in zip(message.slots, message.leases, strict=True):
             lease = self._board.find_lease(lease_id, worker)
-            if lease is not None:
-                self.give_back(lease)
+            slot = lease.slots.get(SlotId(slot_id)) if lease is not None else None
+            if lease is None or slot is None:
+                continue
+            self.give_back(slot, lease.stage)
+            if message.lost:
+                self.lose(slot, f"{lease.stage} failed: {message.reason}", failed=True)
+
+    def expire_leases(self, now: float) -> None:
+        """Give back what was not done by its deadline."""
+        for lease in [lease for lease in self._board.leases.values() if lease.deadline_s <= now]:
+            self._give_back_all(lease.id)
+
+    def _give_back_all(self, lease_id: LeaseId) -> None:
+        while (lease := self._board.leases.get(lease_id)) is not None:
+            self.give_back(next(iter(lease.slots.values())), lease.stage)
+
+    def give_back(self, slot: Slot, stage: str) -> None:
+        """End a lease on a slot without a result; for a stage of whole groups, those of the whole group."""
+        if self._board.stages[stage].whole_groups:
+            self._give_back_group(slot.group)
+        else:
+            self._board.release(slot, stage)
+
+    def _give_back_group(self, group: Group) -> None:
+        stage = self._flow.train_stage
+        if group.id not in self._window.taken:
+            return
+        for slot in group.slots:
+            if stage in slot.leases:
+                self._board.release(slot, stage)
+        self._window.put_back(group)
+        self.record(group, "ready", "lease given back")
+        for slot in list(group.slots):
+            if slot.id in self._board.slots:
+                self._make_again(slot)
+
+    # ---- tensors that are not where they should be
 
     def undelivered(self, worker: WorkerId, incoming: Incoming) -> None:
         """What this turn was to bring never came: the worker does not hold it after all."""
         self._lanes.abandon(incoming.turn)
         for part in incoming.parts:
             for item in part.ids:
-                holding = self._board.find_holding(part.column, item)
+                holding = find_holding(self._board, part.column, item)
                 if holding is not None and holding.sent.get(worker) == incoming.turn:
                     del holding.sent[worker]
                 slot = self._board.slots.get(SlotId(item))
                 if slot is not None and self._board.columns[part.column].scope == "slot":
                     self._make_again(slot)
 
-    def give_back(self, lease: Lease) -> None:
-        """End a lease without a result; for a stage of whole groups, those of the whole group."""
-        group = self._board.slots[lease.slot].group
-        if self._board.stages[lease.stage].whole_groups:
-            for slot in group.slots:
-                if lease.stage in slot.leases:
-                    self._board.release(slot.leases[lease.stage])
-            self._window.put_back(group)
-            self._record(group, "ready", "lease given back")
-            for slot in group.slots:
-                self._make_again(slot)
-        else:
-            self._board.release(lease)
-
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: its leases come back, columns that only it held are made again."""
         self._lanes.forget(worker)
         for lease in [lease for lease in self._board.leases.values() if lease.worker == worker]:
-            if lease.id in self._board.leases:
-                self.give_back(lease)
+            self._give_back_all(lease.id)
         for slot in list(self._board.slots.values()):
-            self._board.lose_copies(slot.tensors, worker)
-            self._make_again(slot)
+            if slot.tensors and slot.id in self._board.slots:
+                lose_copies(slot.tensors, worker)
+                self._make_again(slot)
         for group in list(self._board.groups.values()):
-            self._board.lose_copies(group.tensors, worker)
+            lose_copies(group.tensors, worker)
             if group.id not in self._window.taken and not all(one.owners for one in group.tensors.values()):
-                self._give_up(group)
+                self.dropped["its source left"] += 1
+                self._give_up(group, "its source left")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""
         training = slot.leases.get(self._flow.train_stage)
         for column, holding in list(slot.tensors.items()):
-            stage = self._board.maker_of(column)
+            stage = self._makers.get(column)
             if holding.owners or (training is not None and training.worker in holding.sent):
                 continue
-            if stage is not None and stage in slot.done:
-                self._undo(slot, stage)
+            if stage is None or not self._board.is_done(slot, stage):
+                continue
+            if stage == slot.spans_of and self._settings.lost_member is not LostMember.REFILL:
+                self.lose(slot, "its holder left")
+                return
+            self._undo(slot, stage)
 
-    def _give_up(self, group: Group) -> None:
-        """Its prompt has left with whoever offered it."""
-        reason = "its source left"
-        self.dropped[reason] += 1
+    def _give_up(self, group: Group, reason: str) -> None:
+        """The prompt leaves the run untrained."""
         if group.flow == self._flow.train_flow:
-            self._record(group, "dropped", reason)
+            self._give_back_group(group)
+            if group.id not in self._board.groups:
+                return  # giving it back has already shown that it is lost
+            self.record(group, "dropped", reason)
             self._window.leave(group)
-        for worker, free in frees([group]).items():
+        self.close([group])
+
+    def close(self, groups: Iterable[Group]) -> None:
+        """These leave the board, and whoever has something of them drops it."""
+        for worker, free in frees(groups).items():
             self._out.append(Send(worker, free))
-        self._board.close(group)
+        for group in groups:
+            self._board.close(group)
 
     def _undo(self, slot: Slot, stage: str) -> None:
-        if slot.group.id in self._window.taken and self._flow.train_stage in slot.leases:
-            self.give_back(slot.leases[self._flow.train_stage])
-        if slot.group.id in self._board.ready[self._flow.train_stage]:
-            self._record(slot.group, "in_flight", f"{stage} runs again")
+        train = self._flow.train_stage
+        if slot.group.id in self._window.taken and train in slot.leases:
+            self._give_back_group(slot.group)
+        if train and slot.group.id in self._board.ready_groups[train]:
+            self.record(slot.group, "in_flight", f"{stage} runs again")
         for worker, columns in self._board.undo(slot, stage).items():
             self._out.append(Send(worker, Free(tuple(sorted(columns)), (slot.id,), ())))
 
-    def _record(self, group: Group, state: str, reason: str) -> None:
-        self._out.append(Record(group.prompt, group.epoch, state, self._window.step, reason))
+    def record(self, group: Group, state: str, reason: str = "", step: int | None = None) -> None:
+        """For the ledger: the prompt is in this state now. Only those to train on are in it."""
+        if group.flow != self._flow.train_flow:
+            return
+        step = self._window.step if step is None else step
+        self._out.append(Record(group.prompt, group.epoch, state, step, reason))
 
 
 def frees(groups: Iterable[Group]) -> dict[WorkerId, Free]:
     """What each worker that has something of these groups has to drop."""
     of: dict[WorkerId, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for group in groups:
-        for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
-            of[worker][1].append(group.id)
+        if group.tensors:
+            for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
+                of[worker][1].append(group.id)
         for slot in group.slots:
+            if not slot.tensors:
+                continue
             for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
                 of[worker][0].append(slot.id)
     return {worker: Free((), tuple(slots), tuple(ids)) for worker, (slots, ids) in of.items()}

@@ -22,20 +22,27 @@ class Roster:
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
         self._members: dict[WorkerId, Member] = {}
+        self.changed = False  # somebody has come, gone or finished
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._members
 
     def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
         self._members[worker] = Member(worker, role, host, now)
+        self.changed = True
 
-    def heard(self, worker: WorkerId, now: float) -> None:
-        self._members[worker].heard_s = now
+    def heard(self, worker: WorkerId, now: float) -> bool:
+        """Note that the worker is alive; False when it is not in."""
+        member = self._members.get(worker)
+        if member is not None:
+            member.heard_s = now
+        return member is not None
 
     def finish(self, worker: WorkerId) -> None:
-        self._members[worker].finished = True
+        self._members[worker].finished = self.changed = True
 
     def leave(self, worker: WorkerId) -> Member | None:
+        self.changed = True
         return self._members.pop(worker, None)
 
     def members(self) -> list[Member]:

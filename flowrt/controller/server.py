@@ -215,7 +215,7 @@ class Server:
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""
         now, samples = self._clock.now(), self._core.samples
-        waits = [(who, what, round(now - since_s, 1)) for who, what, since_s in samples.room.waiting()]
+        waits = [(who, what, round(now - since_s, 1)) for who, what, since_s in samples.waiting()]
         return {
             "step": samples.window.step,
             "steps": samples.window.steps,

@@ -1,30 +1,51 @@
 """What the mind is told about the run: a dataflow, numbers, and a policy for each of its seams."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from flowrt.controller.admission import Admission
-from flowrt.controller.dispatch import Batcher, Dispatch
+from flowrt.controller.batchers import Batcher
+from flowrt.controller.dispatch import Dispatch
 from flowrt.controller.versions import Refresh
 from flowrt.errors import ConfigError
-from flowrt.wire.records import Column, Stage
+from flowrt.wire.records import ITEM_BYTES, Column, Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """The stages of a recipe and the tensor columns between them; ``train_stage`` ends the flow ``train_flow``."""
+    """The stages of a recipe and the columns between them.
+
+    ``train_stage`` ends the flow ``train_flow``; a dataflow without them is a stream: a row is freed when all its
+    stages are done, and a stage is closed when its flows are exhausted.
+    """
 
     columns: tuple[Column, ...]
     stages: tuple[Stage, ...]
-    train_stage: str
-    train_flow: str
-    token_columns: tuple[str, ...]  # their lengths add up to a sample's tokens
+    train_stage: str = ""
+    train_flow: str = ""
+    token_columns: tuple[str, ...] = ()  # their lengths add up to a sample's tokens
+    tags: tuple[str, ...] = ()  # inline columns that come with the offer
 
     def __post_init__(self) -> None:
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ConfigError(f"stages {names} are not distinct; give each stage a name of its own")
-        if self.train_stage not in names:
-            raise ConfigError(f"train_stage {self.train_stage!r} is none of the stages {names}")
+        if self.train_stage not in (*names, "") or bool(self.train_stage) != bool(self.train_flow):
+            raise ConfigError(f"train_stage {self.train_stage!r} of flow {self.train_flow!r} is none of {names}")
+        for column in self.columns:
+            if column.dtype not in ITEM_BYTES or column.scope not in ("slot", "group"):
+                raise ConfigError(
+                    f"column {column.name!r} has dtype {column.dtype!r} and scope {column.scope!r}; the dtypes are "
+                    f"{sorted(ITEM_BYTES)}, the scopes 'slot' and 'group'"
+                )
+
+
+class LostMember(Enum):
+    """What becomes of a group when one of its samples is lost: too old, gone with its holder, impossible to make."""
+
+    REFILL = "refill"  # make the sample again
+    DROP = "drop"  # drop the whole group, with a reason in the ledger
+    REST = "rest"  # train the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +62,17 @@ class Policies:
 class Settings:
     """Numbers of the run."""
 
-    steps: int
-    groups_per_step: int
-    finishers: tuple[str, ...]  # the run is complete when all workers of these roles have finished
+    steps: int = 0
+    groups_per_step: int = 1
+    finishers: tuple[str, ...] = ()  # the run is complete when all workers of these roles have finished; none: never
     vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
     model: str = "policy"
     in_order: bool = False  # train groups strictly in issue order
+    lost_member: LostMember = LostMember.REFILL
+    attempts: int = 8  # a sample that was lost so often takes its group with it
+    sources: int = 1  # a stream is exhausted when so many workers have said so
+    budget_rows: int = 1_000_000  # live rows outside training, beyond which offers wait
+    budget_bytes: int = 0  # the same for the bytes of their tensors, wherever they are; 0: no limit
     lease_s: float = 600.0
     silence_s: float = 30.0
     stall_s: float = 300.0

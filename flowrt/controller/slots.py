@@ -8,17 +8,17 @@ from flowrt.wire.records import LaneTurn
 NO_STEP = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """The right to work on one stage of one slot until a deadline."""
+    """The right to work on one stage of the slots of one grant until a deadline."""
 
     id: LeaseId
-    slot: SlotId
     stage: str
     worker: WorkerId
     deadline_s: float
     version: int  # policy version the worker had applied when it was granted
     step: int  # optimiser step it is for; NO_STEP outside training
+    slots: "dict[SlotId, Slot]"  # those that have neither been committed nor given back
 
 
 @dataclass(slots=True)
@@ -39,20 +39,43 @@ class Holding:
         return self.owners | self.sent.keys()
 
 
-@dataclass(slots=True)
-class Slot:
-    """The controller's row for one sample."""
+class Group:
+    """The slots of one prompt, over which advantages are computed."""
 
-    id: SlotId
-    group: "Group"
-    member: int
-    attempt: int = 0
-    tensors: dict[str, Holding] = field(default_factory=dict)
-    inline: dict[str, float] = field(default_factory=dict)
-    spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …
-    spans_of: str = ""  # the stage that generated
-    done: set[str] = field(default_factory=set)
-    leases: dict[str, Lease] = field(default_factory=dict)
+    __slots__ = ("at_least", "epoch", "flow", "id", "prompt", "slots", "tensors")
+
+    def __init__(self, group_id: GroupId, flow: str, prompt: int, epoch: int, at_least: int) -> None:
+        self.id = group_id
+        self.flow = flow
+        self.prompt = prompt
+        self.epoch = epoch
+        self.at_least = at_least
+        self.slots: list[Slot] = []
+        self.tensors: dict[str, Holding] = {}
+
+    def oldest_version(self) -> int | None:
+        """Oldest version of any finished member, or that a running member may have started with."""
+        versions = [version for slot in self.slots if (version := slot.oldest_version()) is not None]
+        versions += [lease.version for slot in self.slots if not slot.spans for lease in slot.leases.values()]
+        return min(versions, default=None)
+
+
+class Slot:
+    """The controller's row for one sample. (No dataclass: those take five times as long to make.)"""
+
+    __slots__ = ("attempt", "done", "group", "id", "inline", "leases", "member", "spans", "spans_of", "tensors")
+
+    def __init__(self, slot_id: SlotId, group: Group, member: int) -> None:
+        self.id = slot_id
+        self.group = group
+        self.member = member
+        self.attempt = 0
+        self.tensors: dict[str, Holding] = {}
+        self.inline: dict[str, float] = {}
+        self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …
+        self.spans_of = ""  # the stage that generated
+        self.done = 0  # one bit a stage, see Board.bits
+        self.leases: dict[str, Lease] = {}  # by stage
 
     def has(self, column: str) -> bool:
         return column in self.tensors or column in self.inline or column in self.group.tensors
@@ -64,22 +87,3 @@ class Slot:
     def oldest_version(self) -> int | None:
         """The oldest policy version that made a token of this sample; None before there is any."""
         return min(self.spans[::2], default=None)
-
-
-@dataclass(slots=True)
-class Group:
-    """The slots of one prompt, over which advantages are computed."""
-
-    id: GroupId
-    flow: str
-    prompt: int
-    epoch: int
-    at_least: int
-    slots: list[Slot] = field(default_factory=list)
-    tensors: dict[str, Holding] = field(default_factory=dict)
-
-    def oldest_version(self) -> int | None:
-        """Oldest version of any finished member, or that a running member may have started with."""
-        versions = [version for slot in self.slots if (version := slot.oldest_version()) is not None]
-        versions += [lease.version for slot in self.slots if not slot.spans for lease in slot.leases.values()]
-        return min(versions, default=None)

@@ -6,11 +6,11 @@ and with them the long ones.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flowrt.controller.admission import Admission
-from flowrt.controller.dispatch import Batcher
+from flowrt.controller.batchers import Batcher
 from flowrt.controller.slots import Group
 from flowrt.ids import GroupId
 
@@ -26,6 +26,7 @@ class TrainingWindow:
     taken: dict[GroupId, Group] = field(default_factory=dict)
     waiting: list[GroupId] = field(default_factory=list)
     exhausted: bool = False  # no further prompts will come
+    changed: bool = False  # since whoever waits for something of it was last looked at
 
     @property
     def live(self) -> int:
@@ -49,11 +50,18 @@ class TrainingWindow:
         """The live groups complete all remaining steps: no more prompts are needed."""
         return self.live >= (self.steps - self.step) * self.groups_per_step
 
-    def enter(self, group: Group) -> None:
-        insort(self.waiting, group.id)
+    def enter(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            insort(self.waiting, group.id)
+        self.changed = True
+
+    def exhaust(self) -> None:
+        """No further prompts will come."""
+        self.exhausted = self.changed = True
 
     def leave(self, group: Group) -> None:
         """Out of the window: dropped."""
+        self.changed = True
         if self.taken.pop(group.id, None) is None:
             del self.waiting[bisect_left(self.waiting, group.id)]
 
@@ -61,10 +69,12 @@ class TrainingWindow:
         for group in groups:
             del self.waiting[bisect_left(self.waiting, group.id)]
             self.taken[group.id] = group
+        self.changed = True
 
     def put_back(self, group: Group) -> None:
         if self.taken.pop(group.id, None) is not None:
             insort(self.waiting, group.id)
+        self.changed = True
 
     def expected_step(self, group: Group) -> int:
         """The step that will train this group if everything ahead of it is trained first."""
@@ -78,6 +88,7 @@ class TrainingWindow:
         trained = list(self.taken.values())
         self.taken.clear()
         self.step += 1
+        self.changed = True
         return trained
 
     def choose(
@@ -99,20 +110,24 @@ class TrainingWindow:
             return next((s for s in range(self.step, horizon) if not admission.may_train(s + 1, oldest)), None)
 
         ready = list(ready)
+        if len(ready) < self.places and not self._full(ready, batcher, tokens_of):
+            return []
         deadlines = {group.id: deadline(group) for group in [*ready, *unready()]}
         candidates = sorted(ready, key=lambda group: (deadlines[group.id] != self.step, group.id))
         if self.in_order:
             candidates = self._unbroken(candidates)
         chosen: list[Group] = []
-        tokens = 0
         for group in candidates:
-            if len(chosen) == self.places or batcher.full(len(chosen), tokens):
+            if len(chosen) == self.places or self._full(chosen, batcher, tokens_of):
                 break
             if self.in_order or self._leaves_room(group, chosen, deadlines):
                 chosen.append(group)
-                tokens += tokens_of(group)
-        complete = len(chosen) == self.places or batcher.full(len(chosen), tokens)
+        complete = len(chosen) == self.places or self._full(chosen, batcher, tokens_of)
         return chosen if complete else []
+
+    @staticmethod
+    def _full(groups: Sequence[Group], batcher: Batcher, tokens_of: Callable[[Group], int]) -> bool:
+        return batcher.full(len(groups), sum(map(tokens_of, groups)), sum(len(group.slots) for group in groups))
 
     def _leaves_room(self, group: Group, chosen: list[Group], deadlines: dict[GroupId, int | None]) -> bool:
         """Whether all others can still be trained by their deadlines when this one takes a place of this step."""

@@ -6,11 +6,11 @@ issue the same sequence. A lane that failed is never used again: the next transf
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowrt.controller.board import Board
-from flowrt.controller.slots import Slot
-from flowrt.ids import WorkerId
+from flowrt.controller.slots import Holding, Slot
+from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.wire.records import Incoming, LaneTurn, Part
 
 LaneKey = tuple[WorkerId, WorkerId, str]
@@ -41,36 +41,49 @@ class Lanes:
             del self._state[key]
 
 
-def parts_of(board: Board, columns: Iterable[str], slots: Iterable[Slot]) -> tuple[Part, ...]:
-    """The tensor columns of these slots, one part a column; a group column once per group."""
+def find_holding(board: Board, column: str, item: int) -> Holding | None:
+    """Who has this column of a slot or group; None for what is gone or has never been."""
+    spec = board.columns.get(column)
+    if spec is None:
+        return None
+    row = board.groups.get(GroupId(item)) if spec.scope == "group" else board.slots.get(SlotId(item))
+    return row.tensors.get(column) if row is not None else None
+
+
+def lose_copies(tensors: Mapping[str, Holding], worker: WorkerId) -> None:
+    """``worker`` has none of these any more."""
+    for holding in tensors.values():
+        holding.owners.discard(worker)
+        holding.sent.pop(worker, None)
+
+
+def plan(
+    board: Board, lanes: Lanes, receiver: WorkerId, columns: Iterable[str], slots: Sequence[Slot]
+) -> tuple[tuple[Part, ...], tuple[Incoming, ...]]:
+    """The tensor columns of these slots, one part a column (a group column once per group), and how they come.
+
+    There is one packed transfer per owner for whatever ``receiver`` neither holds nor is being sent.
+    """
     parts = []
-    slots = list(slots)
+    wanted: dict[WorkerId, dict[str, list[tuple[int, Holding]]]] = defaultdict(lambda: defaultdict(list))
     for name in columns:
-        column = board.columns.get(name)
-        if column is None:
-            continue  # inline
-        if column.scope == "group":
-            ids = tuple(dict.fromkeys(int(slot.group.id) for slot in slots))
+        if board.columns[name].scope == "group":
+            holdings = {int(slot.group.id): slot.group.tensors[name] for slot in slots}
         else:
-            ids = tuple(int(slot.id) for slot in slots)
-        parts.append(Part(name, ids, tuple(board.length(name, item) for item in ids)))
-    return tuple(parts)
-
-
-def plan(board: Board, lanes: Lanes, receiver: WorkerId, parts: Iterable[Part]) -> tuple[Incoming, ...]:
-    """One packed transfer per owner for whatever ``receiver`` neither holds nor is being sent."""
-    wanted: dict[WorkerId, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for part in parts:
-        for item in part.ids:
-            holding = board.holding(part.column, item)
-            if receiver not in holding.holders:
-                wanted[min(holding.owners)][part.column].append(item)
+            holdings = {int(slot.id): slot.tensors[name] for slot in slots}
+        parts.append(_part(name, list(holdings.items())))
+        for item, holding in holdings.items():
+            if receiver not in holding.owners and receiver not in holding.sent:
+                wanted[min(holding.owners)][name].append((item, holding))
     incoming = []
-    for owner, columns in wanted.items():
+    for owner, packed in wanted.items():
         turn = lanes.next_turn(owner, receiver, "samples")
-        for column, ids in columns.items():
-            for item in ids:
-                board.holding(column, item).sent[receiver] = turn
-        lengths = {column: tuple(board.length(column, item) for item in ids) for column, ids in columns.items()}
-        incoming.append(Incoming(turn, tuple(Part(name, tuple(ids), lengths[name]) for name, ids in columns.items())))
-    return tuple(incoming)
+        for rows in packed.values():
+            for _, holding in rows:
+                holding.sent[receiver] = turn
+        incoming.append(Incoming(turn, tuple(_part(name, rows) for name, rows in packed.items())))
+    return tuple(parts), tuple(incoming)
+
+
+def _part(column: str, rows: Sequence[tuple[int, Holding]]) -> Part:
+    return Part(column, tuple([item for item, _ in rows]), tuple([holding.length for _, holding in rows]))

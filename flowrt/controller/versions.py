@@ -55,15 +55,18 @@ class ModelVersions:
     holders: dict[int, set[WorkerId]] = field(default_factory=dict)
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
+    changed: bool = False  # since it was last asked who shall fetch
 
     def publish(self, worker: WorkerId, message: Publish) -> None:
         if message.version <= self.latest:
             raise RemoteProtocolError(f"{worker} published version {message.version} after {self.latest}")
+        self.changed = True
         self.latest = message.version
         self.published[message.version] = message
         self.holders[message.version] = {worker}
 
     def applied(self, worker: WorkerId, version: int) -> None:
+        self.changed = True
         before = self.receivers.get(worker, Receiver(worker, version, version))
         self.receivers[worker] = Receiver(worker, version, max(before.staged, version))
 
@@ -83,12 +86,14 @@ class ModelVersions:
 
     def failed(self, worker: WorkerId, version: int) -> None:
         """Its fetch of this version is over; the late word of another one changes nothing."""
+        self.changed = True
         fetch = self.fetching.get(worker)
         if fetch is not None and fetch.version == version:
             del self.fetching[worker]
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: it neither holds nor fetches anything."""
+        self.changed = True
         self.receivers.pop(worker, None)
         self.fetching.pop(worker, None)
         self.fetching = {who: fetch for who, fetch in self.fetching.items() if fetch.holder != worker}

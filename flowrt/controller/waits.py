@@ -1,61 +1,87 @@
-"""Requests that cannot be answered yet. Nobody polls: whatever changes the board looks here again."""
+"""Requests that cannot be answered yet. Nobody polls: what changes the board says whom to look at again."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Offer, Pull
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", Offer, Pull)
+RequestId = tuple[WorkerId, int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parked(Generic[Request]):
-    """A request, since when it waits, and what for (kept up to date for ``flowrt status``)."""
+    """A request, and since when it waits."""
 
     worker: WorkerId
     request: Request
     since_s: float
-    waits_for: str = ""
 
 
 class WaitingRoom:
     """Parked pulls by stage and parked offers, each in order of arrival."""
 
     def __init__(self) -> None:
-        self.pulls: dict[str, list[Parked[Pull]]] = defaultdict(list)
-        self.offers: list[Parked[Offer]] = []
+        self._pulls: dict[str, dict[RequestId, Parked[Pull]]] = defaultdict(dict)
+        self._offers: dict[RequestId, Parked[Offer]] = {}
+        self._of: dict[WorkerId, dict[int, Parked[Pull] | Parked[Offer]]] = defaultdict(dict)
 
-    def park_pull(self, worker: WorkerId, pull: Pull, now: float) -> None:
-        self.pulls[pull.stage].append(Parked(worker, pull, now))
+    def park_pull(self, parked: Parked[Pull]) -> None:
+        self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked
+        self._of[parked.worker][parked.request.request] = parked
 
-    def park_offer(self, worker: WorkerId, offer: Offer, now: float) -> None:
-        self.offers.append(Parked(worker, offer, now))
+    def park_offer(self, parked: Parked[Offer]) -> None:
+        self._offers[parked.worker, parked.request.request] = parked
+        self._of[parked.worker][parked.request.request] = parked
 
-    def serve_pulls(self, stage: str, serve: Callable[[Parked[Pull]], bool]) -> None:
-        """Try each parked pull of the stage; those that ``serve`` answers leave."""
-        waiting = self.pulls.get(stage)
-        if waiting:
-            self.pulls[stage] = [parked for parked in waiting if not serve(parked)]
+    def take_out(self, worker: WorkerId, request: int) -> Parked[Pull] | Parked[Offer] | None:
+        """Remove a request, if it is still parked."""
+        parked = self._of[worker].pop(request, None)
+        if parked is None:
+            return None
+        if isinstance(parked.request, Pull):
+            del self._pulls[parked.request.stage][worker, request]
+        else:
+            del self._offers[worker, request]
+        return parked
+
+    def serve_pulls(self, stage: str, serve: Callable[[Parked[Pull]], bool], more: Callable[[], bool]) -> None:
+        """Try the parked pulls of the stage in order while there is ``more``; those that ``serve`` answers leave."""
+        answered = []
+        for parked in self._pulls[stage].values():
+            if not more():
+                break
+            if serve(parked):
+                answered.append(parked)
+        for parked in answered:
+            self.take_out(parked.worker, parked.request.request)
 
     def serve_offers(self, serve: Callable[[Parked[Offer]], bool]) -> None:
         """Try the parked offers in order; behind one that has to go on waiting, the prompts of its flow wait too."""
         blocked: set[str] = set()
-        still = []
-        for parked in self.offers:
-            if parked.request.flow in blocked or not serve(parked):
-                blocked.add(parked.request.flow)
-                still.append(parked)
-        self.offers = still
+        for parked in list(self._offers.values()):
+            flow = parked.request.flow
+            if flow in blocked:
+                continue
+            if serve(parked):
+                self.take_out(parked.worker, parked.request.request)
+            else:
+                blocked.add(flow)
+
+    def of(self, worker: WorkerId) -> list[Parked[Pull] | Parked[Offer]]:
+        """What this worker waits for."""
+        return list(self._of[worker].values())
 
     def forget(self, worker: WorkerId) -> None:
-        self.offers = [parked for parked in self.offers if parked.worker != worker]
-        for stage, waiting in self.pulls.items():
-            self.pulls[stage] = [parked for parked in waiting if parked.worker != worker]
+        """The worker is gone, and with it all that it asked for."""
+        for request in list(self._of[worker]):
+            self.take_out(worker, request)
+        del self._of[worker]
 
-    def waiting(self) -> list[tuple[WorkerId, str, float]]:
-        """Who waits, for what, since when."""
-        pulls = [(one.worker, one.waits_for, one.since_s) for waiting in self.pulls.values() for one in waiting]
-        return pulls + [(one.worker, one.waits_for, one.since_s) for one in self.offers]
+    def all(self) -> Iterator[Parked[Pull] | Parked[Offer]]:
+        """Everything that is parked."""
+        for requests in self._of.values():
+            yield from requests.values()

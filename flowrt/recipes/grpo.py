@@ -13,7 +13,8 @@
 """
 
 from flowrt.controller.admission import StrictLag
-from flowrt.controller.dispatch import Fifo, TokenBudget
+from flowrt.controller.batchers import TokenBudget
+from flowrt.controller.dispatch import Fifo
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate
 from flowrt.recipes.config import RunConfig

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from flowrt.controller.dispatch import Batcher, TokenBudget
+from flowrt.controller.batchers import Batcher, TokenBudget
 from flowrt.controller.settings import Dataflow
-from flowrt.wire.records import Column, Stage
+from flowrt.wire.messages import Grant
+from flowrt.wire.records import Column, Lengths, Stage
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5
@@ -17,6 +18,16 @@ COLUMNS = (
 )
 GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "group")
 TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
+
+
+def offered_lengths(*lengths: int) -> tuple[Lengths, ...]:
+    """One prompt's group columns, as an offer brings them."""
+    return tuple(Lengths(name, (length,)) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+
+
+def leases_of(grant: Grant) -> tuple[int, ...]:
+    """The grant's lease, once a slot."""
+    return (grant.lease,) * len(grant.slots)
 
 
 def grpo_dataflow(reference: bool = True) -> Dataflow:

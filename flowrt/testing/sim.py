@@ -91,7 +91,7 @@ class Cluster:
     def stuck(self) -> str:
         """What everybody waits for."""
         window = self.core.samples.window
-        waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.core.samples.room.waiting())
+        waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.core.samples.waiting())
         return f"step {window.step}, {len(window.taken)} groups taken, {len(window.waiting)} waiting: {waits}"
 
     # ---- what can happen next

@@ -12,7 +12,16 @@ from functools import partial
 
 from flowrt.controller.events import Event, Joined, Said
 from flowrt.ids import WorkerId
-from flowrt.testing.scenario import COLUMNS, GROUP_COLUMNS, MODEL, PROMPTS_PER_EPOCH, TENSORS_MADE, Scenario
+from flowrt.testing.scenario import (
+    COLUMNS,
+    GROUP_COLUMNS,
+    MODEL,
+    PROMPTS_PER_EPOCH,
+    TENSORS_MADE,
+    Scenario,
+    leases_of,
+    offered_lengths,
+)
 from flowrt.wire import messages as m
 from flowrt.wire.records import Incoming, LaneTurn, Part, Values
 
@@ -68,11 +77,14 @@ def keys_of(parts: Iterable[Part]) -> dict[Key, int]:
 
 def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
     """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
-    ids = zip(grant.slots, grant.leases, grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
-    assert len(grant.attempts) == len(grant.spans) == len(grant.slots)
+    ids = zip(grant.slots, leases_of(grant), grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
+    assert len(grant.attempts) == len(grant.slots)
+    assert len(grant.spans) in (0, len(grant.slots))
     assert all(len(values.values) == len(grant.slots) for values in grant.inline)
     granted = keys_of(grant.parts)
-    for (slot, lease, group, member, prompt, epoch), spans in zip(ids, grant.spans, strict=True):
+    for (slot, lease, group, member, prompt, epoch), spans in zip(
+        ids, grant.spans or [()] * len(grant.slots), strict=True
+    ):
         needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
         assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
         yield Row(stage, slot, lease, group, member, prompt, epoch, spans, needs)
@@ -116,8 +128,8 @@ class Worker:
             case m.Opened(request, group):
                 offer = self.offers.pop(request)
                 self.closed = self.closed or group < 0
-                for column, length in zip(offer.columns, offer.lengths, strict=True) if group >= 0 else ():
-                    self.have[column, group] = (length, -1)
+                for one in offer.lengths if group >= 0 else ():
+                    self.have[one.column, group] = (one.lengths[0], -1)
             case m.Committed(request, refused):
                 # The slot may have come back to this worker and been made again since: only what this commit made.
                 made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
@@ -232,10 +244,10 @@ class Worker:
         self.requests += 1
         if evals < scenario.evals and rng.random() < 0.5:
             self.shared.evals_offered += 1
-            offer = m.Offer(number, "eval", evals, 0, 1, self.shared.latest(), GROUP_COLUMNS, lengths)
+            offer = m.Offer(number, "eval", (evals,), 0, 1, self.shared.latest(), offered_lengths(*lengths), ())
         else:
             epoch, prompt = divmod(number - evals, PROMPTS_PER_EPOCH)
-            offer = m.Offer(number, "train", prompt, epoch, scenario.members, 0, GROUP_COLUMNS, lengths)
+            offer = m.Offer(number, "train", (prompt,), epoch, scenario.members, 0, offered_lengths(*lengths), ())
         self.offers[number] = offer
         self.say(offer)
 
@@ -266,7 +278,7 @@ class Worker:
         """What was to come for this job did not: give it back."""
         self.jobs.remove(job)
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
-        self.say(m.Abandon(job.rows[0].stage, slots, leases, "its tensors did not come"))
+        self.say(m.Abandon(job.rows[0].stage, slots, leases, False, "its tensors did not come"))
 
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)

@@ -21,12 +21,17 @@ class TensorStore:
 
     def put(self, column: str, item: int, tensor: torch.Tensor) -> None:
         """Keep a 1-D tensor. Raises LocalProtocolError when its dtype or shape is not the column's."""
-        dtype = self.dtype(column)
-        if tensor.dtype != dtype or tensor.dim() != 1:
-            raise LocalProtocolError(
-                f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it first"
-            )
+        self.check(column, (tensor,))
         self._tensors[column, item] = tensor
+
+    def check(self, column: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Raises LocalProtocolError when one of these is not what the column takes."""
+        dtype = self.dtype(column)
+        for tensor in tensors:
+            if tensor.dtype != dtype or tensor.dim() != 1:
+                raise LocalProtocolError(
+                    f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it first"
+                )
 
     def dtype(self, column: str) -> torch.dtype:
         try:

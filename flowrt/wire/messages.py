@@ -1,16 +1,15 @@
 """The whole protocol: every message that workers and the controller exchange.
 
-Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders. Integers
-and floats in bulk are packed binary inside the message (``Ints``, ``Floats``).
-A worker begins with `Hello` and hears `Welcome` or `Refused`; a ``request`` is answered once, by a message with the
-same number, possibly much later: a pull or an offer that cannot be served yet is parked."""
+Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders. A worker
+begins with `Hello` and hears `Welcome` or `Refused`; a ``request`` is answered once, by a message with the same number,
+possibly much later: a pull or an offer that cannot be served yet is parked."""
 
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Part, Values
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values
 
-PROTOCOL = 1  # said in the greeting; both sides must speak the same one
+PROTOCOL = 2  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +52,8 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """observer: end the run."""
-
-    reason: str
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
-    """controller: the run is over, leave with this exit code."""
+    """controller: the run is over, leave with this exit code; observer: end the run."""
 
     reason: str
     code: int
@@ -78,29 +69,31 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """source: a prompt, to become a group of ``members`` slots. Parked until admission opens it."""
+    """source: prompts, each to become a group of ``members`` slots; all open at once, or the offer is parked."""
 
     request: int
     flow: str
-    prompt: int
+    prompts: Ints
     epoch: int
     members: int
-    at_least: int  # lowest policy version that may generate it; -1: the one after the last closed step
-    columns: tuple[str, ...]
-    lengths: Ints
+    at_least: int  # lowest policy version that may generate them; -1: the one after the last closed step
+    lengths: tuple[Lengths, ...]  # group columns, a length a prompt
+    tags: tuple[Values, ...]  # inline columns, a number a slot
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """source: all prompts to train on are open; an offer after this is answered when the last step is trained."""
+    """source: all my prompts of this flow are open; an offer to train after this waits for the last step's end."""
+
+    flow: str
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """controller: the offer is now group ``group``; -1 when the run needs no more prompts."""
+    """controller: the offer is now the groups from ``first`` on; -1 when the run needs no more prompts."""
 
     request: int
-    group: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +112,26 @@ class Grant:
     """controller: these slots are leased to you; ``incoming`` brings what you do not hold yet."""
 
     request: int
+    lease: int
     slots: Ints
-    leases: Ints
-    flows: tuple[str, ...]
+    flows: tuple[str, ...]  # of each slot; one for all when they are the same
     groups: Ints
     members: Ints
     prompts: Ints
     epochs: Ints
     attempts: Ints
-    spans: tuple[Ints, ...]  # a slot: version, tokens, version, tokens, …
+    spans: tuple[Ints, ...]  # a slot: version, tokens, version, tokens, …; none where nothing is generated yet
     inline: tuple[Values, ...]
     parts: tuple[Part, ...]
     incoming: tuple[Incoming, ...]
-    closed: bool  # the train stage: nothing more will come of this step
+    closed: bool  # nothing more will come: of this step (train stage), of the stream
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """worker: forget this pull or offer if it is still parked (then it is refused, with what it waited for)."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +158,12 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """worker: I give these leases back."""
+    """worker: I give these leases back; ``lost``: nobody can make these samples, the run's policy decides."""
 
     stage: str
     slots: Ints
     leases: Ints
+    lost: bool
     reason: str
 
 
@@ -290,10 +291,9 @@ class Status:
 
 # fmt: off
 Message = (
-    Hello | Welcome | Heartbeat | Finished | Bye | Cancel | Stop | Refused
-    | Offer | Exhausted | Opened | Pull | Grant | Commit | Committed | Abandon | Free | StepDone
-    | Serve | Undelivered | Signal | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire
-    | Report | Status
+    Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant | Withdraw
+    | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
+    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
 )
 # fmt: on
 

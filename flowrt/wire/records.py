@@ -9,6 +9,15 @@ Floats = Annotated[tuple[float, ...], "d"]
 """Real numbers packed as little-endian float64."""
 
 
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64"), 8),
+}
+"""The dtypes that a column may have, by torch's names, and the size of an element."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A tensor column: 1-D, ragged, of one dtype; scope says whether a slot or its whole group has one."""
@@ -28,6 +37,14 @@ class Stage:
     flow: str = ""  # only groups of this flow; empty: all
     whole_groups: bool = False  # ready only when all slots of the group are, and leased together
     generates: bool = False  # makes tokens with a policy version: admission decides who may start
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A tensor column that stays with whoever offers it: how many elements each prompt has."""
+
+    column: str
+    lengths: Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,10 +124,10 @@ async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[ap
     batch = await rollout.pull("rollout", slots=2)
     assert all(torch.equal(tensor, prompt) for tensor in batch.tensors["prompt"])
     spans = [(0, 3), (0, 0)]
-    await rollout.commit("rollout", batch.slots, batch.grant.leases, {"response": responses}, spans=spans)
+    await rollout.commit("rollout", batch.slots, batch.leases, {"response": responses}, spans=spans)
     judged = await reward.pull("reward", slots=8)
     assert all(torch.equal(a, b) for a, b in zip(judged.tensors["response"], responses, strict=True))
-    await reward.commit("reward", judged.slots, judged.grant.leases, inline={"reward": [0.5, 1.0]})
+    await reward.commit("reward", judged.slots, judged.leases, inline={"reward": [0.5, 1.0]})
     learned = await trainer.pull("train", slots=0, step=0)
     assert learned.inline["reward"] == [0.5, 1.0]
     assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], responses, strict=True))

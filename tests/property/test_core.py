@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.dispatch import GroupCount, TokenBudget
+from flowrt.controller.batchers import GroupCount, TokenBudget
 from flowrt.controller.events import Command, Event, Said
 from flowrt.testing.scenario import Scenario
 from flowrt.testing.sim import Cluster
@@ -74,6 +74,7 @@ def assert_sound(cluster: Cluster) -> None:
     # Nothing stays behind.
     board = cluster.core.samples.board
     assert (board.groups, board.slots, board.leases) == ({}, {}, {})
+    assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
     for worker in cluster.workers.values():
         assert worker.have == {}, f"{worker.id} still holds {sorted(worker.have)}"
         assert set(worker.coming.values()) <= worker.failed
@@ -185,7 +186,7 @@ def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenar
         samples = cluster.core.samples
         for group in samples.board.groups.values():
             if group.flow == "train":
-                ready = "ready" if group.id in samples.board.ready["train"] else "in_flight"
+                ready = "ready" if group.id in samples.board.ready_groups["train"] else "in_flight"
                 actual = "leased" if group.id in samples.window.taken else ready
                 assert cluster.state[group.epoch, group.prompt] == actual, f"group {group.id} after {event}"
         return commands

@@ -3,7 +3,8 @@
 import pytest
 
 from flowrt.controller.board import Board
-from flowrt.controller.slots import Group, Slot
+from flowrt.controller.dispatch import Fifo
+from flowrt.controller.slots import Group, Lease, Slot
 from flowrt.errors import LocalProtocolError
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import grpo_dataflow
@@ -13,22 +14,35 @@ SOURCE, ROLLOUT, REWARD = WorkerId("source"), WorkerId("rollout"), WorkerId("rew
 
 def new_board() -> Board:
     flow = grpo_dataflow()
-    return Board(flow.columns, flow.stages)
+    return Board(flow.columns, flow.stages, Fifo().queue)
 
 
 def open_group(board: Board, members: int = 2, flow: str = "train") -> Group:
-    return board.open(flow, 7, 0, members, 0, SOURCE, {"prompt": 4, "answer": 1})
+    (group,) = board.open(flow, [7], 0, members, 0, SOURCE, {"prompt": [4], "answer": [1]}, {})
+    return group
 
 
 def ready(board: Board, stage: str) -> list[int]:
-    return list(board.ready[stage].oldest_first())
+    if stage in board.ready_groups:
+        return list(board.ready_groups[stage])
+    return [slot.id for slot in board.slots.values() if slot in board.ready[stage]]
+
+
+def lease_of(board: Board, stage: str, slot: Slot, worker: WorkerId = ROLLOUT) -> Lease:
+    """Take the slot out of its queue, as a pull does, and lease it."""
+    board.ready[stage].discard(slot)
+    return board.lease(stage, [slot], worker, 10.0, 0)
+
+
+def done(board: Board, slot: Slot) -> set[str]:
+    return {stage for stage in board.stages if board.is_done(slot, stage)}
 
 
 def do(board: Board, slot: Slot, stage: str, worker: WorkerId = ROLLOUT) -> None:
-    (lease,) = board.lease(stage, [slot], worker, 10.0, 0)
+    lease = lease_of(board, stage, slot, worker)
     lengths = {column: 3 for column in board.stages[stage].makes if column in board.columns}
     inline = {column: 0.5 for column in board.stages[stage].makes if column not in board.columns}
-    board.commit(lease, lengths, inline, (0, 3) if stage == "rollout" else ())
+    board.commit(lease, slot, lengths, inline, (0, 3) if stage == "rollout" else ())
 
 
 def test_a_new_group_is_ready_for_what_needs_its_prompt_only() -> None:
@@ -46,9 +60,10 @@ def test_a_new_group_is_ready_for_what_needs_its_prompt_only() -> None:
 def test_a_lease_takes_a_slot_off_the_ready_ones_and_its_release_puts_it_back_in_order() -> None:
     board = new_board()
     first, second = open_group(board).slots
-    (lease,) = board.lease("rollout", [first], ROLLOUT, 10.0, 0)
+    lease = lease_of(board, "rollout", first)
     assert ready(board, "rollout") == [second.id]
-    board.release(lease)
+    assert lease.slots == {first.id: first}
+    board.release(first, "rollout")
     assert ready(board, "rollout") == [first.id, second.id]
     assert board.leases == {}
 
@@ -56,7 +71,7 @@ def test_a_lease_takes_a_slot_off_the_ready_ones_and_its_release_puts_it_back_in
 def test_a_slot_cannot_be_leased_twice_or_after_it_is_done() -> None:
     board = new_board()
     first, second = open_group(board).slots
-    board.lease("rollout", [first], ROLLOUT, 10.0, 0)
+    lease_of(board, "rollout", first)
     with pytest.raises(LocalProtocolError):
         board.lease("rollout", [first], ROLLOUT, 10.0, 0)
     do(board, second, "rollout")
@@ -67,7 +82,7 @@ def test_a_slot_cannot_be_leased_twice_or_after_it_is_done() -> None:
 def test_a_lease_is_found_by_its_worker_only() -> None:
     board = new_board()
     slot = open_group(board).slots[0]
-    (lease,) = board.lease("rollout", [slot], ROLLOUT, 10.0, 0)
+    lease = lease_of(board, "rollout", slot)
     assert board.find_lease(lease.id, ROLLOUT) is lease
     assert board.find_lease(lease.id, REWARD) is None
     assert board.find_lease(lease.id + 1, ROLLOUT) is None
@@ -114,8 +129,8 @@ def test_undo_takes_along_what_was_made_from_it_and_names_the_dead_copies() -> N
     dead = board.undo(first, "rollout")
     assert dead[WorkerId("rollout-worker")] == {"response", "logprobs"}
     assert dead[WorkerId("reference-worker")] == {"ref_logprobs"}
-    assert (first.done, first.tensors, first.inline, first.spans) == (set(), {}, {}, ())
-    assert second.done == {"rollout", "reward", "reference"}
+    assert (first.done, first.tensors, first.inline, first.spans) == (0, {}, {}, ())
+    assert done(board, second) == {"rollout", "reward", "reference"}
     assert ready(board, "rollout") == [first.id]
     assert ready(board, "reward") == ready(board, "train") == []
 
@@ -126,7 +141,7 @@ def test_undo_of_a_later_stage_leaves_the_earlier_ones() -> None:
     for stage in ("rollout", "reward", "reference"):
         do(board, slot, stage)
     board.undo(slot, "reference")
-    assert slot.done == {"rollout", "reward"}
+    assert done(board, slot) == {"rollout", "reward"}
     assert slot.spans == (0, 3)
     assert ready(board, "reference") == [slot.id]
 
@@ -135,7 +150,7 @@ def test_undo_ends_the_leases_on_what_it_takes_away() -> None:
     board = new_board()
     slot = open_group(board).slots[0]
     do(board, slot, "rollout")
-    (lease,) = board.lease("reward", [slot], REWARD, 10.0, 0)
+    lease = lease_of(board, "reward", slot, REWARD)
     board.undo(slot, "rollout")
     assert board.find_lease(lease.id, REWARD) is None
     assert slot.leases == {}
@@ -147,6 +162,7 @@ def test_a_closed_group_leaves_nothing_behind() -> None:
     board.lease("rollout", group.slots[:1], ROLLOUT, 10.0, 0)
     board.close(group)
     assert (board.groups, board.slots, board.leases) == ({}, {}, {})
+    assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
     assert all(len(queue) == 0 for queue in board.ready.values())
 
 

@@ -9,11 +9,11 @@ import pytest
 from flowrt.controller.events import Command, End, Gone, Record, StepClosed, Tick
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.testing.scenario import GROUP_COLUMNS, MODEL
+from flowrt.testing.scenario import MODEL, leases_of, offered_lengths
 from flowrt.testing.sim import LEASE_S
 from flowrt.testing.talk import Talk
 from flowrt.wire import messages as m
-from flowrt.wire.records import LaneTurn, Part, Values
+from flowrt.wire.records import LaneTurn, Lengths, Part, Values
 
 
 def granted_talk() -> tuple[Talk, m.Grant]:
@@ -81,7 +81,7 @@ def test_spans_come_from_the_stage_that_generates_only() -> None:
     score = talk.pull("reward0", "reward")
     assert score is not None
     values = (Values("reward", (1.0,)),)
-    talk.assert_illegal("reward0", m.Commit(3, "reward", score.slots, score.leases, (), values, ((7, 3),)))
+    talk.assert_illegal("reward0", m.Commit(3, "reward", score.slots, leases_of(score), (), values, ((7, 3),)))
 
 
 def test_training_is_ended_by_the_step_not_by_a_commit() -> None:
@@ -89,7 +89,7 @@ def test_training_is_ended_by_the_step_not_by_a_commit() -> None:
     talk.ready_to_train()
     grant = talk.pull("trainer0", "train", 0)
     assert grant is not None
-    talk.assert_illegal("trainer0", m.Commit(5, "train", grant.slots, grant.leases, (), (), ()))
+    talk.assert_illegal("trainer0", m.Commit(5, "train", grant.slots, leases_of(grant), (), (), ()))
 
 
 def test_a_step_ends_once_and_only_when_it_is_full() -> None:
@@ -128,14 +128,15 @@ def test_what_only_the_controller_says_is_illegal() -> None:
         (("prompt",), (4,)),
         (("prompt", "answer", "colour"), (4, 1, 1)),
         (("prompt", "response"), (4, 1)),
-        (GROUP_COLUMNS, (-4, 1)),
+        (("prompt", "answer"), (-4, 1)),
         (("prompt", "prompt", "answer"), (4, 4, 1)),
     ],
 )
 def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, ...], lengths: tuple[int, ...]) -> None:
     talk = Talk()
     try:
-        commands = talk.say("source0", m.Offer(1, "train", 0, 0, 1, 0, columns, lengths))
+        offered = tuple(Lengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
+        commands = talk.say("source0", m.Offer(1, "train", (0,), 0, 1, 0, offered, ()))
     except RemoteProtocolError:
         commands = []
     assert talk.heard(commands, m.Opened) == []
@@ -145,7 +146,7 @@ def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, 
 def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
     # rollout0 is to receive the prompt but has not said anything since: rollout1 must not be sent to it.
     talk = Talk()
-    talk.say("source0", m.Offer(0, "train", 0, 0, 2, 0, GROUP_COLUMNS, (4, 1)))
+    talk.say("source0", m.Offer(0, "train", (0,), 0, 2, 0, offered_lengths(4, 1), ()))
     assert talk.pull("rollout0", "rollout") is not None
     second = talk.pull("rollout1", "rollout")
     assert second is not None
@@ -183,7 +184,7 @@ def test_a_failed_transfer_is_believed_even_when_its_lease_has_ended() -> None:
 
 def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
     talk = Talk(members=2)
-    talk.say("source0", m.Offer(0, "train", 0, 0, 2, 0, GROUP_COLUMNS, (4, 1)))
+    talk.say("source0", m.Offer(0, "train", (0,), 0, 2, 0, offered_lengths(4, 1), ()))
     for _ in range(2):
         grant = talk.pull("rollout0", "rollout")
         assert grant is not None

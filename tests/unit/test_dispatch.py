@@ -1,79 +1,90 @@
 """Ready queues, who gets which slot, when a micro-batch is full, and the admission arithmetic."""
 
+from collections.abc import Callable
+
 import pytest
 
 from flowrt.controller.admission import StrictLag
-from flowrt.controller.dispatch import Fifo, GroupCount, ReadyQueue, TokenBudget
+from flowrt.controller.batchers import GroupCount, TokenBudget
+from flowrt.controller.dispatch import Fifo, FifoQueue, Puller, Start
 from flowrt.controller.slots import Group, Slot
 from flowrt.errors import ConfigError
-from flowrt.ids import GroupId, SlotId
+from flowrt.ids import GroupId, SlotId, WorkerId
+from flowrt.wire.records import Stage
 
+STAGE = Stage("rollout", (), ())
 GROUP = Group(GroupId(0), "train", 0, 0, 0)
 SLOTS = [Slot(SlotId(number), GROUP, number) for number in range(5)]
 
 
-def filled(*items: int) -> ReadyQueue:
-    queue = ReadyQueue()
+def filled(*items: int) -> FifoQueue:
+    queue = Fifo().queue(STAGE)
     for item in items:
-        queue.add(item)
+        queue.add([SLOTS[item]])
     return queue
 
 
-def test_a_ready_queue_is_in_order_of_issue_not_of_arrival() -> None:
-    assert list(filled(5, 1, 3).oldest_first()) == [1, 3, 5]
+def pulling(room: int, may_start: Callable[[Slot], Start] | None = None) -> Puller:
+    return Puller(WorkerId("rollout"), room, may_start, lambda slot: 0)
 
 
-def test_looking_removes_nothing() -> None:
+def taken(queue: FifoQueue, room: int = 9, may_start: Callable[[Slot], Start] | None = None) -> list[int]:
+    return [slot.id for slot in queue.take(pulling(room, may_start))]
+
+
+def test_a_queue_is_in_order_of_issue_not_of_arrival() -> None:
+    assert taken(filled(4, 1, 3)) == [1, 3, 4]
+
+
+def test_what_is_taken_is_gone_and_what_is_beyond_the_room_stays() -> None:
     queue = filled(2, 1, 3)
-    for item in queue.oldest_first():
-        if item == 2:
-            break
-    assert list(queue.oldest_first()) == list(queue.oldest_first()) == [1, 2, 3]
-
-
-def test_what_is_discarded_is_gone_even_while_someone_looks() -> None:
-    queue = filled(1, 2, 3)
-    for item in queue.oldest_first():
-        queue.discard(item)
-        if item == 2:
-            break
-    assert list(queue.oldest_first()) == [3]
+    assert taken(queue, 2) == [1, 2]
     assert len(queue) == 1
-    assert 1 not in queue
+    assert SLOTS[3] in queue
+    assert SLOTS[1] not in queue
+
+
+def test_what_is_discarded_is_gone() -> None:
+    queue = filled(1, 2, 3)
+    queue.discard(SLOTS[2])
+    assert taken(queue) == [1, 3]
 
 
 def test_discard_and_add_again_keeps_one_entry_in_its_old_place() -> None:
     queue = filled(1, 2, 3)
     for _ in range(3):
-        queue.discard(1)
-        queue.add(1)
-    queue.add(2)
-    assert list(queue.oldest_first()) == [1, 2, 3]
+        queue.discard(SLOTS[1])
+        queue.add([SLOTS[1]])
+    queue.add([SLOTS[2]])
     assert len(queue) == 3
+    assert taken(queue) == [1, 2, 3]
+    assert taken(queue) == []
 
 
 def test_discarding_what_is_not_there_is_nothing() -> None:
     queue = filled(1)
-    queue.discard(9)
-    assert list(queue.oldest_first()) == [1]
-
-
-def test_first_issued_is_first_served() -> None:
-    assert Fifo().choose(iter(SLOTS), 3, lambda slot: True) == SLOTS[:3]
-    assert Fifo().choose(iter(SLOTS), 9, lambda slot: True) == SLOTS
-    assert Fifo().choose(iter(SLOTS), 0, lambda slot: True) == []
+    queue.discard(SLOTS[4])
+    assert taken(queue) == [1]
 
 
 def test_nobody_overtakes_a_slot_that_may_not_start_yet() -> None:
-    assert Fifo().choose(iter(SLOTS), 5, lambda slot: slot.id != 2) == SLOTS[:2]
+    queue = filled(0, 1, 2, 3)
+    assert taken(queue, 9, lambda slot: Start.NOT_YET if slot.id == 2 else Start.NOW) == [0, 1]
+    assert taken(queue) == [2, 3]
+
+
+def test_who_waits_for_weights_of_its_own_wish_holds_up_nobody() -> None:
+    queue = filled(0, 1, 2, 3)
+    assert taken(queue, 2, lambda slot: Start.ELSEWHERE if slot.id in (0, 2) else Start.NOW) == [1, 3]
+    assert taken(queue) == [0, 2]
 
 
 def test_a_token_budget_is_full_at_its_number_of_tokens() -> None:
-    assert [TokenBudget(10).full(1, tokens) for tokens in (9, 10, 11)] == [False, True, True]
+    assert [TokenBudget(10).full(1, tokens, 1) for tokens in (9, 10, 11)] == [False, True, True]
 
 
 def test_a_group_count_is_full_at_its_number_of_groups() -> None:
-    assert [GroupCount(2).full(groups, 10**9) for groups in (0, 1, 2, 3)] == [False, False, True, True]
+    assert [GroupCount(2).full(groups, 10**9, 1) for groups in (0, 1, 2, 3)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("amount", [0, -1])

@@ -9,7 +9,7 @@ def test_the_last_step_takes_what_is_there() -> None:
     talk.ready_to_train()
     assert talk.pull("trainer0", "train", 0) is not None
     assert talk.pull("trainer0", "train", 0) is None  # the step has a place left: it waits for another group
-    granted = talk.heard(talk.say("source0", m.Exhausted()), m.Grant)
+    granted = talk.heard(talk.say("source0", m.Exhausted("train")), m.Grant)
     assert [(who, grant.closed) for who, grant in granted] == [("trainer0", True)]
     assert talk.core.samples.window.quota == 1
 
@@ -17,19 +17,19 @@ def test_the_last_step_takes_what_is_there() -> None:
 def test_an_offer_after_the_last_prompt_is_answered_by_the_end_of_the_last_step() -> None:
     talk = Talk(groups_per_step=2, steps=5)
     talk.ready_to_train()
-    talk.say("source0", m.Exhausted())
+    talk.say("source0", m.Exhausted("train"))
     assert not talk.heard(talk.offer(prompt=9), m.Opened)
     assert talk.pull("trainer0", "train", 0) is not None
     assert not talk.core.samples.window.over
     closed = talk.say("trainer0", m.StepDone(0, ()))
-    assert [opened.group for _, opened in talk.heard(closed, m.Opened)] == [-1]
+    assert [opened.first for _, opened in talk.heard(closed, m.Opened)] == [-1]
     assert talk.core.samples.window.over
 
 
 def test_nothing_to_train_at_all_is_over_at_once() -> None:
     talk = Talk(groups_per_step=2, steps=5)
-    talk.say("source0", m.Exhausted())
-    assert [opened.group for _, opened in talk.heard(talk.offer(prompt=9), m.Opened)] == [-1]
+    talk.say("source0", m.Exhausted("train"))
+    assert [opened.first for _, opened in talk.heard(talk.offer(prompt=9), m.Opened)] == [-1]
     grant = talk.pull("trainer0", "train", 0)
     assert grant is not None
     assert grant.closed

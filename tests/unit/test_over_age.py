@@ -37,7 +37,7 @@ def test_generation_waits_for_the_newest_weights_at_bound_zero() -> None:
     talk.say("trainer0", m.StepDone(0, ()))
     talk.offer(prompt=5)
     assert talk.pull("rollout1", "rollout") is None
-    [(_, reason, _)] = [one for one in talk.core.samples.room.waiting() if one[0] == "rollout1"]
+    [(_, reason, _)] = [one for one in talk.core.samples.waiting() if one[0] == "rollout1"]
     assert reason == "newer weights: 1 slots ready for rollout, but version 0 would be too old"
     talk.say("trainer0", m.Publish(MODEL, 1, (8,), 0))
     granted = talk.heard(talk.say("rollout1", m.Applied(MODEL, 1)), m.Grant)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from flowrt.controller.admission import StrictLag
-from flowrt.controller.dispatch import Batcher, GroupCount, TokenBudget
+from flowrt.controller.batchers import Batcher, GroupCount, TokenBudget
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.ids import GroupId, SlotId
@@ -12,7 +12,8 @@ from flowrt.ids import GroupId, SlotId
 def group_of(number: int, oldest: int | None) -> Group:
     group = Group(GroupId(number), "train", number, 0, 0)
     spans = () if oldest is None else (oldest, 4)
-    group.slots.append(Slot(SlotId(number), group, 0, spans=spans))
+    group.slots.append(Slot(SlotId(number), group, 0))
+    group.slots[0].spans = spans
     return group
 
 
@@ -22,8 +23,7 @@ def window_of(
     """A window in which group i has a token of version oldest[i]; None: it has none yet."""
     window = TrainingWindow(per_step, 10, in_order, step=step)
     groups = [group_of(number, version) for number, version in enumerate(oldest)]
-    for group in groups:
-        window.enter(group)
+    window.enter(groups)
     return window, groups
 
 
@@ -74,7 +74,7 @@ def test_enough_is_open_when_the_live_groups_complete_the_run() -> None:
     window = TrainingWindow(2, 2, False)
     for number in range(4):
         assert not window.enough_opened()
-        window.enter(group_of(number, None))
+        window.enter([group_of(number, None)])
     assert window.enough_opened()
     window.step = 2
     assert window.over

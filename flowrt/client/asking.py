@@ -1,0 +1,100 @@
+"""Requests of a worker and their answers: each is answered once, or its wait ends at a deadline, saying for what."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowrt.errors import FlowError, RemoteProtocolError, WaitExpired
+from flowrt.wire import messages as m
+
+Request = m.Offer | m.Pull | m.Commit
+LAST_WORD_S = 30.0
+"""How long the controller may take to answer a request that was withdrawn."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request without an answer yet."""
+
+    message: Request
+    reply: asyncio.Future[Any]
+    withdrawn: bool = False
+
+
+class Asking:
+    """The open requests of one session."""
+
+    def __init__(self, worker: str, send: Callable[[m.Message], None]) -> None:
+        self._worker = worker
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, _Open] = {}
+        self._ended: FlowError | None = None
+        self._numbers = 0
+
+    def number(self) -> int:
+        """A fresh request number."""
+        self._numbers += 1
+        return self._numbers
+
+    async def ask(self, message: Request, deadline_s: float) -> Any:
+        """Send a request and wait for its answer.
+
+        Raises WaitExpired when there is none within ``deadline_s`` seconds: then the controller has forgotten the
+        request. Raises RemoteProtocolError when it is refused, and what ended the session when that happens.
+        """
+        if self._ended is not None:
+            raise self._ended
+        one = _Open(message, self._loop.create_future())
+        self._open[message.request] = one
+        timer = self._loop.call_later(deadline_s, self._expire, one, deadline_s)
+        try:
+            self._send(message)
+            return await one.reply
+        finally:
+            timer.cancel()
+            del self._open[message.request]
+            if one.reply.cancelled() and self._ended is None:
+                # Whoever asked has given up: nothing may wait at the controller in its name.
+                self._withdraw(one)
+
+    def answer(self, request: int, outcome: m.Message) -> bool:
+        """Hand an answer to whoever waits for it; False when nobody does any more."""
+        one = self._open.get(request)
+        if one is None or one.reply.done():
+            return False
+        if not isinstance(outcome, m.Refused):
+            one.reply.set_result(outcome)
+        elif one.withdrawn:
+            one.reply.set_exception(WaitExpired(f"{self._worker}: {type(one.message).__name__} {outcome.reason}"))
+        else:
+            one.reply.set_exception(RemoteProtocolError(outcome.reason))
+        return True
+
+    def end(self, error: FlowError) -> None:
+        """No answer will come any more: whoever waits gets this error."""
+        self._ended = error
+        for one in self._open.values():
+            if not one.reply.done():
+                one.reply.set_exception(error)
+
+    def _expire(self, one: _Open, deadline_s: float) -> None:
+        # It may have been answered at this very moment; the controller's answer to the withdrawal decides.
+        if one.withdrawn or not self._withdraw(one):
+            if not one.reply.done():
+                one.reply.set_exception(
+                    WaitExpired(
+                        f"{self._worker} waited {deadline_s:.1f} s for an answer to {type(one.message).__name__}, and "
+                        "the controller does not even say why; look at its log"
+                    )
+                )
+            return
+        self._loop.call_later(LAST_WORD_S, self._expire, one, deadline_s + LAST_WORD_S)
+
+    def _withdraw(self, one: _Open) -> bool:
+        if isinstance(one.message, m.Commit):
+            return False
+        one.withdrawn = True
+        self._send(m.Withdraw(one.message.request))
+        return True

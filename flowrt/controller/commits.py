@@ -1,0 +1,44 @@
+"""What a commit has to bring, checked before anything is changed."""
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from flowrt.wire.messages import Commit
+from flowrt.wire.records import Stage
+
+
+class Makes(NamedTuple):
+    """The columns that a stage makes, sorted: tensors, and numbers that travel with the commit."""
+
+    tensors: list[str]
+    numbers: list[str]
+
+    @classmethod
+    def of(cls, stage: Stage, columns: Container[str]) -> "Makes":
+        made = sorted(stage.makes)
+        return cls([name for name in made if name in columns], [name for name in made if name not in columns])
+
+
+def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> str:
+    """What is wrong with a commit of this stage; empty when its columns fit the stage and each other."""
+    count = len(message.slots)
+    if stage.whole_groups:
+        return "what takes whole groups ends with its step"
+    tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
+    if (sorted(tensors), sorted(numbers)) != makes:
+        return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
+    sizes = [len(message.leases), *(len(one.lengths) for one in message.parts)]
+    sizes += [len(one.values) for one in message.inline]
+    if any(size != count for size in sizes):
+        return f"its columns have {sizes} rows for {count} slots"
+    if any(part.ids != message.slots or min(part.lengths, default=0) < 0 for part in message.parts):
+        return "its parts are not of its slots, or of negative length"
+    if len(message.spans) != (count if stage.generates else 0):
+        return f"it has {len(message.spans)} spans for {count} slots"
+    return next((wrong for span in message.spans if (wrong := _wrong_span(span, latest))), "")
+
+
+def _wrong_span(span: Sequence[int], latest: int) -> str:
+    if not span or len(span) % 2 or not all(0 <= version <= latest for version in span[::2]):
+        return f"span {span} is not pairs of a published version and its tokens"
+    return ""
