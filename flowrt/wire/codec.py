@@ -2,6 +2,10 @@
 
 Bytes from a peer are never trusted: sizes are limited before anything is allocated, and whatever does not fit a
 message's declared types raises RemoteProtocolError with the path of the field. Nothing is ever unpickled.
+
+The controller spends much of its time here, so each kind of record gets a straight-line encoder and decoder of its own,
+compiled from its declaration when it is first used, the way dataclasses make their ``__init__``. A path is only put
+together once a field is wrong.
 """
 
 import dataclasses
@@ -20,21 +24,31 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_ITEMS = 1_000_000
 
 Encoder = Callable[[Any], Any]
-Decoder = Callable[[Any, str], Any]
+Decoder = Callable[[Any], Any]
 _TAGS: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
 _ITEM_BYTES = 8
+_KEEP_BYTES = 1024 * 1024
+_SCALARS = (int, float, str, bytes, bool)
+_TEXT = {str}
+_NO_BYTES = b""
+_NO_VALUES = ()
+
+_pack = msgpack.Packer(use_bin_type=True).pack
 
 
 def encode(message: Message) -> bytes:
     """Pack a message. Raises LocalProtocolError when a field holds what its type does not allow."""
+    global _pack
     kind: type = type(message)
-    tag = _TAGS.get(kind)
-    if tag is None:
+    if kind not in _TAGS:
         raise LocalProtocolError(f"{kind.__name__} is not a message; see wire/messages.py for those that are")
     try:
-        data: bytes = msgpack.packb([tag, *_record_encoder(kind)(message)], use_bin_type=True)
+        data: bytes = _pack(_record_encoder(kind)(message))
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise LocalProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
+    if len(data) > _KEEP_BYTES:
+        # A packer keeps a buffer as large as its largest message; an exception must not stay in memory for good.
+        _pack = msgpack.Packer(use_bin_type=True).pack
     if len(data) > MAX_MESSAGE_BYTES:
         raise LocalProtocolError(f"{kind.__name__} has {len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
     return data
@@ -42,70 +56,124 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Unpack and validate one message. Raises RemoteProtocolError on anything else."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    size = len(data)
+    if size > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         raw = msgpack.unpackb(
             data,
             use_list=False,
             raw=False,
             strict_map_key=True,
-            max_array_len=min(MAX_ITEMS, len(data)),
+            max_array_len=size if size < MAX_ITEMS else MAX_ITEMS,
             max_map_len=0,
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise RemoteProtocolError(f"{len(data)} bytes are not a MessagePack message: {error}") from error
-    if not isinstance(raw, tuple) or not raw or type(raw[0]) is not int or not 0 <= raw[0] < len(MESSAGES):
+        raise RemoteProtocolError(f"{size} bytes are not a MessagePack message: {error}") from error
+    if type(raw) is not tuple or not raw or type(raw[0]) is not int or not 0 <= raw[0] < len(MESSAGES):
         raise RemoteProtocolError("a message must be an array that begins with a known tag")
     kind: type = MESSAGES[raw[0]]
-    message: Message = _record_decoder(kind)(raw[1:], kind.__name__)
+    try:
+        message: Message = _record_decoder(kind)(raw)
+    except _Misfit as misfit:
+        raise RemoteProtocolError(f"{kind.__name__}{misfit.path} must be {misfit.expected}") from None
     return message
 
 
+class _Misfit(Exception):
+    """What was received does not fit; the path grows as it is passed outwards."""
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(expected)
+        self.expected = expected
+        self.path = ""
+
+    def within(self, step: str) -> "_Misfit":
+        self.path = step + self.path
+        return self
+
+
+# ---- records: compiled
+
+
 @cache
-def _record_encoder(kind: type) -> Callable[[Any], list[Any]]:
-    hints = get_type_hints(kind, include_extras=True)
-    fields = [(field.name, _encoder(hints[field.name])) for field in dataclasses.fields(kind)]
-
-    def encode_record(value: Any) -> list[Any]:
-        if type(value) is not kind:
-            raise TypeError(f"expected {kind.__name__}, got {type(value).__name__} {value!r:.80}")
-        return [field_encoder(getattr(value, name)) for name, field_encoder in fields]
-
-    return encode_record
+def _record_encoder(kind: type) -> Encoder:
+    """A function from a record to the tuple that is packed for it, a message's tag in front."""
+    lines = ["def compiled(value):", "    if type(value) is not kind:", "        wrong(value, kind)"]
+    scope: dict[str, Any] = {"kind": kind, "wrong": _wrong, "scalar": _scalar, "tag": _TAGS.get(kind)}
+    items = ["tag"] if kind in _TAGS else []
+    for number, (name, hint) in enumerate(_fields(kind)):
+        if hint in _SCALARS:
+            scope[f"type{number}"] = hint
+            lines += [
+                f"    item{number} = value.{name}",
+                f"    if type(item{number}) is not type{number}:",
+                f"        item{number} = scalar(item{number}, type{number})",
+            ]
+        else:
+            scope[f"encode{number}"] = _encoder(hint)
+            lines += [f"    item{number} = encode{number}(value.{name})"]
+        items.append(f"item{number}")
+    lines += [f"    return ({''.join(f'{item}, ' for item in items)})"]
+    return _compiled(lines, scope)
 
 
 @cache
 def _record_decoder(kind: type) -> Decoder:
+    """A function from what was unpacked, a message's tag in front, to the record. Raises _Misfit."""
+    fields = _fields(kind)
+    items = (["tag"] if kind in _TAGS else []) + [f"item{number}" for number in range(len(fields))]
+    lines = [
+        "def compiled(raw):",
+        f"    if type(raw) is not tuple or len(raw) != {len(items)}:",
+        f"        raise Misfit('an array of {len(fields)} fields')",
+        f"    {''.join(f'{item}, ' for item in items)} = raw" if items else "    pass",
+    ]
+    scope: dict[str, Any] = {"kind": kind, "Misfit": _Misfit, "misfit_of": _misfit_of}
+    for number, (name, hint) in enumerate(fields):
+        if hint in _SCALARS:
+            scope[f"type{number}"] = hint
+            lines += [
+                f"    if type(item{number}) is not type{number}:",
+                f"        raise misfit_of(item{number}, type{number}).within('.{name}')",
+            ]
+        else:
+            scope[f"decode{number}"] = _decoder(hint)
+            lines += [
+                "    try:",
+                f"        item{number} = decode{number}(item{number})",
+                "    except Misfit as misfit:",
+                f"        raise misfit.within('.{name}')",
+            ]
+    lines += [f"    return kind({', '.join(f'item{number}' for number in range(len(fields)))})"]
+    return _compiled(lines, scope)
+
+
+def _fields(kind: type) -> list[tuple[str, Any]]:
     hints = get_type_hints(kind, include_extras=True)
-    fields = [(f"{field.name}", _decoder(hints[field.name])) for field in dataclasses.fields(kind)]
-
-    def decode_record(raw: Any, path: str) -> Any:
-        if type(raw) is not tuple or len(raw) != len(fields):
-            raise RemoteProtocolError(f"{path} must be an array of {len(fields)} fields")
-        return kind(*[decoder(item, f"{path}.{name}") for (name, decoder), item in zip(fields, raw, strict=True)])
-
-    return decode_record
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
 
 
-def _encoder(hint: Any) -> Encoder:
-    if get_origin(hint) is Annotated:
-        code = hint.__metadata__[0]
-        return lambda values: struct.pack(f"<{len(values)}{code}", *_sequence(values))
-    if dataclasses.is_dataclass(hint):
-        return _record_encoder(hint)  # type: ignore[arg-type]
-    if get_origin(hint) is tuple:
-        arguments = get_args(hint)
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            item_encoder = _encoder(arguments[0])
-            return lambda values: [item_encoder(value) for value in _sequence(values)]
-        encoders = [_encoder(argument) for argument in arguments]
-        return lambda values: [one(value) for one, value in zip(encoders, _sequence(values), strict=True)]
-    if get_origin(hint) in (Union, UnionType):
-        inner = _encoder(next(argument for argument in get_args(hint) if argument is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    return _scalar_encoder(hint)
+def _compiled(lines: list[str], scope: dict[str, Any]) -> Callable[[Any], Any]:
+    exec("\n".join(lines), scope)  # noqa: S102 (names come from our own declarations, never from a peer)
+    function: Callable[[Any], Any] = scope["compiled"]
+    return function
+
+
+# ---- everything else: composed
+
+
+def _wrong(value: Any, hint: type) -> None:
+    raise TypeError(f"expected {hint.__name__}, got {type(value).__name__} {value!r:.80}")
+
+
+def _scalar(value: Any, hint: type) -> Any:
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        _wrong(value, hint)
+    return value
 
 
 def _sequence(values: Any) -> Any:
@@ -114,13 +182,48 @@ def _sequence(values: Any) -> Any:
     return values
 
 
-def _scalar_encoder(hint: Any) -> Encoder:
-    def check(value: Any) -> Any:
-        if type(value) is hint or (hint is float and type(value) is int):
-            return float(value) if hint is float else value
-        raise TypeError(f"expected {hint.__name__}, got {type(value).__name__} {value!r:.80}")
+def _encoder(hint: Any) -> Encoder:
+    if get_origin(hint) is Annotated:
+        return _packed_encoder(hint.__metadata__[0])
+    if dataclasses.is_dataclass(hint):
+        return _record_encoder(hint)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        return _tuple_encoder(get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        inner = _encoder(next(argument for argument in get_args(hint) if argument is not NoneType))
+        return lambda value: None if value is None else inner(value)
+    return lambda value: _scalar(value, hint)
 
-    return check
+
+def _packed_encoder(code: str) -> Encoder:
+    pack, pack_one = struct.pack, struct.Struct(f"<{code}").pack
+
+    def encode_packed(values: Any) -> bytes:
+        if type(values) is not tuple:
+            _sequence(values)
+        count = len(values)
+        if count == 1:
+            return pack_one(values[0])
+        return pack(f"<{count}{code}", *values) if count else _NO_BYTES
+
+    return encode_packed
+
+
+def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
+    if arguments[-1] is not Ellipsis:
+        encoders = [_encoder(argument) for argument in arguments]
+        return lambda values: [one(value) for one, value in zip(encoders, _sequence(values), strict=True)]
+    inner = _encoder(arguments[0])
+    if arguments[0] is str:
+        # All at once; one by one only to say which is wrong.
+        return lambda values: values if {*map(type, _sequence(values))} <= _TEXT else [inner(one) for one in values]
+    if get_origin(arguments[0]) is Annotated:
+        return lambda values: [_NO_BYTES if one is _NO_VALUES else inner(one) for one in _sequence(values)]
+    return lambda values: [inner(one) for one in _sequence(values)]
+
+
+def _misfit_of(raw: Any, hint: type) -> _Misfit:
+    return _Misfit(f"{hint.__name__}, not {type(raw).__name__}")
 
 
 def _decoder(hint: Any) -> Decoder:
@@ -129,45 +232,69 @@ def _decoder(hint: Any) -> Decoder:
     if dataclasses.is_dataclass(hint):
         return _record_decoder(hint)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
-        return _tuple_decoder(get_args(hint))
+        arguments = get_args(hint)
+        return _many_decoder(arguments[0]) if arguments[-1] is Ellipsis else _fixed_decoder(arguments)
     if get_origin(hint) in (Union, UnionType):
         inner = _decoder(next(argument for argument in get_args(hint) if argument is not NoneType))
-        return lambda raw, path: None if raw is None else inner(raw, path)
+        return lambda raw: None if raw is None else inner(raw)
 
-    def decode_scalar(raw: Any, path: str) -> Any:
+    def decode_scalar(raw: Any) -> Any:
         if type(raw) is not hint:
-            raise RemoteProtocolError(f"{path} must be {hint.__name__}, not {type(raw).__name__}")
+            raise _misfit_of(raw, hint)
         return raw
 
     return decode_scalar
 
 
 def _packed_decoder(code: str) -> Decoder:
-    def decode_packed(raw: Any, path: str) -> Any:
+    unpack, unpack_one = struct.unpack, struct.Struct(f"<{code}").unpack
+
+    def decode_packed(raw: Any) -> Any:
         if type(raw) is not bytes or len(raw) % _ITEM_BYTES:
-            raise RemoteProtocolError(f"{path} must be packed 8-byte items")
-        return struct.unpack(f"<{len(raw) // _ITEM_BYTES}{code}", raw)
+            raise _Misfit("packed 8-byte items")
+        count = len(raw) // _ITEM_BYTES
+        if count == 1:
+            return unpack_one(raw)
+        return unpack(f"<{count}{code}", raw) if count else _NO_VALUES
 
     return decode_packed
 
 
-def _tuple_decoder(arguments: tuple[Any, ...]) -> Decoder:
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        item_decoder = _decoder(arguments[0])
+def _many_decoder(item: Any) -> Decoder:
+    inner, texts, packed = _decoder(item), item is str, get_origin(item) is Annotated
 
-        def decode_many(raw: Any, path: str) -> Any:
-            if type(raw) is not tuple:
-                raise RemoteProtocolError(f"{path} must be an array")
-            return tuple([item_decoder(item, f"{path}[{index}]") for index, item in enumerate(raw)])
+    def decode_many(raw: Any) -> Any:
+        if type(raw) is not tuple:
+            raise _Misfit("an array")
+        if not raw or (texts and {*map(type, raw)} == _TEXT):
+            return raw
+        try:
+            if packed:
+                return tuple([_NO_VALUES if one is _NO_BYTES else inner(one) for one in raw])
+            return tuple([inner(one) for one in raw])
+        except _Misfit:
+            return _one_by_one([inner] * len(raw), raw)
 
-        return decode_many
+    return decode_many
+
+
+def _fixed_decoder(arguments: tuple[Any, ...]) -> Decoder:
     decoders = [_decoder(argument) for argument in arguments]
 
-    def decode_fixed(raw: Any, path: str) -> Any:
+    def decode_fixed(raw: Any) -> Any:
         if type(raw) is not tuple or len(raw) != len(decoders):
-            raise RemoteProtocolError(f"{path} must be an array of {len(decoders)}")
-        return tuple(
-            [one(item, f"{path}[{index}]") for index, (one, item) in enumerate(zip(decoders, raw, strict=True))]
-        )
+            raise _Misfit(f"an array of {len(decoders)}")
+        return _one_by_one(decoders, raw)
 
     return decode_fixed
+
+
+def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Slower, but knows which item does not fit."""
+    items = []
+    for index, (decoder, one) in enumerate(zip(decoders, raw, strict=True)):
+        try:
+            items.append(decoder(one))
+        except _Misfit as misfit:
+            raise misfit.within(f"[{index}]") from None
+    return tuple(items)

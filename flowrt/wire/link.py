@@ -9,8 +9,10 @@ queues is bounded by what workers asked for) and a full queue of a worker is an 
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 
 import zmq
+from zmq.backend import Socket as BareSocket
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
 from flowrt.wire.codec import MAX_MESSAGE_BYTES, decode, encode
@@ -18,8 +20,13 @@ from flowrt.wire.messages import Message
 
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
+_BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
 _ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5})")
 _LARGEST_PORT = 65535
+
+# As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_RCVMORE, _EVENTS, _POLLIN = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class _Socket:
@@ -33,8 +40,15 @@ class _Socket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        # The calls below pyzmq's Python layer, which checks and converts on every call what is fixed here.
+        self._send_frame = partial(BareSocket.send, self.socket)
+        self._receive_frame = partial(BareSocket.recv, self.socket)
+        self._get = partial(BareSocket.get, self.socket)
+        self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[list[bytes]], None] | None = None
+        self._draining = False
         self._closed = False
 
     def start(self, receive: Callable[[list[bytes]], None]) -> None:
@@ -43,23 +57,42 @@ class _Socket:
         self._loop.call_soon(self._drain)
 
     def send(self, frames: list[bytes]) -> None:
-        self.socket.send_multipart(frames, zmq.NOBLOCK)
-        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        for frame in frames[:-1]:
+            self._send_frame(frame, _SNDMORE | _NOBLOCK)
+        self._send_frame(frames[-1], _NOBLOCK)
+        # A look costs a system call; a drain that is under way will look anyway.
+        if not self._draining and int(self._get(_EVENTS)) & _POLLIN:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        if self._receive is None:
+        if self._receive is None or self._closed:
             return
+        self._draining = True
+        emptied = False
+        try:
+            emptied = self._receive_waiting(self._receive)
+        finally:
+            self._draining = False
+            if not emptied and not self._closed:
+                # More is waiting, but others on this loop want a turn too.
+                self._loop.call_soon(self._drain)
+
+    def _receive_waiting(self, receive: Callable[[list[bytes]], None]) -> bool:
+        """Take what is waiting, up to a limit; returns whether that was all."""
+        receive_frame, get, names_sender = self._receive_frame, self._get, self._names_sender
         for _ in range(_DRAIN_AT_MOST):
-            if self._closed:
-                return
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = [receive_frame(_NOBLOCK)]
             except zmq.Again:
-                return
-            self._receive(frames)
-        # More is waiting, but others on this loop want a turn too.
-        self._loop.call_soon(self._drain)
+                return True
+            if names_sender:  # behind the sender's name there is always a frame
+                frames.append(receive_frame(_NOBLOCK))
+            while get(_RCVMORE):
+                frames.append(receive_frame(_NOBLOCK))
+            receive(frames)
+            if self._closed:
+                return True
+        return False
 
     def close(self) -> None:
         if self._closed:
