@@ -22,7 +22,7 @@ from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
 from flowrt.transport.weights import Snapshot
-from flowrt.wire.loops import run_loop
+from flowrt.wire.loops import run_loop, serve_loop
 from flowrt.wire.records import Column, Stage
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "pull_between",
     "run_loop",
     "run_roles",
+    "serve_loop",
 ]
 
 JOIN_S = 10.0

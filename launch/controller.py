@@ -19,7 +19,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
-from flowrt.wire.loops import run_loop
+from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
 
@@ -66,7 +66,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         text = Path(arguments.config).read_text()
-        return run_loop(serve(from_toml(text), text, arguments.ready_fd))
+        return serve_loop(serve(from_toml(text), text, arguments.ready_fd))
     except (FlowError, OSError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT

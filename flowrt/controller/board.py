@@ -59,9 +59,13 @@ class Board:
     def is_done(self, slot: Slot, stage: str) -> bool:
         return bool(slot.done & self._bits[stage])
 
+    def bits_of(self, flow: str) -> int:
+        """What `Slot.done` is when every stage of the flow is done."""
+        return self._flow(flow)[1]
+
     def is_complete(self, group: Group) -> bool:
         """Every stage of the group's flow is done on every slot."""
-        bits = self._flow(group.flow)[1]
+        bits = self.bits_of(group.flow)
         return all(slot.done == bits for slot in group.slots)
 
     # ---- the walk of a slot
@@ -81,7 +85,8 @@ class Board:
 
         ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
         """
-        groups, slots = [], []
+        groups: list[Group] = []
+        slots: list[Slot] = []
         number = self._next_slot
         for group_id, prompt in enumerate(prompts, self._next_group):
             group = Group(GroupId(group_id), flow, prompt, epoch, at_least)
@@ -91,6 +96,8 @@ class Board:
                 group.slots.append(slot)
                 slots.append(slot)
             groups.append(group)
+        self.groups.update([(group.id, group) for group in groups])
+        self.slots.update([(slot.id, slot) for slot in slots])
         self._next_slot = number
         self._next_group += len(groups)
         self.rows[flow] += len(slots)
@@ -101,8 +108,6 @@ class Board:
         for column, of_slot in tags.items():
             for slot, value in zip(slots, of_slot, strict=True):
                 slot.inline[column] = value
-        self.groups.update((group.id, group) for group in groups)
-        self.slots.update((slot.id, slot) for slot in slots)
         for stage in self.of_flow(flow):
             self.undone[stage.name] += len(slots)
             if slots and all(map(slots[0].has, stage.needs)):
@@ -150,31 +155,39 @@ class Board:
     def commit(
         self,
         lease: Lease,
-        slot: Slot,
-        lengths: Mapping[str, int],
-        inline: Mapping[str, float],
-        spans: tuple[int, ...] = (),
+        slots: Sequence[Slot],
+        lengths: Mapping[str, Sequence[int]],
+        inline: Mapping[str, Sequence[float]],
+        spans: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """The stage is done for a slot of the lease: its columns become visible at once, all of them."""
-        stage = lease.stage
-        self._end_lease(slot, stage)
-        for column in self.fetched[stage]:
-            needed = slot.holding(column)
-            if needed is not None and needed.sent.pop(lease.worker, None) is not None:
-                needed.owners.add(lease.worker)
-        slot.done |= self._bits[stage]
-        self.undone[stage] -= 1
+        """The stage is done for these slots of the lease: its columns become visible at once, all of them."""
+        stage, worker, bit = lease.stage, lease.worker, self._bits[lease.stage]
+        for slot in slots:
+            del slot.leases[stage], lease.slots[slot.id]
+            slot.done |= bit
+        if not lease.slots:
+            del self.leases[lease.id]
+        self.undone[stage] -= len(slots)
         if not self.undone[stage]:
             self.changed.add(stage)
-        if inline:
-            slot.inline.update(inline)
-        for column, length in lengths.items():
-            slot.tensors[column] = Holding(length, {lease.worker})
-            self.bytes[slot.group.flow] += length * self._item_bytes[column]
+        for column in self.fetched[stage]:
+            for slot in slots:
+                needed = slot.holding(column)
+                if needed is not None and needed.sent.pop(worker, None) is not None:
+                    needed.owners.add(worker)
+        for column, values in inline.items():
+            for slot, value in zip(slots, values, strict=True):
+                slot.inline[column] = value
+        for column, of_slot in lengths.items():
+            for slot, length in zip(slots, of_slot, strict=True):
+                slot.tensors[column] = Holding(length, {worker})
+                self.bytes[slot.group.flow] += length * self._item_bytes[column]
         if spans:
-            slot.spans, slot.spans_of = spans, stage
+            for slot, span in zip(slots, spans, strict=True):
+                slot.spans, slot.spans_of = span, stage
         for after in self._after[stage]:
-            self._look(slot, after)
+            for slot in slots:
+                self._look(slot, after)
 
     def release(self, slot: Slot, stage: str) -> None:
         """The lease ends without a result; the slot is ready again if its needs are still met."""
@@ -221,21 +234,26 @@ class Board:
             if slot.group.slots:
                 self._look(slot.group.slots[0], self.stages[name])
 
-    def close(self, group: Group) -> None:
-        """The group leaves the board: trained, scored or dropped."""
-        bits = self._flow(group.flow)[1]
-        for slot in group.slots:
-            self._weigh_off(group.flow, slot.tensors)
-            if slot.done == bits:
-                del self.slots[slot.id]
-            else:
-                self._take_off(slot)
-        self._weigh_off(group.flow, group.tensors)
-        self.rows[group.flow] -= len(group.slots)
+    def close(self, groups: Iterable[Group]) -> None:
+        """These groups leave the board: trained, scored or dropped."""
         self.freed = True
-        for ready in self.ready_groups.values():
-            ready.pop(group.id, None)
-        del self.groups[group.id]
+        for group in groups:
+            flow = group.flow
+            bits = self.bits_of(flow)
+            for slot in group.slots:
+                if slot.tensors:
+                    self._weigh_off(flow, slot.tensors)
+                if slot.done == bits:
+                    del self.slots[slot.id]
+                else:
+                    self._take_off(slot)
+            if group.tensors:
+                self._weigh_off(flow, group.tensors)
+            for ready in self.ready_groups.values():
+                ready.pop(group.id, None)
+            self.rows[flow] -= len(group.slots)
+            del self.groups[group.id]
+            group.slots.clear()  # no cycle of references: freed at once, without the collector
 
     def _take_off(self, slot: Slot) -> None:
         for stage in self.of_flow(slot.group.flow):

@@ -1,10 +1,12 @@
 """What a commit has to bring, checked before anything is changed."""
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flowrt.wire.messages import Commit
 from flowrt.wire.records import Stage
+
+Value = TypeVar("Value")
 
 
 class Makes(NamedTuple):
@@ -31,6 +33,8 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
     sizes += [len(one.values) for one in message.inline]
     if any(size != count for size in sizes):
         return f"its columns have {sizes} rows for {count} slots"
+    if len(set(message.slots)) != count:
+        return "it has a slot twice"
     if any(part.ids != message.slots or min(part.lengths, default=0) < 0 for part in message.parts):
         return "its parts are not of its slots, or of negative length"
     if len(message.spans) != (count if stage.generates else 0):
@@ -42,3 +46,8 @@ def _wrong_span(span: Sequence[int], latest: int) -> str:
     if not span or len(span) % 2 or not all(0 <= version <= latest for version in span[::2]):
         return f"span {span} is not pairs of a published version and its tokens"
     return ""
+
+
+def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
+    """The values of these rows, all of them as they are."""
+    return values if len(rows) == len(values) else [values[row] for row in rows]

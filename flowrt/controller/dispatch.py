@@ -112,6 +112,13 @@ class FifoQueue:
     def take(self, puller: Puller) -> list[Slot]:
         may_start, room = puller.may_start, puller.room
         taken: list[Slot] = []
+        if may_start is None and not self._late:
+            ready, in_order = self._ready, self._in_order
+            while in_order and len(taken) < room:
+                found = ready.pop(in_order.popleft(), None)
+                if found is not None:
+                    taken.append(found)
+            return taken
         passed: list[Slot] = []
         while len(taken) < room and (slot := self._pop()) is not None:
             start = Start.NOW if may_start is None else may_start(slot)

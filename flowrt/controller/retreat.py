@@ -1,7 +1,7 @@
 """What happens to a slot when work is lost: leases given back, columns made again, samples too old dropped."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flowrt.controller.admission import Admission
 from flowrt.controller.board import Board
@@ -186,12 +186,11 @@ class Retreat:
             self._window.leave(group)
         self.close([group])
 
-    def close(self, groups: Iterable[Group]) -> None:
+    def close(self, groups: Sequence[Group]) -> None:
         """These leave the board, and whoever has something of them drops it."""
         for worker, free in frees(groups).items():
             self._out.append(Send(worker, free))
-        for group in groups:
-            self._board.close(group)
+        self._board.close(groups)
 
     def _undo(self, slot: Slot, stage: str) -> None:
         train = self._flow.train_stage

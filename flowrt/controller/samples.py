@@ -1,16 +1,16 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 
 from flowrt.controller.board import Board
-from flowrt.controller.commits import Makes, commit_fault
+from flowrt.controller.commits import Makes, commit_fault, pick
 from flowrt.controller.dispatch import Puller, Start
 from flowrt.controller.events import Command, Send, StepClosed
 from flowrt.controller.grants import closed, grant
 from flowrt.controller.opening import Opening
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.slots import Group, Slot
+from flowrt.controller.slots import Group, Lease, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
@@ -19,9 +19,6 @@ from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
 from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused, StepDone
 from flowrt.wire.records import ITEM_BYTES, Stage
-
-NOTHING: Mapping[str, int] = {}
-NO_VALUES: Mapping[str, float] = {}
 
 
 class Samples:
@@ -164,25 +161,42 @@ class Samples:
         refused: list[int] = []
         reasons: set[str] = set()
         touched: dict[int, Group] = {}
-        lease = None
-        for row, (slot_id, lease_id) in enumerate(zip(message.slots, message.leases, strict=True)):
-            if lease is None or lease.id != lease_id:
-                lease = self.board.find_lease(lease_id, worker)
-            slot = lease.slots.get(SlotId(slot_id)) if lease is not None and lease.stage == stage.name else None
-            if lease is None or slot is None:
-                refused.append(slot_id)
+        for lease, rows in self._by_lease(worker, message, stage):
+            if lease is None:
+                refused += [message.slots[row] for row in rows]
                 reasons.add(f"the lease on stage {stage.name} had ended")
                 continue
-            lengths = {part.column: part.lengths[row] for part in message.parts} if message.parts else NOTHING
-            inline = {one.column: one.values[row] for one in message.inline} if message.inline else NO_VALUES
-            self.board.commit(lease, slot, lengths, inline, message.spans[row] if message.spans else ())
-            if stage.generates and not self._made(slot, stage):
-                refused.append(slot_id)
-                reasons.add("older than the staleness bound")
-            else:
-                touched[slot.group.id] = slot.group
+            slots = [lease.slots[SlotId(message.slots[row])] for row in rows]
+            lengths = {part.column: pick(part.lengths, rows) for part in message.parts}
+            inline = {one.column: pick(one.values, rows) for one in message.inline}
+            self.board.commit(lease, slots, lengths, inline, pick(message.spans, rows) if message.spans else ())
+            for slot in slots:
+                if stage.generates and not self._made(slot, stage):
+                    refused.append(slot.id)
+                    reasons.add("older than the staleness bound")
+                else:
+                    touched[slot.group.id] = slot.group
         self._send(worker, Committed(message.request, tuple(refused), "; ".join(sorted(reasons))))
         self._moved_on(touched.values())
+
+    def _by_lease(self, worker: WorkerId, message: Commit, stage: Stage) -> Iterator[tuple[Lease | None, list[int]]]:
+        """The rows of a commit by their lease; None for those on which the worker has none (any more)."""
+        rows_of: dict[int, list[int]] = {}
+        for row, lease_id in enumerate(message.leases):
+            rows_of.setdefault(lease_id, []).append(row)
+        late: list[int] = []
+        for lease_id, rows in rows_of.items():
+            lease = self.board.find_lease(lease_id, worker)
+            if lease is None or lease.stage != stage.name:
+                late += rows
+                continue
+            valid = [row for row in rows if message.slots[row] in lease.slots]
+            if len(valid) < len(rows):
+                late += sorted(set(rows) - set(valid))
+            if valid:
+                yield lease, valid
+        if late:
+            yield None, late
 
     def _made(self, slot: Slot, stage: Stage) -> bool:
         """A sample was generated; False when it is too old already, and lost."""
@@ -193,7 +207,7 @@ class Samples:
         return True
 
     def _moved_on(self, groups: Iterable[Group]) -> None:
-        complete = []
+        complete: list[Group] = []
         for group in groups:
             if group.flow != self._flow.train_flow:
                 if self.board.is_complete(group):
@@ -267,19 +281,16 @@ class Samples:
         return [(parked.worker, self._why(parked), parked.since_s) for parked in self.room.all()]
 
     def _why(self, parked: Parked[Pull] | Parked[Offer]) -> str:
-        request, window = parked.request, self.window
+        request = parked.request
         if isinstance(request, Offer):
             return self.opening.obstacle(request) or "the offers before it"
         if request.stage == self._flow.train_stage:
-            if request.step > window.step:
-                return f"the end of step {window.step}"
-            ready = len(self.board.ready_groups[request.stage])
-            return f"a full micro-batch of step {window.step}: {ready} of {window.places} groups complete"
+            return self.window.why(request.step, len(self.board.ready_groups[request.stage]))
         count = len(self.board.ready[request.stage])
-        if count:
-            version = self._weights.applied_version(parked.worker)
-            return f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
-        return f"slots ready for {request.stage}"
+        if not count:
+            return f"slots ready for {request.stage}"
+        version = self._weights.applied_version(parked.worker)
+        return f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
 
     def _send(self, worker: WorkerId, message: Message) -> None:
         self._out.append(Send(worker, message))

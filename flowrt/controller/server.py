@@ -36,6 +36,7 @@ class Server:
         heartbeat_s: float,
         wait_s: float,
         clock: Clock | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._core = core
         self._columns = columns
@@ -43,7 +44,7 @@ class Server:
         self._heartbeat_s = heartbeat_s
         self._wait_s = wait_s
         self._clock = clock or MonotonicClock()
-        self.ledger = Ledger(run_dir / "ledger.sqlite")
+        self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self.journal = Journal(run_dir, self._clock.now())
         self._link = ServerLink(self._receive, self._garbled)
         self._worker_of: dict[bytes, WorkerId] = {}

@@ -91,6 +91,12 @@ class TrainingWindow:
         self.changed = True
         return trained
 
+    def why(self, step: int, ready: int) -> str:
+        """What a trainer waits for that works on ``step``, when so many groups are ready."""
+        if step > self.step:
+            return f"the end of step {self.step}"
+        return f"a full micro-batch of step {self.step}: {ready} of {self.places} groups complete"
+
     def choose(
         self,
         ready: Iterable[Group],

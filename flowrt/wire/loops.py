@@ -1,10 +1,14 @@
 """The event loop that flowrt runs on: uvloop where it can be imported, else asyncio's own."""
 
 import asyncio
+import gc
+import resource
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+YOUNG = 100_000
+"""New objects after which the collector looks at them."""
 
 
 def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
@@ -15,3 +19,18 @@ def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
         make_loop = asyncio.new_event_loop
     with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(work)
+
+
+def serve_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Like `run_loop`, for a process that does nothing but serve many peers.
+
+    It may open as many sockets as the system lets it, and its millions of small records are not walked by the cycle
+    collector time and again: they are freed by reference counts, and each full walk would hold up everybody.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, 50, 1000)
+    return run_loop(work)

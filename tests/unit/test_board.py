@@ -40,9 +40,9 @@ def done(board: Board, slot: Slot) -> set[str]:
 
 def do(board: Board, slot: Slot, stage: str, worker: WorkerId = ROLLOUT) -> None:
     lease = lease_of(board, stage, slot, worker)
-    lengths = {column: 3 for column in board.stages[stage].makes if column in board.columns}
-    inline = {column: 0.5 for column in board.stages[stage].makes if column not in board.columns}
-    board.commit(lease, slot, lengths, inline, (0, 3) if stage == "rollout" else ())
+    lengths = {column: [3] for column in board.stages[stage].makes if column in board.columns}
+    inline = {column: [0.5] for column in board.stages[stage].makes if column not in board.columns}
+    board.commit(lease, [slot], lengths, inline, [(0, 3)] if stage == "rollout" else ())
 
 
 def test_a_new_group_is_ready_for_what_needs_its_prompt_only() -> None:
@@ -160,7 +160,7 @@ def test_a_closed_group_leaves_nothing_behind() -> None:
     board = new_board()
     group = open_group(board)
     board.lease("rollout", group.slots[:1], ROLLOUT, 10.0, 0)
-    board.close(group)
+    board.close([group])
     assert (board.groups, board.slots, board.leases) == ({}, {}, {})
     assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
     assert all(len(queue) == 0 for queue in board.ready.values())
@@ -169,7 +169,7 @@ def test_a_closed_group_leaves_nothing_behind() -> None:
 def test_ids_are_never_used_again() -> None:
     board = new_board()
     first = open_group(board)
-    board.close(first)
+    board.close([first])
     second = open_group(board)
     assert second.id > first.id
     assert min(slot.id for slot in second.slots) == 2
