@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from flowrt.client.batches import Batch
+from flowrt.client.dataset import StreamDataset
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
+from flowrt.client.stream import stream
 from flowrt.client.swapping import pull_between
 from flowrt.controller.admission import Admission, StrictLag
 from flowrt.controller.batchers import Batcher, GroupCount, TokenBudget
@@ -45,6 +47,7 @@ __all__ = [
     "Snapshot",
     "Stage",
     "Stopped",
+    "StreamDataset",
     "StrictLag",
     "TokenBudget",
     "connect",
@@ -53,6 +56,7 @@ __all__ = [
     "run_loop",
     "run_roles",
     "serve_loop",
+    "stream",
 ]
 
 JOIN_S = 10.0

@@ -161,6 +161,11 @@ class Session:
             self.store.free(tuple(tensors or ()), done.refused, ())
         return done.refused
 
+    def give_back(self, stage: str, batch: Batch, reason: str = "not wanted any more") -> None:
+        """End the leases on a batch without a result: its slots are served again."""
+        if batch.slots:
+            self._give_back(batch.grant, stage, reason)
+
     def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
         """These samples cannot be made (an environment broke, …): the run's policy for lost members decides."""
         self.send(m.Abandon(stage, tuple(slots), tuple(leases), True, reason))

@@ -148,10 +148,8 @@ class Core:
         self.samples.room.forget(worker)
         self.samples.retreat.forget(worker)
         self.weights.forget(worker)
-        if member.role != OBSERVER and reason:
-            self._end(f"{worker}: {reason}", EXIT_FAILED)
-        elif member.role in self._settings.vital_roles and not member.finished:
-            self._end(f"{worker} left before its part was complete; see its log", EXIT_FAILED)
+        if member.role in self._settings.vital_roles and (reason or not member.finished):
+            self._end(f"{worker}: {reason or 'left before its part was complete; see its log'}", EXIT_FAILED)
 
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):

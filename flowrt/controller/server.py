@@ -22,6 +22,7 @@ from flowrt.wire.records import Column
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 FAREWELL_S = 4.0
+ROLL_CALL_S = 0.05
 
 
 class Server:
@@ -46,10 +47,11 @@ class Server:
         self._clock = clock or MonotonicClock()
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self.journal = Journal(run_dir, self._clock.now())
-        self._link = ServerLink(self._receive, self._garbled)
+        self._link = ServerLink(self._receive, self._garbled, self._somebody_left)
         self._worker_of: dict[bytes, WorkerId] = {}
         self._peer_of: dict[WorkerId, bytes] = {}
         self._role_of: dict[WorkerId, str] = {}
+        self._roll_call: asyncio.TimerHandle | None = None
         self._incarnations = 0
         self._ended = asyncio.Event()
         self._alone = asyncio.Event()
@@ -81,6 +83,8 @@ class Server:
             log.warning("left without a goodbye from %s", sorted(self._peer_of))
         self.ledger.commit()
         self.journal.close()
+        if self._roll_call is not None:
+            self._roll_call.cancel()
         self._link.close()
         return ended
 
@@ -169,6 +173,16 @@ class Server:
             return
         for command in commands:
             self._execute(command, now)
+
+    def _somebody_left(self) -> None:
+        """A connection has closed: find out whose, at once but not for each of many that leave together."""
+        if self._roll_call is None:
+            self._roll_call = asyncio.get_running_loop().call_later(ROLL_CALL_S, self._call_roll)
+
+    def _call_roll(self) -> None:
+        self._roll_call = None
+        for worker in list(self._peer_of):
+            self._send(worker, m.Heartbeat())
 
     # ---- out
 

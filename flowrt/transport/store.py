@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,15 @@ from flowrt.wire.records import Column, Part
 Key = tuple[str, int]
 
 
+@dataclass(slots=True)
+class _Shared:
+    """Memory that several stored tensors are views of."""
+
+    size: int
+    live_bytes: int
+    keys: set[Key]
+
+
 class TensorStore:
     """Lives on the event loop's thread. Readers get the stored tensors themselves and may keep them."""
 
@@ -18,11 +28,32 @@ class TensorStore:
         self._columns = {column.name: column for column in columns}
         self._tensors: dict[Key, torch.Tensor] = {}
         self._arriving: dict[Key, asyncio.Future[None]] = {}
+        self._shared: dict[int, _Shared] = {}  # by address
 
     def put(self, column: str, item: int, tensor: torch.Tensor) -> None:
         """Keep a 1-D tensor. Raises LocalProtocolError when its dtype or shape is not the column's."""
         self.check(column, (tensor,))
-        self._tensors[column, item] = tensor
+        key = column, item
+        self._drop(key)
+        self._tensors[key] = tensor
+        memory = tensor.untyped_storage()
+        if memory.nbytes() != tensor.nbytes:
+            shared = self._shared.setdefault(memory.data_ptr(), _Shared(memory.nbytes(), 0, set()))
+            shared.keys.add(key)
+            shared.live_bytes += tensor.nbytes
+
+    def _drop(self, key: Key) -> None:
+        tensor = self._tensors.pop(key, None)
+        shared = None if tensor is None else self._shared.get(tensor.untyped_storage().data_ptr())
+        if tensor is None or shared is None or key not in shared.keys:
+            return
+        shared.keys.remove(key)
+        shared.live_bytes -= tensor.nbytes
+        if shared.live_bytes * 2 < shared.size:
+            # One row must not keep a whole packet in memory: what is left moves out.
+            for one in shared.keys:
+                self._tensors[one] = self._tensors[one].clone()
+            del self._shared[tensor.untyped_storage().data_ptr()]
 
     def check(self, column: str, tensors: Iterable[torch.Tensor]) -> None:
         """Raises LocalProtocolError when one of these is not what the column takes."""
@@ -57,7 +88,7 @@ class TensorStore:
         """These tensors come with ``arrival``; a copy that is here already is void from now on."""
         for part in parts:
             for item in part.ids:
-                self._tensors.pop((part.column, item), None)
+                self._drop((part.column, item))
                 self._arriving[part.column, item] = arrival
 
     def arrive(self, column: str, item: int, tensor: torch.Tensor, arrival: asyncio.Future[None]) -> None:
@@ -103,7 +134,7 @@ class TensorStore:
         """Drop columns (none named: all) of these slots and groups."""
         for name in columns or list(self._columns):
             for item in slots if self.scope(name) == "slot" else groups:
-                self._tensors.pop((name, item), None)
+                self._drop((name, item))
                 self._arriving.pop((name, item), None)
 
     def statistics(self) -> tuple[int, int]:

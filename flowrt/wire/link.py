@@ -21,6 +21,8 @@ from flowrt.wire.messages import Message
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
+_ALIVE_EVERY_MS = 1000
+_ALIVE_WITHIN_MS = 5000
 _ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5})")
 _LARGEST_PORT = 65535
 
@@ -103,6 +105,32 @@ class _Socket:
         self._context.term()
 
 
+class _Disconnections:
+    """Calls back when a connection of a socket has closed; ZeroMQ does not say whose."""
+
+    def __init__(self, socket: zmq.Socket[bytes], closed: Callable[[], None]) -> None:
+        self._watched = socket
+        self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._descriptor = int(self._events.getsockopt(zmq.FD))
+        self._report = closed
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        seen = False
+        while not self._events.closed and int(self._events.getsockopt(zmq.EVENTS)) & _POLLIN:
+            self._events.recv_multipart(zmq.NOBLOCK)
+            seen = True
+        if seen:
+            self._report()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._watched.disable_monitor()
+        self._events.close(linger=0)
+
+
 def check_free(address: str) -> None:
     """Bind and let go. Raises ConfigError when the address is malformed or taken."""
     context = zmq.Context()
@@ -128,13 +156,26 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 class ServerLink:
-    """The controller's end. ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes."""
+    """The controller's end.
 
-    def __init__(self, receive: Callable[[bytes, Message], None], garbled: Callable[[bytes, str], None]) -> None:
+    ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes, and ``closed`` when the connection
+    of some peer has closed: a `send` to it says whose it was.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[bytes, Message], None],
+        garbled: Callable[[bytes, str], None],
+        closed: Callable[[], None],
+    ) -> None:
         self._receive = receive
         self._garbled = garbled
         self._raw = _Socket(zmq.ROUTER)
         self._raw.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are.
+        self._raw.socket.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_EVERY_MS)
+        self._raw.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ALIVE_WITHIN_MS)
+        self._disconnections = _Disconnections(self._raw.socket, closed)
 
     def bind(self, address: str) -> str:
         """Listen on ``tcp://HOST:PORT`` (port 0: any free one); returns the address with its real port.
@@ -156,6 +197,7 @@ class ServerLink:
         return True
 
     def close(self) -> None:
+        self._disconnections.close()
         self._raw.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
