@@ -1,0 +1,52 @@
+"""What generation costs: the time of a batch of rows that are decoded together."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flowrt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds in which ``rows`` sequences advance by one token each: reading the weights, and something per row."""
+
+    base_s: float
+    per_row_s: float
+
+    def __post_init__(self) -> None:
+        if self.base_s < 0 or self.per_row_s < 0 or self.base_s + self.per_row_s == 0:
+            raise ConfigError(
+                f"decoding costs {self.base_s} s and {self.per_row_s} s per row; give times, not both of them 0"
+            )
+
+    def __call__(self, rows: int) -> float:
+        return self.base_s + self.per_row_s * rows
+
+
+def completion_s(tokens: Sequence[float], cost: Callable[[int], float]) -> float:
+    """When the last of these sequences ends if they all start together in one batch. Exact.
+
+    While j rows run, every row advances at the pace of j rows: T = Σ L_(j) · (cost(j) − cost(j − 1)), with the longest
+    first and cost(0) = 0.
+    """
+    total, slower = 0.0, 0.0
+    for row, length in enumerate(sorted(tokens, reverse=True), 1):
+        faster, slower = slower, cost(row)
+        total += length * (slower - faster)
+    return total
+
+
+def pool_s(tokens: Sequence[float], workers: int, rows: int, cost: Callable[[int], float]) -> float:
+    """Predicted time of a pool of equal workers for these sequences, longest first, dealt out one at a time.
+
+    That of the worker with the longest sequence; what finds no row free waits for the first row that ends. Rows of
+    one worker advance together, so a row that runs several sequences is as one sequence of their sum.
+    """
+    mine = tokens[::workers]
+    chains = list(mine[:rows])
+    if len(mine) > rows:
+        heapq.heapify(chains)
+        for length in mine[rows:]:
+            heapq.heapreplace(chains, chains[0] + length)
+    return completion_s(chains, cost)
