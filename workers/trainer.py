@@ -14,6 +14,7 @@ from flowrt.algorithms import GrpoLoss, group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
+from flowrt.controller.samples import KEPT_TOKENS
 from flowrt.engines.checkpoint import load_model, load_tokenizer, save_model
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.engines.torch_train import TorchTrainer
@@ -76,17 +77,27 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, s
 
 
 def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: SampleWeight = UNIFORM) -> TrainingBatch:
-    """Whole groups with their advantages; ``weight`` says how much each sample's staleness lets it count."""
+    """Whole groups with their advantages; ``weight`` says how much each sample's staleness lets it count.
+
+    Where steps are cut to a budget, advantages are those of all responses, and only the kept tokens are trained.
+    """
     rewards_N = torch.tensor(batch.inline["reward"])
     scale: Literal["group_std", "none"] = "group_std" if config.loss.normalize else "none"
     advantages_N = group_advantages(rewards_N, torch.tensor(batch.groups), scale=scale)
+    weights_N = weight(torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))]))
+    kept_N = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
+    rows = [row for row, kept in enumerate(kept_N) if kept != 0]
+
+    def begin(column: str) -> list[torch.Tensor]:
+        return [batch.tensors[column][row][: kept_N[row]] for row in rows]
+
     return TrainingBatch(
-        prompts=batch.tensors["prompt"],
-        responses=batch.tensors["response"],
-        rollout_logprobs=batch.tensors["logprobs"],
-        reference_logprobs=batch.tensors.get("ref_logprobs"),
-        advantages_N=advantages_N,
-        weights_N=weight(torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))])),
+        prompts=[batch.tensors["prompt"][row] for row in rows],
+        responses=begin("response"),
+        rollout_logprobs=begin("logprobs"),
+        reference_logprobs=begin("ref_logprobs") if "ref_logprobs" in batch.tensors else None,
+        advantages_N=advantages_N[rows],
+        weights_N=weights_N[rows],
     )
 
 

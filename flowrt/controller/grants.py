@@ -13,7 +13,9 @@ from flowrt.wire.records import Values
 NO_LEASE = -1
 
 
-def grant(board: Board, lanes: Lanes, pull: Pull, slots: Sequence[Slot], lease: Lease) -> Iterator[Send]:
+def grant(
+    board: Board, lanes: Lanes, pull: Pull, slots: Sequence[Slot], lease: Lease, more: tuple[Values, ...] = ()
+) -> Iterator[Send]:
     """Tell the puller what it got, and each owner of what it lacks to serve it."""
     groups = [slot.group for slot in slots]
     flows = [group.flow for group in groups]
@@ -35,7 +37,8 @@ def grant(board: Board, lanes: Lanes, pull: Pull, slots: Sequence[Slot], lease: 
             spans=tuple(spans) if any(spans) else (),
             inline=tuple(
                 [Values(column, tuple([slot.inline[column] for slot in slots])) for column in board.inline[pull.stage]]
-            ),
+            )
+            + more,
             parts=parts,
             incoming=incoming,
             closed=False,

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 
+from flowrt.controller.batchers import Batcher, GroupCount
 from flowrt.controller.board import Board
 from flowrt.controller.commits import Makes, commit_fault, pick
 from flowrt.controller.dispatch import Puller, Start
 from flowrt.controller.events import Command, Send, StepClosed
 from flowrt.controller.grants import closed, grant
 from flowrt.controller.opening import Opening
+from flowrt.controller.planning import StepPlan, micro_batch
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.slots import Group, Lease, Slot
@@ -18,7 +20,10 @@ from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
 from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused, StepDone
-from flowrt.wire.records import ITEM_BYTES, Stage
+from flowrt.wire.records import ITEM_BYTES, Stage, Values
+
+KEPT_TOKENS = "kept_tokens"
+"""Inline column of a trainer's batch: how many tokens of each sample are trained, when steps are cut."""
 
 
 class Samples:
@@ -42,6 +47,7 @@ class Samples:
         self.room = WaitingRoom()
         self.lanes = Lanes()
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
+        self._plan = StepPlan(policies.sharing, policies.cut)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
@@ -121,14 +127,10 @@ class Samples:
         if window.over or window.places == 0:
             self._send(parked.worker, closed(pull))
             return True
-        ready = self.board.ready_groups[pull.stage]
-        groups = window.choose(
-            ready.values(),
-            lambda: [self.board.groups[one] for one in window.waiting if one not in ready],
-            self._policies.admission,
-            self._policies.batcher,
-            self.tokens_of,
-        )
+        groups = self._planned(parked.worker) if self._plan.is_needed else self._streamed(self._policies.batcher)
+        if groups is None:
+            self._send(parked.worker, closed(pull))
+            return True
         if not groups:
             return False
         window.take(groups)
@@ -137,8 +139,36 @@ class Samples:
         lease = self.board.lease(pull.stage, slots, parked.worker, float("inf"), 0, window.step)
         for group in groups:
             self.retreat.record(group, "leased")
-        self._out.extend(grant(self.board, self.lanes, pull, slots, lease))
+        self._out.extend(grant(self.board, self.lanes, pull, slots, lease, self._kept(slots)))
         return True
+
+    def _streamed(self, batcher: Batcher) -> list[Group]:
+        """The next micro-batch of what is ready; empty while it is not full."""
+        ready, window = self.board.ready_groups[self._flow.train_stage], self.window
+        return window.choose(
+            ready.values(),
+            lambda: [self.board.groups[one] for one in window.waiting if one not in ready],
+            self._policies.admission,
+            batcher,
+            self.tokens_of,
+        )
+
+    def _planned(self, worker: WorkerId) -> list[Group] | None:
+        """The worker's next micro-batch of a step that is planned as a whole; None when its share is done."""
+        if self._plan.step != self.window.step:
+            whole = self._streamed(GroupCount(self.window.places))
+            if not whole:
+                return []
+            self._plan.make(self.window.step, whole, self.tokens_of)
+        share = [group for group in self._plan.share_of(worker) if group.id not in self.window.taken]
+        if not share:
+            return None
+        batch = micro_batch(share, self._policies.batcher, self.tokens_of)
+        return batch if all(group.id in self.board.ready_groups[self._flow.train_stage] for group in batch) else []
+
+    def _kept(self, slots: Sequence[Slot]) -> tuple[Values, ...]:
+        kept = [self._plan.kept(slot.id) for slot in slots]
+        return () if None in kept else (Values(KEPT_TOKENS, tuple(float(count or 0) for count in kept)),)
 
     def tokens_of(self, group: Group) -> int:
         """Tokens of all samples of the group, prompts included."""

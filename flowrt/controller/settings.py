@@ -1,11 +1,12 @@
 """What the mind is told about the run: a dataflow, numbers, and a policy for each of its seams."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from flowrt.controller.admission import Admission
-from flowrt.controller.batchers import Batcher
+from flowrt.controller.batchers import Batcher, FixedTokens
 from flowrt.controller.dispatch import Dispatch
+from flowrt.controller.sharing import OnDemand, Sharing
 from flowrt.controller.versions import Refresh
 from flowrt.errors import ConfigError
 from flowrt.wire.records import ITEM_BYTES, Column, Stage
@@ -56,6 +57,8 @@ class Policies:
     dispatch: Dispatch
     batcher: Batcher
     refresh: Refresh
+    sharing: Sharing = field(default_factory=OnDemand)
+    cut: FixedTokens | None = None  # train the same number of tokens in every step
 
 
 @dataclass(frozen=True, slots=True)
