@@ -10,6 +10,7 @@ from flowrt.controller.grants import closed, grant
 from flowrt.controller.opening import Opening
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.sizes import Sizes
 from flowrt.controller.slots import Group, Lease, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes
@@ -18,7 +19,7 @@ from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
 from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused, StepDone
-from flowrt.wire.records import ITEM_BYTES, Stage
+from flowrt.wire.records import Stage
 
 
 class Samples:
@@ -30,6 +31,7 @@ class Samples:
         flow: Dataflow,
         policies: Policies,
         weights: ModelVersions,
+        lanes: Lanes,
         out: list[Command],
     ) -> None:
         self._settings = settings
@@ -40,12 +42,13 @@ class Samples:
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
         self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
         self.room = WaitingRoom()
-        self.lanes = Lanes()
+        self.lanes = lanes
+        self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
-        self._token_columns = [self.board.columns[name] for name in flow.token_columns]
+        self._sizes = Sizes(flow.columns, flow.token_columns)
 
     # ---- requests
 
@@ -98,21 +101,31 @@ class Samples:
             return Start.NOW if ready else Start.NOT_YET
 
         def held_bytes(slot: Slot) -> int:
-            held = [(name, slot.holding(name)) for name in self.board.fetched[stage.name]]
-            return sum(
-                one.length * ITEM_BYTES[self.board.columns[name].dtype]
-                for name, one in held
-                if one is not None and worker in one.holders
-            )
+            return self._sizes.held_bytes(slot, self.board.fetched[stage.name], worker)
 
         puller = Puller(worker, pull.slots, may_start if stage.generates else None, held_bytes)
         chosen = self.board.ready[pull.stage].take(puller)
+        if stage.generates:
+            self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
             lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
             self._out.extend(grant(self.board, self.lanes, pull, chosen, lease))
         elif self.opening.is_over(pull.stage):
             self._send(worker, closed(pull))
         return bool(chosen) or self.opening.is_over(pull.stage)
+
+    def _gate(self, worker: WorkerId, shut: bool) -> None:
+        if shut:
+            self._weights.changed = self._weights.changed or worker not in self.gated
+            self.gated[worker] = None
+        else:
+            self.gated.pop(worker, None)
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone: what it asked for, worked on or held alone."""
+        self.gated.pop(worker, None)
+        self.room.forget(worker)
+        self.retreat.forget(worker)
 
     def _serve_step(self, parked: Parked[Pull]) -> bool:
         pull, window = parked.request, self.window
@@ -127,7 +140,7 @@ class Samples:
             lambda: [self.board.groups[one] for one in window.waiting if one not in ready],
             self._policies.admission,
             self._policies.batcher,
-            self.tokens_of,
+            self._sizes.tokens,
         )
         if not groups:
             return False
@@ -139,16 +152,6 @@ class Samples:
             self.retreat.record(group, "leased")
         self._out.extend(grant(self.board, self.lanes, pull, slots, lease))
         return True
-
-    def tokens_of(self, group: Group) -> int:
-        """Tokens of all samples of the group, prompts included."""
-        tokens = 0
-        for column in self._token_columns:
-            if column.scope == "group":
-                tokens += group.tensors[column.name].length * len(group.slots)
-            else:
-                tokens += sum(slot.tensors[column.name].length for slot in group.slots)
-        return tokens
 
     # ---- commits
 
@@ -231,7 +234,7 @@ class Samples:
         lags = tuple(message.step - (slot.oldest_version() or 0) for slot in slots)
         columns = sorted({column for slot in slots for column in slot.inline})
         means = tuple((name, sum(slot.inline[name] for slot in slots) / len(slots)) for name in columns)
-        tokens = sum(self.tokens_of(group) for group in trained)
+        tokens = sum(self._sizes.tokens(group) for group in trained)
         done = StepClosed(message.step, len(trained), len(slots), tokens, lags, means, message.metrics)
         for group in trained:
             self.retreat.record(group, "trained", step=message.step)
