@@ -14,7 +14,6 @@ from flowrt.algorithms import GrpoLoss, group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.controller.samples import KEPT_TOKENS
 from flowrt.engines.checkpoint import load_model, load_tokenizer, save_model
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.engines.torch_train import TorchTrainer
@@ -23,6 +22,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
+from flowrt.wire.records import KEPT_TOKENS
 
 UNIFORM = Uniform()
 
@@ -85,7 +85,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: Sample
     scale: Literal["group_std", "none"] = "group_std" if config.loss.normalize else "none"
     advantages_N = group_advantages(rewards_N, torch.tensor(batch.groups), scale=scale)
     weights_N = weight(torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))]))
-    kept_N = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
+    kept_N: list[int | None] = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
     rows = [row for row, kept in enumerate(kept_N) if kept != 0]
 
     def begin(column: str) -> list[torch.Tensor]:

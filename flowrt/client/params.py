@@ -1,13 +1,20 @@
-"""Both ends of a weight sync: versions that this worker holds for others, and the one it staged for itself."""
+"""Both ends of a weight sync: versions that this worker holds for others, and the ones it staged for itself."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from flowrt.errors import TransferError
 from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.relay import Arrival, pieces
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
+from flowrt.wire.records import NO_BASE, Weights
+
+Form = tuple[str, int, int]
+"""Model, version, and the base that it is told as changes to (NO_BASE: whole)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,68 +25,111 @@ class StagedWeights:
     snapshot: Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Buckets that can be served; those that are still coming are passed on as they come."""
+
+    buckets: list[torch.Tensor]
+    arrival: Arrival | None = None
+
+    def outgoing(self) -> Iterator[torch.Tensor]:
+        return iter(pieces(self.buckets)) if self.arrival is None else self.arrival.relay(self.buckets)
+
+
 class Params:
     """Weights in this worker's host memory, by (model, version)."""
 
-    def __init__(self, lanes: LaneSet, send: Callable[[Message], None], spawn: Callable[..., None]) -> None:
+    def __init__(
+        self, lanes: LaneSet, send: Callable[[Message], None], spawn: Callable[..., None], deadline_s: float
+    ) -> None:
         self._lanes = lanes
         self._send = send
         self._spawn = spawn
-        self._held: dict[tuple[str, int], Snapshot] = {}
-        self._staged: StagedWeights | None = None
+        self._deadline_s = deadline_s
+        self._held: dict[Form, _Held] = {}
+        self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
 
-    async def publish(self, model: str, snapshot: Snapshot) -> None:
-        """Offer a snapshot to whoever the controller sends here; training may go on at once."""
+    async def publish(self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None) -> None:
+        """Offer a snapshot to whoever the controller sends here; training may go on at once.
+
+        ``divergence`` says how far (KL) earlier versions are from this one, for refresh policies that ask.
+        """
         checksum = await asyncio.to_thread(snapshot.checksum)
-        self._held[model, snapshot.version] = snapshot
-        self._send(Publish(model, snapshot.version, tuple(snapshot.bucket_bytes()), checksum))
+        whole = Weights(model, snapshot.version, NO_BASE, tuple(snapshot.bucket_bytes()), checksum)
+        self._held[model, snapshot.version, NO_BASE] = _Held(snapshot.buckets)
+        self._send(Publish((whole,), tuple((divergence or {}).items())))
 
-    def staged(self) -> StagedWeights | None:
-        """The newest version that has arrived and is not in use yet, if any."""
-        return self._staged
+    def staged(self, model: str = "") -> StagedWeights | None:
+        """The newest version of a model (none named: of any) that has arrived and is not in use yet."""
+        if model:
+            return self._staged.get(model)
+        return next(iter(self._staged.values()), None)
 
-    async def wait_staged(self) -> StagedWeights:
+    async def wait_staged(self, model: str = "") -> StagedWeights:
         """Wait until a version has arrived."""
-        while self._staged is None:
+        while (found := self.staged(model)) is None:
             self._changed.clear()
             await self._changed.wait()
-        return self._staged
+        return found
 
     def applied(self, model: str, version: int) -> None:
         """This worker generates with ``version`` from now on."""
-        if self._staged is not None and self._staged.snapshot.version <= version:
-            self._staged = None
+        staged = self._staged.get(model)
+        if staged is not None and staged.snapshot.version <= version:
+            del self._staged[model]
         self._send(Applied(model, version))
 
     # ---- orders of the controller, in the order in which they came
 
     def serve(self, order: ServeWeights) -> None:
-        snapshot = self._held.get((order.model, order.version))
-        if snapshot is None:
-            # Retired in the meantime cannot be: the controller ordered both. Sending nothing lets the lane time out.
-            return
-        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(seen)
+        held = self._held.get((order.model, order.version, order.base))
+        outgoing = _gone(order) if held is None else held.outgoing()
+        self._lanes.transfer(order.turn, outgoing).add_done_callback(seen)
 
     def fetch(self, order: Fetch) -> None:
-        snapshot = Snapshot.empty(order.version, order.bucket_bytes)
-        arrival = self._lanes.transfer(order.turn, snapshot.buckets)
-        self._spawn(self._stage(order, snapshot, arrival))
+        one = order.weights
+        arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
+        held = _Held([torch.empty(size, dtype=torch.uint8) for size in one.bucket_bytes], arrival)
+        self._held[one.model, one.version, one.base] = held
+        arrived = self._lanes.transfer(order.turn, arrival.receive(held.buckets))
+        self._spawn(self._stage(order, held, arrived))
 
     def retire(self, order: Retire) -> None:
-        self._held.pop((order.model, order.version), None)
+        for form in [form for form in self._held if form[:2] == (order.model, order.version)]:
+            del self._held[form]
 
-    async def _stage(self, order: Fetch, snapshot: Snapshot, arrival: asyncio.Future[None]) -> None:
+    async def _stage(self, order: Fetch, held: _Held, arrived: asyncio.Future[None]) -> None:
+        one = order.weights
         try:
-            await arrival
-            found = await asyncio.to_thread(snapshot.checksum)
-            if found != order.checksum:
-                raise TransferError(f"checksum of version {order.version} is {found}, not {order.checksum}")
+            await arrived
+            snapshot = await asyncio.to_thread(self._verified, one, held)
         except TransferError as error:
-            self._send(FetchFailed(order.turn, order.model, order.version, str(error)))
+            assert held.arrival is not None
+            held.arrival.fail(str(error))
+            if self._held.get((one.model, one.version, one.base)) is held:
+                del self._held[one.model, one.version, one.base]
+            self._send(FetchFailed(order.turn, one, str(error)))
             return
-        self._held[order.model, order.version] = snapshot
-        if self._staged is None or self._staged.snapshot.version < order.version:
-            self._staged = StagedWeights(order.model, snapshot)
+        self._held[one.model, one.version, NO_BASE] = _Held(snapshot.buckets)
+        before = self._staged.get(one.model)
+        if before is None or before.snapshot.version < one.version:
+            self._staged[one.model] = StagedWeights(one.model, snapshot)
             self._changed.set()
-        self._send(Staged(order.model, order.version))
+        self._send(Staged(one.model, one.version))
+
+    def _verified(self, one: Weights, held: _Held) -> Snapshot:
+        """The whole version. Raises TransferError when it is not the one that was published."""
+        snapshot = Snapshot(one.version, held.buckets)
+        found = snapshot.checksum()
+        if found != one.checksum:
+            raise TransferError(f"checksum of version {one.version} is {found}, not {one.checksum}")
+        return snapshot
+
+
+def _gone(order: ServeWeights) -> Iterator[torch.Tensor]:
+    """Breaks the lane at once, so that the receiver need not wait for its deadline."""
+    what = f"version {order.version} of {order.model}"
+    arrival = Arrival(what, 0.0)
+    arrival.fail("it is not held here any more")
+    return arrival.relay([torch.empty(1, dtype=torch.uint8)])

@@ -44,7 +44,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._lanes = LaneSet(worker, GlooBackend(address), LANE_DEADLINE_S, self._signal)
         self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
-        self.params = Params(self._lanes, self.send, self._spawn)
+        self.params = Params(self._lanes, self.send, self._spawn, LANE_DEADLINE_S)
         self._asking = Asking(worker, self.send)
         self._offered: dict[int, Mapping[str, Sequence[torch.Tensor]]] = {}
         self._ended: asyncio.Future[None] = self._loop.create_future()

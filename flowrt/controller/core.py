@@ -4,9 +4,11 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 """
 
 from flowrt.controller.events import Command, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -24,8 +26,9 @@ class Core:
         self._policies = policies
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
-        self.weights = ModelVersions(settings.model)
-        self.samples = Samples(settings, flow, policies, self.weights, self._out)
+        lanes = Lanes()
+        self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
+        self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
         self.ended: End | None = None
         self._progress_s: float | None = None
 
@@ -48,8 +51,7 @@ class Core:
                 self._tick(now)
         if self.ended is None:
             self.samples.settle(now)
-            if self.weights.changed:
-                self._move_weights()
+            self.models.move(self.samples.gated)
             if self.roster.changed:
                 self._finish_if_complete()
         return list(self._out)
@@ -62,7 +64,7 @@ class Core:
         if isinstance(message, m.Pull):
             samples.pull(worker, message, now)
         elif isinstance(message, m.Commit):
-            samples.commit(worker, message)
+            samples.commit(worker, message, now)
             self._progress_s = now
         elif isinstance(message, m.Offer):
             samples.offer(worker, message, now)
@@ -85,7 +87,7 @@ class Core:
             case m.Undelivered():
                 self.samples.retreat.undelivered(worker, message.incoming)
             case m.StepDone():
-                self.samples.step_done(worker, message)
+                self.samples.training.step_done(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
             case m.Finished():
@@ -95,7 +97,9 @@ class Core:
             case m.Bye():
                 self._gone(worker, message.error)
             case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
-                self._weights_moved(worker, message, now)
+                self.models.hear(worker, message)
+                if isinstance(message, m.Applied):
+                    self.samples.look_again(worker, now)
             case _:
                 raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
 
@@ -108,46 +112,14 @@ class Core:
         if signal.peer in self.roster:
             self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
 
-    def _weights_moved(
-        self, worker: WorkerId, message: m.Publish | m.Staged | m.FetchFailed | m.Applied, now: float
-    ) -> None:
-        if message.model != self.weights.model:
-            raise RemoteProtocolError(
-                f"{worker} speaks of model {message.model!r}; this run has {self.weights.model!r}"
-            )
-        match message:
-            case m.Publish():
-                self.weights.publish(worker, message)
-            case m.Staged():
-                self.weights.staged(worker, message.version)
-            case m.Applied():
-                self.weights.applied(worker, message.version)
-                self.samples.swapped(worker, now)
-            case m.FetchFailed():
-                self.weights.failed(worker, message.version)
-                self.samples.lanes.abandon(message.turn)
-
-    def _move_weights(self) -> None:
-        weights = self.weights
-        weights.changed = False
-        for fetch in weights.begin_fetches(self._policies.refresh):
-            turn = self.samples.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
-            published = weights.published[fetch.version]
-            order = m.Fetch(turn, weights.model, fetch.version, published.bucket_bytes, published.checksum)
-            self._out.append(Send(fetch.receiver, order))
-            self._out.append(Send(fetch.holder, m.ServeWeights(turn, weights.model, fetch.version)))
-        for worker, version in weights.retire():
-            self._out.append(Send(worker, m.Retire(weights.model, version)))
-
     def _gone(self, worker: WorkerId, reason: str) -> None:
         member = self.roster.leave(worker)
         if member is None:
             return
         if self.ended is not None:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
-        self.samples.room.forget(worker)
-        self.samples.retreat.forget(worker)
-        self.weights.forget(worker)
+        self.samples.forget(worker)
+        self.models.forget(worker)
         if member.role in self._settings.vital_roles and (reason or not member.finished):
             self._end(f"{worker}: {reason or 'left before its part was complete; see its log'}", EXIT_FAILED)
 
@@ -196,6 +168,11 @@ class Core:
         assert len(window.taken) <= window.groups_per_step
         for group in window.taken.values():
             assert all(self.train_stage in slot.leases for slot in group.slots)
+
+    @property
+    def weights(self) -> ModelVersions:
+        """The versions of the policy."""
+        return self.models.policy
 
     @property
     def train_stage(self) -> str:

@@ -2,28 +2,25 @@
 
 from collections.abc import Iterable, Iterator
 
-from flowrt.controller.batchers import Batcher, GroupCount
 from flowrt.controller.board import Board
 from flowrt.controller.commits import Makes, commit_fault, pick
 from flowrt.controller.dispatch import Puller, Start
-from flowrt.controller.events import Command, Send, StepClosed
+from flowrt.controller.events import Command, Send
 from flowrt.controller.grants import closed, grant
 from flowrt.controller.opening import Opening
-from flowrt.controller.planning import StepPlan, micro_batch
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.sizes import Sizes
 from flowrt.controller.slots import Group, Lease, Slot
 from flowrt.controller.steps import TrainingWindow
+from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
 from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused, StepDone
-from flowrt.wire.records import ITEM_BYTES, Stage, Values
-
-KEPT_TOKENS = "kept_tokens"
-"""Inline column of a trainer's batch: how many tokens of each sample are trained, when steps are cut."""
+from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused
+from flowrt.wire.records import Stage
 
 
 class Samples:
@@ -35,6 +32,7 @@ class Samples:
         flow: Dataflow,
         policies: Policies,
         weights: ModelVersions,
+        lanes: Lanes,
         out: list[Command],
     ) -> None:
         self._settings = settings
@@ -45,13 +43,14 @@ class Samples:
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
         self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
         self.room = WaitingRoom()
-        self.lanes = Lanes()
+        self.lanes = lanes
+        self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
-        self._plan = StepPlan(policies.sharing, policies.cut)
+        self._sizes = Sizes(flow.columns, flow.token_columns)
+        self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
-        self._token_columns = [self.board.columns[name] for name in flow.token_columns]
 
     # ---- requests
 
@@ -69,7 +68,7 @@ class Samples:
         if message.stage not in self.board.stages:
             reason = f"there is no stage {message.stage!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
-        elif training and message.step < self.window.step and not self.window.over:
+        elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
@@ -87,7 +86,7 @@ class Samples:
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
         if parked.request.stage == self._flow.train_stage:
-            return self._serve_step(parked)
+            return self.training.serve(parked)
         return self._serve_slots(parked, now)
 
     def _serve_slots(self, parked: Parked[Pull], now: float) -> bool:
@@ -104,15 +103,12 @@ class Samples:
             return Start.NOW if ready else Start.NOT_YET
 
         def held_bytes(slot: Slot) -> int:
-            held = [(name, slot.holding(name)) for name in self.board.fetched[stage.name]]
-            return sum(
-                one.length * ITEM_BYTES[self.board.columns[name].dtype]
-                for name, one in held
-                if one is not None and worker in one.holders
-            )
+            return self._sizes.held_bytes(slot, self.board.fetched[stage.name], worker)
 
         puller = Puller(worker, pull.slots, may_start if stage.generates else None, held_bytes)
         chosen = self.board.ready[pull.stage].take(puller)
+        if stage.generates:
+            self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
             lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
             self._out.extend(grant(self.board, self.lanes, pull, chosen, lease))
@@ -120,69 +116,23 @@ class Samples:
             self._send(worker, closed(pull))
         return bool(chosen) or self.opening.is_over(pull.stage)
 
-    def _serve_step(self, parked: Parked[Pull]) -> bool:
-        pull, window = parked.request, self.window
-        if not window.over and pull.step > window.step:
-            return False
-        if window.over or window.places == 0:
-            self._send(parked.worker, closed(pull))
-            return True
-        groups = self._planned(parked.worker) if self._plan.is_needed else self._streamed(self._policies.batcher)
-        if groups is None:
-            self._send(parked.worker, closed(pull))
-            return True
-        if not groups:
-            return False
-        window.take(groups)
-        slots = [slot for group in groups for slot in group.slots]
-        # No deadline: what a trainer was told is in its step cannot be taken back, and a lost trainer gives it back.
-        lease = self.board.lease(pull.stage, slots, parked.worker, float("inf"), 0, window.step)
-        for group in groups:
-            self.retreat.record(group, "leased")
-        self._out.extend(grant(self.board, self.lanes, pull, slots, lease, self._kept(slots)))
-        return True
+    def _gate(self, worker: WorkerId, shut: bool) -> None:
+        if shut:
+            self._weights.changed = self._weights.changed or worker not in self.gated
+            self.gated[worker] = None
+        else:
+            self.gated.pop(worker, None)
 
-    def _streamed(self, batcher: Batcher) -> list[Group]:
-        """The next micro-batch of what is ready; empty while it is not full."""
-        ready, window = self.board.ready_groups[self._flow.train_stage], self.window
-        return window.choose(
-            ready.values(),
-            lambda: [self.board.groups[one] for one in window.waiting if one not in ready],
-            self._policies.admission,
-            batcher,
-            self.tokens_of,
-        )
-
-    def _planned(self, worker: WorkerId) -> list[Group] | None:
-        """The worker's next micro-batch of a step that is planned as a whole; None when its share is done."""
-        if self._plan.step != self.window.step:
-            whole = self._streamed(GroupCount(self.window.places))
-            if not whole:
-                return []
-            self._plan.make(self.window.step, whole, self.tokens_of)
-        share = [group for group in self._plan.share_of(worker) if group.id not in self.window.taken]
-        if not share:
-            return None
-        batch = micro_batch(share, self._policies.batcher, self.tokens_of)
-        return batch if all(group.id in self.board.ready_groups[self._flow.train_stage] for group in batch) else []
-
-    def _kept(self, slots: Sequence[Slot]) -> tuple[Values, ...]:
-        kept = [self._plan.kept(slot.id) for slot in slots]
-        return () if None in kept else (Values(KEPT_TOKENS, tuple(float(count or 0) for count in kept)),)
-
-    def tokens_of(self, group: Group) -> int:
-        """Tokens of all samples of the group, prompts included."""
-        tokens = 0
-        for column in self._token_columns:
-            if column.scope == "group":
-                tokens += group.tensors[column.name].length * len(group.slots)
-            else:
-                tokens += sum(slot.tensors[column.name].length for slot in group.slots)
-        return tokens
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone: what it asked for, worked on or held alone."""
+        self.gated.pop(worker, None)
+        self.room.forget(worker)
+        self.retreat.forget(worker)
+        self.training.forget(worker)
 
     # ---- commits
 
-    def commit(self, worker: WorkerId, message: Commit) -> None:
+    def commit(self, worker: WorkerId, message: Commit, now: float) -> None:
         stage = self.board.stages.get(message.stage)
         if stage is None:
             raise RemoteProtocolError(f"{worker} commits stage {message.stage!r}, which is not in this dataflow")
@@ -208,6 +158,8 @@ class Samples:
                     touched[slot.group.id] = slot.group
         self._send(worker, Committed(message.request, tuple(refused), "; ".join(sorted(reasons))))
         self._moved_on(touched.values())
+        if stage.generates:
+            self.look_again(worker, now)  # a dispatch policy may have waited for it to have room
 
     def _by_lease(self, worker: WorkerId, message: Commit, stage: Stage) -> Iterator[tuple[Lease | None, list[int]]]:
         """The rows of a commit by their lease; None for those on which the worker has none (any more)."""
@@ -247,28 +199,6 @@ class Samples:
         if complete:
             self.retreat.close(complete)
 
-    # ---- steps
-
-    def step_done(self, worker: WorkerId, message: StepDone) -> None:
-        window = self.window
-        if message.step != window.step or window.places != 0 or window.over:
-            raise RemoteProtocolError(
-                f"{worker} ended step {message.step}, but step {window.step} is in training with {window.places} "
-                "places open"
-            )
-        trained = window.close()
-        slots = [slot for group in trained for slot in group.slots]
-        lags = tuple(message.step - (slot.oldest_version() or 0) for slot in slots)
-        columns = sorted({column for slot in slots for column in slot.inline})
-        means = tuple((name, sum(slot.inline[name] for slot in slots) / len(slots)) for name in columns)
-        tokens = sum(self.tokens_of(group) for group in trained)
-        done = StepClosed(message.step, len(trained), len(slots), tokens, lags, means, message.metrics)
-        for group in trained:
-            self.retreat.record(group, "trained", step=message.step)
-        self._out.append(done)
-        self.retreat.close(trained)
-        self.retreat.drop_expired()
-
     # ---- after every event
 
     def settle(self, now: float) -> None:
@@ -295,8 +225,8 @@ class Samples:
             stage, lambda parked: self._serve(parked, now), more=lambda: queue is None or over or len(queue) > 0
         )
 
-    def swapped(self, worker: WorkerId, now: float) -> None:
-        """The worker has new weights: what it waits for may be open to it now."""
+    def look_again(self, worker: WorkerId, now: float) -> None:
+        """Something about this worker has changed (its weights, its room): what it waits for may be open to it now."""
         for parked in self.room.of(worker):
             pull = parked.request
             if (

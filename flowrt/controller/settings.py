@@ -69,7 +69,8 @@ class Settings:
     groups_per_step: int = 1
     finishers: tuple[str, ...] = ()  # the run is complete when all workers of these roles have finished; none: never
     vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
-    model: str = "policy"
+    model: str = "policy"  # the model that generates: its age is what admission bounds
+    more_models: tuple[str, ...] = ()  # others whose weights are published (a critic, adapters), by name
     in_order: bool = False  # train groups strictly in issue order
     lost_member: LostMember = LostMember.REFILL
     attempts: int = 8  # a sample that was lost so often takes its group with it

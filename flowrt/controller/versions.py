@@ -1,16 +1,17 @@
 """Which worker has which version of a model, who fetches what from whom, and the refresh seam.
 
-Versions are delivered as "the latest": a version that was skipped is never waited for.
+Versions are delivered as "the latest": a version that was skipped is never waited for. A worker that is still
+receiving a version serves it to the next already, so n receivers stand in a chain and cost little more than one.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.wire.messages import Publish
+from flowrt.wire.records import NO_BASE, Weights
 
 
 class Receiver(NamedTuple):
@@ -19,13 +20,17 @@ class Receiver(NamedTuple):
     worker: WorkerId
     applied: int
     staged: int
+    divergence: float | None = None  # of the version that it uses from the latest one, where somebody measured it
 
 
 class Refresh(Protocol):
     """Who takes new weights now?"""
 
     def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
-        """The receivers (none of them fetching) that shall fetch ``latest``; ``fetching`` others already are."""
+        """The receivers (none of them fetching) that shall fetch ``latest``; ``fetching`` others already are.
+
+        Whoever admission keeps from starting, because its version is too old, fetches in any case.
+        """
         ...
 
 
@@ -42,7 +47,11 @@ class Fetching(NamedTuple):
 
     receiver: WorkerId
     holder: WorkerId
-    version: int
+    weights: Weights
+
+
+Form = tuple[int, int]
+"""A version and the base that it is told as changes to."""
 
 
 @dataclass(slots=True)
@@ -51,19 +60,29 @@ class ModelVersions:
 
     model: str
     latest: int = 0
-    published: dict[int, Publish] = field(default_factory=dict)
-    holders: dict[int, set[WorkerId]] = field(default_factory=dict)
+    publisher: WorkerId | None = None
+    published: dict[int, tuple[Weights, ...]] = field(default_factory=dict)
+    holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
+    divergence: dict[int, float] = field(default_factory=dict)  # of earlier versions from the latest
+    suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
+    whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not use changes
     changed: bool = False  # since it was last asked who shall fetch
 
-    def publish(self, worker: WorkerId, message: Publish) -> None:
-        if message.version <= self.latest:
-            raise RemoteProtocolError(f"{worker} published version {message.version} after {self.latest}")
+    # ---- what workers say
+
+    def publish(self, worker: WorkerId, forms: tuple[Weights, ...], divergence: dict[int, float]) -> None:
+        if not forms or forms[0].base != NO_BASE or len({(form.model, form.version) for form in forms}) != 1:
+            raise RemoteProtocolError(f"{worker} published {forms}, which is not one version that begins with it whole")
+        version = forms[0].version
+        if version <= self.latest:
+            raise RemoteProtocolError(f"{worker} published version {version} after {self.latest}")
         self.changed = True
-        self.latest = message.version
-        self.published[message.version] = message
-        self.holders[message.version] = {worker}
+        self.latest, self.publisher, self.divergence = version, worker, divergence
+        self.published[version] = forms
+        for form in forms:
+            self.holders[version, form.base] = {worker}
 
     def applied(self, worker: WorkerId, version: int) -> None:
         self.changed = True
@@ -78,18 +97,26 @@ class ModelVersions:
     def staged(self, worker: WorkerId, version: int) -> None:
         if worker not in self.receivers:
             raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
-        self.failed(worker, version)
+        fetch = self._end_fetch(worker, version)
         receiver = self.receivers[worker]
         self.receivers[worker] = Receiver(worker, receiver.applied, max(receiver.staged, version))
-        if version in self.holders:
-            self.holders[version].add(worker)
+        self.whole_next.discard(worker)
+        if fetch is not None and version in self.published:
+            self.holders[version, NO_BASE].add(worker)
+            self.holders[version, fetch.weights.base].add(worker)
 
-    def failed(self, worker: WorkerId, version: int) -> None:
+    def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights) -> None:
         """Its fetch of this version is over; the late word of another one changes nothing."""
+        fetch = self.fetching.get(worker)
+        if fetch is not None and fetch.holder == holder and self._end_fetch(worker, weights.version) is not None:
+            self.suspects.add((holder, weights.version))
+            if weights.base != NO_BASE:
+                self.whole_next.add(worker)
+
+    def _end_fetch(self, worker: WorkerId, version: int) -> Fetching | None:
         self.changed = True
         fetch = self.fetching.get(worker)
-        if fetch is not None and fetch.version == version:
-            del self.fetching[worker]
+        return self.fetching.pop(worker) if fetch is not None and fetch.weights.version == version else None
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: it neither holds nor fetches anything."""
@@ -97,29 +124,73 @@ class ModelVersions:
         self.receivers.pop(worker, None)
         self.fetching.pop(worker, None)
         self.fetching = {who: fetch for who, fetch in self.fetching.items() if fetch.holder != worker}
-        for version in list(self.holders):
-            self.holders[version].discard(worker)
-            if not self.holders[version]:
-                del self.holders[version], self.published[version]
+        for form in list(self.holders):
+            self.holders[form].discard(worker)
+            if not self.holders[form]:
+                del self.holders[form]
+        self._forget_unheld()
 
-    def begin_fetches(self, refresh: Refresh) -> list[Fetching]:
-        """Start what the policy wants: each receiver from the holder that serves the fewest others."""
-        if self.latest not in self.holders:
+    def _forget_unheld(self) -> None:
+        held = {version for version, _ in self.holders}
+        self.published = {version: forms for version, forms in self.published.items() if version in held}
+
+    # ---- who fetches what from whom
+
+    def begin_fetches(self, refresh: Refresh, gated: Collection[WorkerId]) -> list[Fetching]:
+        """Start what the policy wants, and what those need that admission keeps from starting."""
+        if self.latest not in self.published:
             return []
-        idle = [receiver for receiver in self.receivers.values() if receiver.worker not in self.fetching]
+        idle = [
+            receiver._replace(divergence=self.divergence.get(receiver.applied))
+            for receiver in self.receivers.values()
+            if receiver.worker not in self.fetching
+        ]
+        behind = {receiver.worker for receiver in idle if receiver.staged < self.latest}
+        due = refresh.due(self.latest, idle, len(self.fetching))
+        due += [worker for worker in gated if worker in behind and worker not in due]
+        load = Counter(fetch.holder for fetch in self.fetching.values())
         started = []
-        for worker in refresh.due(self.latest, idle, len(self.fetching)):
-            load = Counter(fetch.holder for fetch in self.fetching.values())
-            holder = min(self.holders[self.latest], key=lambda one: (load[one], one))
-            self.fetching[worker] = Fetching(worker, holder, self.latest)
-            started.append(self.fetching[worker])
+        for worker in due:
+            source = self._source(worker, load)
+            if source is not None:
+                self.fetching[worker] = source
+                load[source.holder] += 1
+                started.append(source)
         return started
 
+    def _source(self, worker: WorkerId, load: Counter[WorkerId]) -> Fetching | None:
+        """Changes if the worker has their base, else the whole version; from whom has least to send.
+
+        Among equals the publisher comes last: it has better things to do, and its link is everybody's.
+        """
+        held = self.receivers[worker].staged
+        for weights in reversed(self.published[self.latest]):
+            if weights.base != NO_BASE and (weights.base != held or worker in self.whole_next):
+                continue
+            holders = self.holders.get((weights.version, weights.base), set())
+            relays = {fetch.receiver for fetch in self.fetching.values() if fetch.weights == weights}
+            candidates = (holders | relays) - {worker}
+            if candidates:
+                return Fetching(worker, min(candidates, key=lambda one: self._reluctance(one, load)), weights)
+        return None
+
+    def _reluctance(self, holder: WorkerId, load: Counter[WorkerId]) -> tuple[bool, int, bool, WorkerId]:
+        return (holder, self.latest) in self.suspects, load[holder], holder == self.publisher, holder
+
     def retire(self) -> list[tuple[WorkerId, int]]:
-        """Old versions that nobody is fetching: (holder, version) pairs to drop."""
-        wanted = {fetch.version for fetch in self.fetching.values()} | {self.latest}
-        old = [version for version in self.holders if version not in wanted]
-        retired = [(worker, version) for version in old for worker in sorted(self.holders[version])]
-        for version in old:
-            del self.holders[version], self.published[version]
-        return retired
+        """(holder, version) pairs to drop: where a newer version is, and nobody fetches the old one."""
+        wanted = {(fetch.holder, fetch.weights.version) for fetch in self.fetching.values()}
+        newest: dict[WorkerId, int] = {}
+        for (version, _), holders in self.holders.items():
+            for worker in holders:
+                newest[worker] = max(version, newest.get(worker, version))
+        retired = set()
+        for (version, base), holders in list(self.holders.items()):
+            old = {worker for worker in holders if newest[worker] > version and (worker, version) not in wanted}
+            retired |= {(worker, version) for worker in old}
+            holders -= old
+            if not holders:
+                del self.holders[version, base]
+        self._forget_unheld()
+        self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
+        return sorted(retired)

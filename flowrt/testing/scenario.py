@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.batchers import Batcher, TokenBudget
 from flowrt.controller.settings import Dataflow
 from flowrt.wire.messages import Grant
-from flowrt.wire.records import Column, Lengths, Stage
+from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5
@@ -23,6 +23,11 @@ TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs
 def offered_lengths(*lengths: int) -> tuple[Lengths, ...]:
     """One prompt's group columns, as an offer brings them."""
     return tuple(Lengths(name, (length,)) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+
+
+def whole(version: int) -> Weights:
+    """A version of the simulated model."""
+    return Weights(MODEL, version, NO_BASE, (8, 8), 0)
 
 
 def leases_of(grant: Grant) -> tuple[int, ...]:

@@ -62,7 +62,6 @@ class Cluster:
         self.log: list[Event | Command] = []
         self.actions = 0
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
-        self._broken: set[LaneId] = set()
         self._finished = False
         self._faults = ["kill"] * scenario.kills
         self._faults += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
@@ -128,7 +127,7 @@ class Cluster:
                 yield (speed, partial(self._transfer, worker, lane))
 
     def _is_broken(self, lane: LaneId) -> bool:
-        return lane in self._broken or not all(end.alive for end in self._ends[lane])
+        return lane in self.shared.broken or not all(end.alive for end in self._ends[lane])
 
     def _step_is_complete(self) -> bool:
         """All ranks know that the step is closed and have done their share of it."""
@@ -225,7 +224,7 @@ class Cluster:
         lanes = [lane for worker in self.workers.values() for lane, turns in worker.expected.items() if turns]
         if lanes:
             self._faults.pop()
-            self._broken.add(self.rng.choice(lanes))
+            self.shared.broken.add(self.rng.choice(lanes))
 
     def kill(self, worker: Worker) -> None:
         """It vanishes; some of what it said last is still heard, then the controller learns of it."""

@@ -7,7 +7,7 @@ AssertionError at the moment at which it would have choked.
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flowrt.controller.events import Event, Joined, Said
@@ -23,11 +23,11 @@ from flowrt.testing.scenario import (
     offered_lengths,
 )
 from flowrt.wire import messages as m
-from flowrt.wire.records import Incoming, LaneTurn, Part, Values
+from flowrt.wire.records import NO_BASE, Incoming, LaneTurn, Part, Values, Weights
 
 Key = tuple[str, int]
 LaneId = tuple[str, str, str, int]
-Packet = tuple[Part, ...] | int
+Packet = tuple[Part, ...] | Weights
 """What one turn of a lane carries: parts of samples, or a version of the weights."""
 Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
 
@@ -63,6 +63,7 @@ class Shared:
     rng: random.Random
     latest: Callable[[], int]  # the newest version that was published
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
+    broken: set[LaneId] = field(default_factory=set)
     evals_offered: int = 0
 
 
@@ -103,6 +104,8 @@ class Worker:
         self.sequences: dict[LaneId, int] = {}
         self.expected: Turns = defaultdict(deque)
         self.weights: set[int] = set()
+        self.forms: dict[tuple[int, int], Weights] = {}  # whole or as changes, here or coming
+        self.relays: dict[Weights, list[LaneTurn]] = defaultdict(list)  # turns that pass on what is still coming
         self.applied = 0
         self.staged = 0
         self.jobs: list[Job] = []
@@ -145,16 +148,31 @@ class Worker:
             case m.Serve(turn, parts):
                 self._must_have(keys_of(parts), turn)
                 self._issue(turn, parts, self.shared.sent)
-            case m.ServeWeights(turn, _, version):
-                assert version in self.weights, f"{self.id} has to serve version {version}, but has {self.weights}"
-                self._issue(turn, version, self.shared.sent)
-            case m.Fetch(turn, _, version):
-                self._issue(turn, version, self.expected)
+            case m.ServeWeights():
+                self._serve_weights(message)
+            case m.Fetch(turn, weights):
+                based = weights.base == NO_BASE or weights.base in self.weights
+                assert based, f"{self.id} is sent changes to {weights.base}, but has {self.weights}"
+                self.forms[weights.version, weights.base] = weights
+                self._issue(turn, weights, self.expected)
             case m.Retire(_, version):
                 assert version in self.weights, f"{self.id} has to retire version {version}, but has {self.weights}"
                 self.weights.discard(version)
+                self.forms = {form: weights for form, weights in self.forms.items() if form[0] != version}
             case _:
                 raise AssertionError(f"{self.id} was sent {message}")
+
+    def _serve_weights(self, order: m.ServeWeights) -> None:
+        weights = self.forms.get((order.version, order.base))
+        if weights is not None and order.version in self.weights:
+            self._issue(order.turn, weights, self.shared.sent)
+            return
+        self._skip(order.turn)
+        if weights is not None:
+            self.relays[weights].append(order.turn)
+        else:  # its own fetch has failed, which the controller is about to hear
+            assert any(turn.kind == "weights" for turn in self.failed), f"{self.id} was never sent {order}"
+            self.shared.broken.add(lane_of(order.turn))
 
     def _must_have(self, keys: dict[Key, int], turn: LaneTurn) -> None:
         for key, length in keys.items():
@@ -163,11 +181,14 @@ class Worker:
 
     def _issue(self, turn: LaneTurn, packet: Packet, end: Turns) -> None:
         """Take the next turn of a lane, at either end."""
+        self._skip(turn)
+        end[lane_of(turn)].append((turn, packet))
+
+    def _skip(self, turn: LaneTurn) -> None:
         lane = lane_of(turn)
         due = self.sequences.get(lane, 0)
         assert turn.sequence == due, f"{self.id}: {turn} came where turn {due} was due"
         self.sequences[lane] = due + 1
-        end[lane].append((turn, packet))
 
     def _granted(self, grant: m.Grant) -> None:
         self.pulling = False
@@ -197,10 +218,13 @@ class Worker:
 
     def arrived(self, turn: LaneTurn, packet: Packet) -> None:
         """A transfer came whole."""
-        if isinstance(packet, int):
-            self.weights.add(packet)
-            self.staged = max(self.staged, packet)
-            self.say(m.Staged(MODEL, packet))
+        if isinstance(packet, Weights):
+            self.weights.add(packet.version)
+            self.forms[packet.version, NO_BASE] = replace(packet, base=NO_BASE)
+            self.staged = max(self.staged, packet.version)
+            for relayed in self.relays.pop(packet, ()):
+                self.shared.sent[lane_of(relayed)].append((relayed, packet))
+            self.say(m.Staged(MODEL, packet.version))
             return
         for key, length in keys_of(packet).items():
             if self.coming.get(key) == turn:  # else it was freed on its way
@@ -210,10 +234,12 @@ class Worker:
     def lost(self, turn: LaneTurn, packet: Packet) -> None:
         """A transfer failed."""
         self.failed.add(turn)
-        if not isinstance(packet, int):
+        if not isinstance(packet, Weights):
             self.say(m.Undelivered(Incoming(turn, packet), "the lane broke"))
-        if isinstance(packet, int):
-            self.say(m.FetchFailed(turn, MODEL, packet, "the lane broke"))
+            return
+        del self.forms[packet.version, packet.base]
+        self.shared.broken |= {lane_of(relayed) for relayed in self.relays.pop(packet, ())}
+        self.say(m.FetchFailed(turn, packet, "the lane broke"))
 
     # ---- work
 
@@ -263,8 +289,11 @@ class Worker:
 
     def _publish(self) -> None:
         assert self.unpublished is not None
+        bases = [NO_BASE, *sorted(self.weights)[-1:]]
+        forms = tuple(Weights(MODEL, self.unpublished, base, (8, 8), 0) for base in bases)
         self.weights.add(self.unpublished)
-        self.say(m.Publish(MODEL, self.unpublished, (8, 8), 0))
+        self.forms |= {(one.version, one.base): one for one in forms}
+        self.say(m.Publish(forms, ()))
         self.unpublished = None
 
     def _begin(self, job: Job) -> None:

@@ -9,7 +9,7 @@ incarnation.
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ CLOSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    tensors: Sequence[torch.Tensor]
+    tensors: Iterable[torch.Tensor]
     done: asyncio.Future[None]
 
 
@@ -48,8 +48,11 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"lane {name}", daemon=True)
         self._thread.start()
 
-    def transfer(self, sequence: int, tensors: Sequence[torch.Tensor]) -> asyncio.Future[None]:
-        """Send (or fill, at the receiving end) these contiguous tensors after all earlier turns."""
+    def transfer(self, sequence: int, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
+        """Send (or fill, at the receiving end) these contiguous tensors after all earlier turns.
+
+        They are taken one by one, on the lane's thread: the next is asked for when the one before has moved.
+        """
         done: asyncio.Future[None] = self._loop.create_future()
         if self._broken is None and sequence != self._next_sequence:
             self._broken = f"turn {sequence} came where {self._next_sequence} was due"
@@ -77,9 +80,10 @@ class Lane:
                     self._move(group, transfer.tensors)
                 except (RuntimeError, TransferError) as error:
                     self._broken = str(error).splitlines()[0]
+                    group = None  # its connection closes, and the other end learns of it at once
             self._report(transfer.done)
 
-    def _move(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    def _move(self, group: ProcessGroup, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if self._rank == SENDER_RANK:
                 group.send([tensor], RECEIVER_RANK, 0).wait()
@@ -117,7 +121,7 @@ class LaneSet:
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._stores: dict[str, SignalStore] = {}
 
-    def transfer(self, turn: LaneTurn, tensors: Sequence[torch.Tensor]) -> asyncio.Future[None]:
+    def transfer(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
         """Take this turn: send the tensors if this worker is the sender, else receive into them."""
         key = (turn.sender, turn.receiver, turn.kind)
         lane = self._lanes.get(key)

@@ -7,9 +7,9 @@ possibly much later: a pull or an offer that cannot be served yet is parked."""
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
 
-PROTOCOL = 2  # said in the greeting; both sides must speak the same one
+PROTOCOL = 3  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +212,20 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """trainer: version ``version`` of ``model`` is in my store, cut into buckets of these sizes."""
+    """trainer: a new version is in my store, whole, and perhaps as changes to an earlier version too."""
 
-    model: str
-    version: int
-    bucket_bytes: Ints
-    checksum: int
+    forms: tuple[Weights, ...]  # the first is the whole one
+    divergence: tuple[tuple[int, float], ...]  # KL of earlier versions from this one, where it was measured
 
 
 @dataclass(frozen=True, slots=True)
 class ServeWeights:
-    """controller to holder: send this version over this turn of a lane."""
+    """controller to holder: send this version over this turn of a lane, as its buckets arrive if need be."""
 
     turn: LaneTurn
     model: str
     version: int
+    base: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +233,7 @@ class Fetch:
     """controller to receiver: this version is coming over this turn of a lane; stage it."""
 
     turn: LaneTurn
-    model: str
-    version: int
-    bucket_bytes: Ints
-    checksum: int
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +249,7 @@ class FetchFailed:
     """receiver: the version did not arrive over this turn; the old one is whole and in use."""
 
     turn: LaneTurn
-    model: str
-    version: int
+    weights: Weights
     reason: str
 
 

@@ -64,6 +64,22 @@ class Values:
     values: Floats
 
 
+NO_BASE = -1
+KEPT_TOKENS = "kept_tokens"
+"""Inline column of a trainer's batch: how many tokens of each sample are trained, when steps are cut to a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A version of a named model: buckets of these sizes, whole or as changes to the version ``base``."""
+
+    model: str
+    version: int
+    base: int  # NO_BASE: whole
+    bucket_bytes: Ints
+    checksum: int  # of the whole version, however it travels
+
+
 @dataclass(frozen=True, slots=True)
 class LaneTurn:
     """The next transfer of a lane: both ends issue transfers in the order of ``sequence``."""

@@ -160,7 +160,7 @@ async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tup
     for session in (trainer, rollout):
         with pytest.raises(RemoteProtocolError):
             await session.pull("nothing", slots=1)
-        assert {held for _, held in session.params._held} == {2}
+        assert {version for _, version, _ in session.params._held} == {2}
         await session.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 from flowrt.controller.events import Command, End, Gone, Record, StepClosed, Tick
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.testing.scenario import MODEL, leases_of, offered_lengths
+from flowrt.testing.scenario import MODEL, leases_of, offered_lengths, whole
 from flowrt.testing.sim import LEASE_S
 from flowrt.testing.talk import Talk
 from flowrt.wire import messages as m
@@ -105,7 +105,9 @@ def test_a_step_ends_once_and_only_when_it_is_full() -> None:
 TURN = LaneTurn("trainer0", "rollout1", "weights", 0, 0)
 
 
-@pytest.mark.parametrize("message", [m.Staged(MODEL, 1), m.FetchFailed(TURN, MODEL, 1, ""), m.Publish(MODEL, 0, (), 0)])
+@pytest.mark.parametrize(
+    "message", [m.Staged(MODEL, 1), m.FetchFailed(TURN, whole(1), ""), m.Publish((whole(0),), ()), m.Publish((), ())]
+)
 @pytest.mark.parametrize("worker", ["reward0"])
 def test_weights_that_nobody_asked_for_are_illegal_or_nothing(worker: str, message: m.Message) -> None:
     talk = Talk()
@@ -245,25 +247,25 @@ def test_illegal_talk_is_no_progress() -> None:
 
 
 def publish(talk: Talk, version: int) -> list[Command]:
-    return talk.say("trainer0", m.Publish(MODEL, version, (8,), 0))
+    return talk.say("trainer0", m.Publish((whole(version),), ()))
 
 
 def test_a_version_is_fetched_by_each_receiver_and_the_old_one_retired() -> None:
     talk = Talk()
     fetched = talk.heard(publish(talk, 1), m.Fetch)
-    assert [(who, fetch.version, fetch.turn.sender) for who, fetch in fetched] == [
+    assert [(who, fetch.weights.version, fetch.turn.sender) for who, fetch in fetched] == [
         ("rollout0", 1, "trainer0"),
-        ("rollout1", 1, "trainer0"),
+        ("rollout1", 1, "rollout0"),  # passed on while it arrives
     ]
     assert talk.heard(publish(talk, 2), m.Fetch) == []
-    assert talk.heard(talk.say("rollout0", m.Staged(MODEL, 1)), m.Fetch)[0][1].version == 2
+    first = talk.say("rollout0", m.Staged(MODEL, 1))
+    assert talk.heard(first, m.Fetch)[0][1].weights.version == 2
+    # Each drops the old version when it has the new one and nobody fetches the old one from it.
+    assert [(who, retire.version) for who, retire in talk.heard(first, m.Retire)] == [("trainer0", 1)]
     last = talk.say("rollout1", m.Staged(MODEL, 1))
-    assert talk.heard(last, m.Fetch)[0][1].version == 2
-    assert {who for who, retire in talk.heard(last, m.Retire) if retire.version == 1} == {
-        "rollout0",
-        "rollout1",
-        "trainer0",
-    }
+    assert talk.heard(last, m.Fetch)[0][1].weights.version == 2
+    staged = talk.say("rollout0", m.Staged(MODEL, 2)) + talk.say("rollout1", m.Staged(MODEL, 2))
+    assert [(who, retire.version) for who, retire in talk.heard(staged, m.Retire)] == [("rollout0", 1), ("rollout1", 1)]
 
 
 def test_nobody_fetches_from_a_holder_that_is_gone() -> None:
@@ -281,11 +283,14 @@ def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
     talk.say("rollout1", m.Applied(MODEL, 0))
     publish(talk, 1)
     talk.say("rollout0", m.Staged(MODEL, 1))
-    talk.say("rollout1", m.FetchFailed(TURN, MODEL, 1, "lane broke"))
+    talk.say("rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0), whole(1), "lane broke"))
     holder = talk.core.weights.fetching[WorkerId("rollout1")].holder
     assert holder == "rollout0"
     talk.event(Gone(WorkerId("rollout0"), ""))
     assert talk.core.weights.fetching[WorkerId("rollout1")].holder == "trainer0"
     publish(talk, 2)
-    again = talk.heard(talk.say("rollout1", m.FetchFailed(TURN, MODEL, 1, "lane broke")), m.Fetch)
+    again = talk.heard(
+        talk.say("rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0), whole(1), "lane broke")),
+        m.Fetch,
+    )
     assert len(again) <= 1

@@ -1,0 +1,62 @@
+"""The walk of a version: named models, each with versions of its own, moved from holder to receiver."""
+
+from collections.abc import Collection, Sequence
+
+from flowrt.controller.events import Command, Send
+from flowrt.controller.transfers import Lanes
+from flowrt.controller.versions import ModelVersions, Refresh
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.wire import messages as m
+
+WeightMessage = m.Publish | m.Staged | m.FetchFailed | m.Applied
+
+
+class Models:
+    """The versions of every named model. The first one named is the policy, whose age admission bounds."""
+
+    def __init__(self, names: Sequence[str], refresh: Refresh, lanes: Lanes, out: list[Command]) -> None:
+        self._refresh = refresh
+        self._lanes = lanes
+        self._out = out
+        self.of = {name: ModelVersions(name) for name in names}
+        self.policy = self.of[names[0]]
+
+    def hear(self, worker: WorkerId, message: WeightMessage) -> None:
+        """Raises RemoteProtocolError for a model that this run does not have, or a version out of order."""
+        match message:
+            case m.Publish(forms, divergence):
+                model = forms[0].model if forms else ""
+                self._named(worker, model).publish(worker, forms, dict(divergence))
+            case m.Staged(model, version):
+                self._named(worker, model).staged(worker, version)
+            case m.Applied(model, version):
+                self._named(worker, model).applied(worker, version)
+            case m.FetchFailed(turn, weights):
+                self._named(worker, weights.model).failed(worker, WorkerId(turn.sender), weights)
+                self._lanes.abandon(turn)
+
+    def _named(self, worker: WorkerId, model: str) -> ModelVersions:
+        found = self.of.get(model)
+        if found is None:
+            raise RemoteProtocolError(f"{worker} speaks of model {model!r}; this run has {sorted(self.of)}")
+        return found
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone."""
+        for versions in self.of.values():
+            versions.forget(worker)
+
+    def move(self, gated: Collection[WorkerId]) -> None:
+        """Order what is due, and let go of what nobody will ask for again."""
+        for versions in self.of.values():
+            if not versions.changed:
+                continue
+            versions.changed = False
+            for fetch in versions.begin_fetches(self._refresh, gated if versions is self.policy else ()):
+                turn = self._lanes.next_turn(fetch.holder, fetch.receiver, "weights")
+                one = fetch.weights
+                self._out.append(Send(fetch.receiver, m.Fetch(turn, one)))
+                self._out.append(Send(fetch.holder, m.ServeWeights(turn, one.model, one.version, one.base)))
+            for worker, version in versions.retire():
+                self._out.append(Send(worker, m.Retire(versions.model, version)))

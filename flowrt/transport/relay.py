@@ -1,0 +1,58 @@
+"""Weights passed on while they arrive: a receiver serves the next one piece by piece, as the pieces come in.
+
+A chain of n receivers then takes little longer than one: each piece is n - 1 hops behind, and the first holder sends
+the version once.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flowrt.errors import TransferError
+
+_SMALLEST_BYTES = 256 * 1024
+_LARGEST_BYTES = 16 * 1024 * 1024
+_PIECES = 64
+
+
+def pieces(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the buckets, in order, of the size in which they travel; both ends cut alike."""
+    total = sum(bucket.numel() for bucket in buckets)
+    size = min(max(total // _PIECES, _SMALLEST_BYTES), _LARGEST_BYTES)
+    return [piece for bucket in buckets for piece in bucket.split(size)]
+
+
+class Arrival:
+    """How many pieces of a version are here. Told and asked by threads of lanes."""
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self._what = what
+        self._deadline_s = deadline_s
+        self._count = 0
+        self._failure = ""
+        self._changed = threading.Condition()
+
+    def receive(self, buckets: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The pieces to receive into; a lane that asks for the next one has filled the one before."""
+        for piece in pieces(buckets):
+            yield piece
+            with self._changed:
+                self._count += 1
+                self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """No more will come: whoever passes it on stops too."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def relay(self, buckets: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The pieces to send, each as soon as it is here. Raises TransferError when the next does not come."""
+        for number, piece in enumerate(pieces(buckets)):
+            with self._changed:
+                came = self._changed.wait_for(lambda: self._failure or self._count > number, self._deadline_s)  # noqa: B023
+                if self._count <= number:
+                    why = self._failure if came else f"nothing came for {self._deadline_s:.0f} s"
+                    raise TransferError(f"{self._what} cannot be passed on, its own transfer failed: {why}")
+            yield piece
