@@ -33,6 +33,10 @@ _TEXT = {str}
 _NO_BYTES = b""
 _NO_VALUES = ()
 
+_FEW: dict[str, Any] = {"nothing": _NO_VALUES}
+for _code in "qd":
+    _one = struct.Struct(f"<{_code}")
+    _FEW |= {f"pack_{_code}": _one.pack, f"unpack_{_code}": _one.unpack}
 _pack = msgpack.Packer(use_bin_type=True).pack
 
 
@@ -101,7 +105,7 @@ class _Misfit(Exception):
 def _record_encoder(kind: type) -> Encoder:
     """A function from a record to the tuple that is packed for it, a message's tag in front."""
     lines = ["def compiled(value):", "    if type(value) is not kind:", "        wrong(value, kind)"]
-    scope: dict[str, Any] = {"kind": kind, "wrong": _wrong, "scalar": _scalar, "tag": _TAGS.get(kind)}
+    scope: dict[str, Any] = {**_FEW, "kind": kind, "wrong": _wrong, "scalar": _scalar, "tag": _TAGS.get(kind)}
     items = ["tag"] if kind in _TAGS else []
     for number, (name, hint) in enumerate(_fields(kind)):
         if hint in _SCALARS:
@@ -113,7 +117,8 @@ def _record_encoder(kind: type) -> Encoder:
             ]
         else:
             scope[f"encode{number}"] = _encoder(hint)
-            lines += [f"    item{number} = encode{number}(value.{name})"]
+            few = _few(hint, "tuple", 1, "pack_{code}(item[0])")
+            lines += [f"    item = value.{name}", f"    item{number} = {few}encode{number}(item)"]
         items.append(f"item{number}")
     lines += [f"    return ({''.join(f'{item}, ' for item in items)})"]
     return _compiled(lines, scope)
@@ -130,7 +135,7 @@ def _record_decoder(kind: type) -> Decoder:
         f"        raise Misfit('an array of {len(fields)} fields')",
         f"    {''.join(f'{item}, ' for item in items)} = raw" if items else "    pass",
     ]
-    scope: dict[str, Any] = {"kind": kind, "Misfit": _Misfit, "misfit_of": _misfit_of}
+    scope: dict[str, Any] = {**_FEW, "kind": kind, "Misfit": _Misfit, "misfit_of": _misfit_of}
     for number, (name, hint) in enumerate(fields):
         if hint in _SCALARS:
             scope[f"type{number}"] = hint
@@ -140,14 +145,23 @@ def _record_decoder(kind: type) -> Decoder:
             ]
         else:
             scope[f"decode{number}"] = _decoder(hint)
+            few = _few(hint, "bytes", _ITEM_BYTES, "unpack_{code}(item)")
             lines += [
                 "    try:",
-                f"        item{number} = decode{number}(item{number})",
+                f"        item = item{number}",
+                f"        item{number} = {few}decode{number}(item)",
                 "    except Misfit as misfit:",
                 f"        raise misfit.within('.{name}')",
             ]
     lines += [f"    return kind({', '.join(f'item{number}' for number in range(len(fields)))})"]
     return _compiled(lines, scope)
+
+
+def _few(hint: Any, kind: str, size: int, one: str) -> str:
+    """What most fields hold is spared a call: one packed number, or nothing at all."""
+    if get_origin(hint) is Annotated:
+        return f"{one.format(code=hint.__metadata__[0])} if type(item) is {kind} and len(item) == {size} else "
+    return "item if item is nothing else " if get_args(hint)[-1:] == (Ellipsis,) else ""
 
 
 def _fields(kind: type) -> list[tuple[str, Any]]:
@@ -196,17 +210,7 @@ def _encoder(hint: Any) -> Encoder:
 
 
 def _packed_encoder(code: str) -> Encoder:
-    pack, pack_one = struct.pack, struct.Struct(f"<{code}").pack
-
-    def encode_packed(values: Any) -> bytes:
-        if type(values) is not tuple:
-            _sequence(values)
-        count = len(values)
-        if count == 1:
-            return pack_one(values[0])
-        return pack(f"<{count}{code}", *values) if count else _NO_BYTES
-
-    return encode_packed
+    return lambda values: struct.pack(f"<{len(_sequence(values))}{code}", *values) if values != () else _NO_BYTES
 
 
 def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
@@ -247,15 +251,10 @@ def _decoder(hint: Any) -> Decoder:
 
 
 def _packed_decoder(code: str) -> Decoder:
-    unpack, unpack_one = struct.unpack, struct.Struct(f"<{code}").unpack
-
     def decode_packed(raw: Any) -> Any:
         if type(raw) is not bytes or len(raw) % _ITEM_BYTES:
             raise _Misfit("packed 8-byte items")
-        count = len(raw) // _ITEM_BYTES
-        if count == 1:
-            return unpack_one(raw)
-        return unpack(f"<{count}{code}", raw) if count else _NO_VALUES
+        return struct.unpack(f"<{len(raw) // _ITEM_BYTES}{code}", raw) if raw else _NO_VALUES
 
     return decode_packed
 

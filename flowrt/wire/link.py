@@ -10,9 +10,11 @@ import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import zmq
 from zmq.backend import Socket as BareSocket
+from zmq.backend import zmq_poll
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
 from flowrt.wire.codec import MAX_MESSAGE_BYTES, decode, encode
@@ -27,8 +29,7 @@ _ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5})")
 _LARGEST_PORT = 65535
 
 # As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_RCVMORE, _EVENTS, _POLLIN = int(zmq.RCVMORE), int(zmq.EVENTS), int(zmq.POLLIN)
+_NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
 
 
 class _Socket:
@@ -45,8 +46,11 @@ class _Socket:
         self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         # The calls below pyzmq's Python layer, which checks and converts on every call what is fixed here.
         self._send_frame = partial(BareSocket.send, self.socket)
-        self._receive_frame = partial(BareSocket.recv, self.socket)
-        self._get = partial(BareSocket.get, self.socket)
+        self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
+        # A frame that is not copied yet knows whether more follows; pyzmq's types do not know the frame.
+        whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
+        self._receive_whole: Callable[[], zmq.Frame] = whole
+        self._look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
         self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[list[bytes]], None] | None = None
@@ -63,7 +67,7 @@ class _Socket:
             self._send_frame(frame, _SNDMORE | _NOBLOCK)
         self._send_frame(frames[-1], _NOBLOCK)
         # A look costs a system call; a drain that is under way will look anyway.
-        if not self._draining and int(self._get(_EVENTS)) & _POLLIN:
+        if not self._draining and self._look():
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -81,16 +85,20 @@ class _Socket:
 
     def _receive_waiting(self, receive: Callable[[list[bytes]], None]) -> bool:
         """Take what is waiting, up to a limit; returns whether that was all."""
-        receive_frame, get, names_sender = self._receive_frame, self._get, self._names_sender
-        for _ in range(_DRAIN_AT_MOST):
+        receive_frame, receive_whole, names_sender = self._receive_frame, self._receive_whole, self._names_sender
+        for taken in range(_DRAIN_AT_MOST):
+            # Most often one message is all there is, and to look costs less than an exception; in a crowd, more.
+            if taken == 1 and not self._look():
+                return True
             try:
-                frames = [receive_frame(_NOBLOCK)]
+                frames = [receive_frame()] if names_sender else []
+                frame = receive_whole()
             except zmq.Again:
                 return True
-            if names_sender:  # behind the sender's name there is always a frame
-                frames.append(receive_frame(_NOBLOCK))
-            while get(_RCVMORE):
-                frames.append(receive_frame(_NOBLOCK))
+            frames.append(frame.bytes)
+            while frame.more:
+                frame = receive_whole()
+                frames.append(frame.bytes)
             receive(frames)
             if self._closed:
                 return True
