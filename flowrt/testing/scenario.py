@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from flowrt.controller.batchers import Batcher, TokenBudget
+from flowrt.controller.batchers import Batcher, FixedTokens, TokenBudget
+from flowrt.controller.dispatch import Dispatch, Fifo
 from flowrt.controller.settings import Dataflow
+from flowrt.controller.sharing import OnDemand, Sharing
+from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.wire.messages import Grant
 from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 
@@ -61,6 +64,10 @@ class Scenario:
     groups_per_step: int = 2
     members: int = 2
     batcher: Batcher = field(default_factory=lambda: TokenBudget(1))
+    dispatch: Dispatch = field(default_factory=Fifo)
+    refresh: Refresh = field(default_factory=DelayedUpdate)
+    sharing: Sharing = field(default_factory=OnDemand)
+    cut: FixedTokens | None = None
     rollouts: int = 2
     rewards: int = 1
     references: int = 1  # 0: the dataflow has no reference stage

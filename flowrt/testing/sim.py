@@ -12,10 +12,8 @@ from functools import partial
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.dispatch import Fifo
 from flowrt.controller.events import Command, End, Event, Gone, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
 from flowrt.testing.simworker import LaneId, Row, Shared, Worker, lane_of
@@ -41,7 +39,14 @@ def make_core(scenario: Scenario) -> Core:
         silence_s=float("inf"),
         stall_s=float("inf"),
     )
-    policies = Policies(StrictLag(scenario.bound), Fifo(), scenario.batcher, DelayedUpdate())
+    policies = Policies(
+        StrictLag(scenario.bound),
+        scenario.dispatch,
+        scenario.batcher,
+        scenario.refresh,
+        scenario.sharing,
+        scenario.cut,
+    )
     return Core(settings, grpo_dataflow(scenario.references > 0), policies)
 
 
