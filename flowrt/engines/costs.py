@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from flowrt.controller.decode_cost import completion_s
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
@@ -22,12 +24,8 @@ class DecodeCost:
         return max(self.base_s, rows * self.per_row_s) if rows else 0.0
 
     def together_s(self, lengths: list[int]) -> float:
-        """Seconds until all of these are complete when they begin together: sum of L_(j) (tau(j) - tau(j - 1)).
-
-        L_(j) is the j-th longest: while it is the shortest one left, j sequences run.
-        """
-        longest_first = sorted(lengths, reverse=True)
-        return sum(length * (self.step_s(rank) - self.step_s(rank - 1)) for rank, length in enumerate(longest_first, 1))
+        """Seconds until all of these are complete when they begin together."""
+        return completion_s(lengths, self.step_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def test_toml_round_trip_when_every_value_is_another(recipe: str) -> None:
 
 
 def test_a_choice_that_is_none_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'rollout.swap' takes one of boundary, inflight, not 'never'"):
+    with pytest.raises(ConfigError, match=r"'rollout\.swap' takes one of boundary, inflight, not 'never'"):
         parse(["--config", write(tmp_path / "run.toml", '[rollout]\nswap = "never"')])
 
 
