@@ -76,6 +76,7 @@ class Samples:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
         parked = self.room.take_out(worker, request)
         if parked is not None:
+            self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
             self._send(worker, Refused(request, reason))
 
