@@ -78,6 +78,7 @@ class Lane:
                 except (RuntimeError, TransferError) as error:
                     self._broken = str(error).splitlines()[0]
             self._report(transfer.done)
+            del transfer  # else its tensors stay in memory until there is another
 
     def _move(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
