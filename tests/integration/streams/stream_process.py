@@ -5,7 +5,7 @@ whose standard input and output are pipes to the test. A child reads orders and 
 """
 
 import asyncio
-import ctypes
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from flowrt import api
 from flowrt.client.batches import Batch
-from flowrt.errors import FlowError
+from flowrt.errors import FlowError, RemoteProtocolError
 
 DONE_S = 60.0
 
@@ -43,6 +43,11 @@ def rss_bytes() -> int:
 
 def row(prompt: int, length: int) -> torch.Tensor:
     return torch.full((length,), float(prompt))
+
+
+def spoilt(rows: list[torch.Tensor], how: str) -> list[torch.Tensor]:
+    """Rows that no column here takes: of another dtype, or with a dimension too many."""
+    return [one.unsqueeze(0) if how == "row2d" else one.double() for one in rows] if how else rows
 
 
 def assert_whole(batch: Batch) -> None:
@@ -75,9 +80,10 @@ class Puppet:
         columns: tuple[str, ...] = ("data",),
         tags: tuple[str, ...] = ("tag",),
         shared: bool = False,
+        wrong: str = "",
         **options: Any,
     ) -> dict[str, Any]:
-        rows = [row(prompt, length) for prompt in prompts]
+        rows = spoilt([row(prompt, length) for prompt in prompts], wrong)
         if shared:
             rows = list(torch.cat(rows).split(length))
         numbers = [float(prompt) for prompt in prompts for _ in range(members)]
@@ -113,8 +119,7 @@ class Puppet:
         places = range(len(self.held)) if only is None else only
         prompts = [self.held.grant.prompts[place] for place in places]
         columns = {name: [row(prompt, length) for prompt in prompts] for name, length in (makes or {}).items()}
-        if wrong:
-            columns = {name: [getattr(one, wrong)() for one in rows] for name, rows in columns.items()}
+        columns = {name: spoilt(rows, wrong) for name, rows in columns.items()}
         refused = await self.session.commit(
             stage,
             [self.held.slots[place] for place in places],
@@ -145,10 +150,10 @@ class Puppet:
         self.session.step_done(step, {})
         return {}
 
-    async def measure(self, trim: bool = False) -> dict[str, Any]:
-        """Memory of this process; ``trim``: without what the allocator keeps for later."""
-        if trim:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    async def measure(self) -> dict[str, Any]:
+        """Memory of this process, after all that it was sent so far: the answer to a request comes behind that."""
+        with contextlib.suppress(RemoteProtocolError):
+            await self.session.pull("nothing", 1)
         tensors, size = self.session.store.statistics()
         return {"rss": rss_bytes(), "tensors": tensors, "bytes": size}
 
@@ -156,30 +161,43 @@ class Puppet:
         self.batch = None
         return {}
 
-    async def produce(self, rows: int, at_once: int, first: int = 0, end: bool = True, **offer: Any) -> dict[str, Any]:
-        """All rows from ``first`` on, so many at once; then the flow is exhausted."""
+    async def produce(
+        self, rows: int, at_once: int, first: int = 0, end: bool = True, mark_at: int = 0, **offer: Any
+    ) -> dict[str, Any]:
+        """All rows from ``first`` on, so many at once; then the flow is exhausted. Says RSS at a mark."""
         for start in range(first, first + rows, at_once):
+            if mark_at and start == mark_at:
+                say(marked=rss_bytes())
             await self.offer(list(range(start, min(start + at_once, first + rows))), **offer)
         if end:
             self.session.exhausted("rows")
         return await self.measure()
 
     async def consume(
-        self, stage: str = "read", slots: int = 64, ahead: bool = True, leave_after: int = 0, mark_at: int = 0
+        self,
+        stage: str = "read",
+        slots: int = 64,
+        ahead: bool = True,
+        leave_after: int = 0,
+        spans: bool = False,
+        mark_at: int = 0,
     ) -> dict[str, Any]:
-        """The stage to its end, or until so many batches were seen; says the prompts, and RSS at a mark."""
+        """The stage to its end, or until so many batches were seen. Says the prompts, or RSS at a mark."""
         prompts: list[int] = []
-        marked = 0
+        rows = 0
         batches = api.stream(self.session, stage, slots, ahead)
         async for number, batch in _count(batches):
             assert_whole(batch)
-            prompts += batch.grant.prompts
-            if not marked and mark_at and len(prompts) >= mark_at:
-                marked = rss_bytes()
+            assert batch.grant.spans == (((0, 1),) * len(batch) if spans else ())
+            if not mark_at:
+                prompts += batch.grant.prompts
+            elif rows < mark_at <= rows + len(batch):
+                say(marked=rss_bytes())
+            rows += len(batch)
             if number == leave_after:
                 break
         await batches.aclose()
-        return {"prompts": prompts, "marked": marked, **await self.measure()}
+        return {"prompts": prompts, "rows": rows, **await self.measure()}
 
     async def make(self, stage: str, slots: int, makes: dict[str, int], **commit: Any) -> dict[str, Any]:
         """The stage to its end: its tensors and numbers for each row."""
