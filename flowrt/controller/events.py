@@ -48,6 +48,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Dismiss:
+    """The worker counts as gone although it may still be there: tell it so, and hear it no more."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """A prompt changed its state; write it into the ledger."""
 
@@ -79,4 +87,4 @@ class End:
     code: int
 
 
-Command = Send | Record | StepClosed | End
+Command = Send | Dismiss | Record | StepClosed | End

@@ -92,7 +92,9 @@ class Opening:
             return "the end of the last step: the prompts are exhausted"
         if window.enough_opened():
             return "a free place: enough prompts are open to complete the run"
-        if not self._policies.admission.may_open(window.live + len(offer.prompts) - 1, self._settings.groups_per_step):
+        last, size = window.live + len(offer.prompts) - 1, self._settings.groups_per_step
+        # What the step in training cannot be filled without is opened whole, even if some of it comes too early.
+        if window.live >= size and not self._policies.admission.may_open(last, size):
             return f"admission: {window.live} groups live, step {window.step} in training"
         return ""
 

@@ -81,6 +81,7 @@ class Samples:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
         parked = self.room.take_out(worker, request)
         if parked is not None:
+            self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
             self._send(worker, Refused(request, reason))
 
@@ -127,6 +128,7 @@ class Samples:
         """The worker is gone: what it asked for, worked on or held alone."""
         self.gated.pop(worker, None)
         self.room.forget(worker)
+        self.board.freed = True  # its parked offers are gone: those behind them may have room enough
         self.retreat.forget(worker)
         self.training.forget(worker)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from flowrt.controller.batchers import Batcher, FixedTokens, TokenBudget
 from flowrt.controller.dispatch import Dispatch, Fifo
-from flowrt.controller.settings import Dataflow
+from flowrt.controller.settings import Dataflow, LostMember
 from flowrt.controller.sharing import OnDemand, Sharing
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.wire.messages import Grant
@@ -23,9 +23,9 @@ GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "grou
 TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
 
 
-def offered_lengths(*lengths: int) -> tuple[Lengths, ...]:
-    """One prompt's group columns, as an offer brings them."""
-    return tuple(Lengths(name, (length,)) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[Lengths, ...]:
+    """The group columns of prompts that are as long as each other, as an offer brings them."""
+    return tuple(Lengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
 
 
 def whole(version: int) -> Weights:
@@ -80,4 +80,9 @@ class Scenario:
     kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
+    losses: int = 0  # somebody says that the samples that it works on cannot be made
+    withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    lost_member: LostMember = LostMember.REFILL
+    attempts: int = 8
+    prompts_at_once: int = 1  # in one offer to train on
     max_actions: int = 50_000
