@@ -1,7 +1,9 @@
 """A model's weights as flat buckets: snapshot, checksum, restore. Bytes are moved, never converted."""
 
+import asyncio
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 
 import torch
 
@@ -62,6 +64,25 @@ class Snapshot:
         for bucket in self.buckets:
             total = zlib.crc32(bucket.numpy().data, total)
         return total
+
+
+class RunningChecksum:
+    """The checksum of a snapshot whose pieces come one by one, computed on a thread of its own while the next come."""
+
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
+        self._total = 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        """The next piece, in order; returns at once."""
+        self._thread.submit(self._take, piece)
+
+    async def total(self) -> int:
+        """Of all pieces that were added."""
+        return await asyncio.wrap_future(self._thread.submit(lambda: self._total))
+
+    def _take(self, piece: torch.Tensor) -> None:
+        self._total = zlib.crc32(piece.numpy().data, self._total)
 
 
 def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
