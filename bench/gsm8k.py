@@ -5,14 +5,13 @@ python bench/gsm8k.py --data FILE.jsonl [--quick] [--json PATH]
 
 import argparse
 import json
-import os
-import platform
 import sqlite3
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -43,10 +42,7 @@ def main() -> None:
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)
-    if arguments.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+    write(arguments.json, metrics)
 
 
 if __name__ == "__main__":

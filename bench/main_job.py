@@ -8,8 +8,6 @@ so they include building and warming up the model.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -123,14 +122,7 @@ def main() -> None:
         table.add_row(*row_of(result))
     console.print(table)
     metrics = {name: value for bound in arguments.staleness for name, value in metrics_of(results, bound).items()}
-    if arguments.json:
-        machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        text = {
-            "metrics": metrics,
-            "machine": {**machine, "python": platform.python_version(), "steps": arguments.steps},
-        }
-        arguments.json.write_text(json.dumps(text, indent=2) + "\n")
+    write(arguments.json, metrics, steps=arguments.steps)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,17 @@ from flowrt.client.session import Session
 from flowrt.client.stream import stream
 from flowrt.client.swapping import pull_between
 from flowrt.controller.admission import Admission, StrictLag
-from flowrt.controller.batchers import Batcher, GroupCount, TokenBudget
+from flowrt.controller.batchers import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
 from flowrt.controller.core import Core
+from flowrt.controller.decode_cost import DecodeCost
 from flowrt.controller.dispatch import Dispatch, Fifo
+from flowrt.controller.priority import Priority
+from flowrt.controller.refresh import Divergence, EveryN, Rolling
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
+from flowrt.controller.sharing import Balanced, OnDemand, Sharing
+from flowrt.controller.sticky import Sticky
+from flowrt.controller.tail import TailLanes
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
 from flowrt.transport.weights import Snapshot
@@ -29,26 +35,38 @@ from flowrt.wire.records import Column, Stage
 
 __all__ = [
     "Admission",
+    "Balanced",
     "Batch",
     "Batcher",
     "Column",
     "Dataflow",
+    "DecodeCost",
     "DelayedUpdate",
     "Dispatch",
+    "Divergence",
+    "EveryN",
     "Fifo",
+    "FixedTokens",
     "FlowError",
     "GroupCount",
     "LostMember",
+    "OnDemand",
     "Policies",
+    "Priority",
     "Refresh",
+    "Rolling",
+    "Rows",
     "Server",
     "Session",
     "Settings",
+    "Sharing",
     "Snapshot",
     "Stage",
+    "Sticky",
     "Stopped",
     "StreamDataset",
     "StrictLag",
+    "TailLanes",
     "TokenBudget",
     "connect",
     "controller",

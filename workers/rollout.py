@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Coroutine
+from typing import Any
 
 from flowrt.workers.entry import main
 
@@ -27,20 +29,29 @@ async def run(session: Session, config: RunConfig) -> None:
             rows=1 if config.deterministic else config.rollout.rows,
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
+            recompute=config.rollout.recompute,
         )
     session.params.applied(POLICY, 0)
     async with asyncio.TaskGroup() as tasks:
-        await RolloutLoop(session, engine, config.seed, tasks).run()
+        in_flight = config.rollout.swap == "inflight"
+        await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight).run()
 
 
 class RolloutLoop:
-    """Keeps the engine full, and its weights as new as its sequences allow."""
+    """Keeps the engine full, and its weights as new as its sequences allow.
 
-    def __init__(self, session: Session, engine: RolloutEngine, seed: int, tasks: asyncio.TaskGroup) -> None:
+    New weights are put into use between sequences: once they are here, nothing is begun until everything has ended.
+    With ``in_flight`` (for engines that can) they are put into use at once, and what runs goes on with them.
+    """
+
+    def __init__(
+        self, session: Session, engine: RolloutEngine, seed: int, tasks: asyncio.TaskGroup, *, in_flight: bool = False
+    ) -> None:
         self._session = session
         self._engine = engine
         self._seed = seed
         self._tasks = tasks
+        self._in_flight = in_flight
         self._interrupt = threading.Event()
         self._pull: asyncio.Task[Batch] | None = None
         self._leases: dict[int, int] = {}
@@ -48,7 +59,7 @@ class RolloutLoop:
     async def run(self) -> None:
         """Runs until the session ends; raises what ended it."""
         while True:
-            await self._swap_if_idle()
+            await self._swap_if_safe()
             if self._session.params.staged() is None:
                 self._admit()
                 if self._pull is None and self._engine.room:
@@ -60,25 +71,43 @@ class RolloutLoop:
 
     async def _generate(self) -> None:
         self._interrupt.clear()
-        if self._pull is not None and self._pull.done() and self._session.params.staged() is None:
+        staged = self._session.params.staged() is not None
+        if (staged and self._in_flight) or (not staged and self._pull is not None and self._pull.done()):
             return
         with self._session.timeline.busy("generate"):
-            finished = await asyncio.to_thread(self._engine.run, self._interrupt)
+            run = asyncio.to_thread(self._engine.run, self._interrupt)
+            finished = await (self._until_staged(run) if self._in_flight else run)
         if finished:
             self._tasks.create_task(self._commit(finished))
+
+    async def _until_staged(self, run: Coroutine[Any, Any, list[Response]]) -> list[Response]:
+        """What the engine has finished when it comes back; it is called back as soon as new weights are here."""
+        running = asyncio.create_task(run)
+        staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
+        try:
+            await asyncio.wait({running, staged}, return_when=asyncio.FIRST_COMPLETED)
+            self._interrupt.set()
+            finished = await running
+            if staged.done():
+                staged.result()  # raises what ended the session
+            return finished
+        finally:
+            self._interrupt.set()
+            staged.cancel()
 
     async def _wait_for_work(self) -> None:
         staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
         waits = {staged} if self._pull is None else {staged, self._pull}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if staged.done():
-            staged.result()  # raises what ended the session
-        else:
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if staged.done():
+                staged.result()  # raises what ended the session
+        finally:
             staged.cancel()
 
-    async def _swap_if_idle(self) -> None:
+    async def _swap_if_safe(self) -> None:
         staged = self._session.params.staged()
-        if staged is not None and not self._engine.running:
+        if staged is not None and (self._in_flight or not self._engine.running):
             with self._session.timeline.busy("swap"):
                 await asyncio.to_thread(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)

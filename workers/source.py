@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,12 @@ class Columns:
         }
 
 
-async def offer_all(session: Session, config: RunConfig, columns: Columns, problems: Sequence[Problem]) -> None:
+async def offer_all(
+    session: Session,
+    config: RunConfig,
+    columns: Callable[[Problem], dict[str, torch.Tensor]],
+    problems: Sequence[Problem],
+) -> None:
     """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip."""
     waiting: deque[asyncio.Task[int | None]] = deque()
     epoch = 0

@@ -25,9 +25,11 @@ class _Open:
 class Asking:
     """The open requests of one session."""
 
-    def __init__(self, worker: str, send: Callable[[m.Message], None]) -> None:
+    def __init__(self, worker: str, send: Callable[[m.Message], None], unclaimed: Callable[[m.Message], None]) -> None:
+        """``unclaimed`` is called with each answer that nobody waits for any more."""
         self._worker = worker
         self._send = send
+        self._unclaimed = unclaimed
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
         self._ended: FlowError | None = None
@@ -52,29 +54,33 @@ class Asking:
         try:
             self._send(message)
             return await one.reply
+        except asyncio.CancelledError:
+            # Whoever asked has given up: nothing may wait at the controller in its name, nor an answer be lost that
+            # came at this very moment.
+            if self._ended is None and one.reply.cancelled():
+                self._withdraw(one)
+            elif self._ended is None and one.reply.exception() is None:
+                self._unclaimed(one.reply.result())
+            raise
         finally:
             timer.cancel()
             del self._open[message.request]
-            if one.reply.cancelled() and self._ended is None:
-                # Whoever asked has given up: nothing may wait at the controller in its name.
-                self._withdraw(one)
 
-    def answer(self, request: int, outcome: m.Message) -> bool:
-        """Hand an answer to whoever waits for it; False when nobody does any more."""
+    def answer(self, request: int, outcome: m.Message) -> None:
+        """Hand an answer to whoever waits for it."""
         one = self._open.get(request)
         if one is None or one.reply.done():
-            return False
-        if not isinstance(outcome, m.Refused):
+            self._unclaimed(outcome)
+        elif not isinstance(outcome, m.Refused):
             one.reply.set_result(outcome)
         elif one.withdrawn:
             one.reply.set_exception(WaitExpired(f"{self._worker}: {type(one.message).__name__} {outcome.reason}"))
         else:
             one.reply.set_exception(RemoteProtocolError(outcome.reason))
-        return True
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""
-        self._ended = error
+        self._ended = self._ended or error
         for one in self._open.values():
             if not one.reply.done():
                 one.reply.set_exception(error)

@@ -3,15 +3,16 @@
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from flowrt.client.batches import Batch
 from flowrt.client.greeting import connect
+from flowrt.client.session import Session
 from flowrt.client.stream import stream
 
 Result = TypeVar("Result")
@@ -24,7 +25,9 @@ class StreamDataset(IterableDataset[Row]):
 
     Each process that iterates (each worker of a DataLoader) is a consumer of its own, with a connection of its own;
     together they see every row once. ``slots`` rows are fetched at a time and committed when all of them have been
-    taken; rows taken by a process that dies before that are served again, to another consumer.
+    taken; rows taken by a process that dies before that are served again, to another consumer. Workers of a
+    DataLoader commit what they fetch at once: it takes rows from them in turns, and while it waits for one of them,
+    that one must not wait for rows that another has not been asked for.
     """
 
     def __init__(self, address: str, stage: str, slots: int = 64, name: str = "dataset", role: str = "dataset") -> None:
@@ -38,13 +41,21 @@ class StreamDataset(IterableDataset[Row]):
         worker = f"{self._name}-{os.getpid()}-{threading.get_ident()}"
         with _background_loop() as call:
             session = call(connect(self._address, worker, self._role, JOIN_S))
-            batches = stream(session, self._stage, self._slots)
+            read = stream if get_worker_info() is None else _taken
+            batches = read(session, self._stage, self._slots)
             try:
                 while (batch := call(_next(batches))) is not None:
                     yield from _rows(batch)
             finally:
                 call(_close(batches))
                 call(session.close())
+
+
+async def _taken(session: Session, stage: str, slots: int) -> AsyncIterator[Batch]:
+    """Batches of the stage that are committed already; between two of them nothing is leased."""
+    while not (batch := await session.pull(stage, slots)).closed:
+        if not await session.commit(stage, batch.slots, batch.leases):
+            yield batch
 
 
 async def _next(batches: Any) -> Batch | None:
@@ -77,9 +88,11 @@ def _background_loop() -> Iterator[_Call]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="flowrt stream", daemon=True)
     thread.start()
+    call = _Call(loop)
     try:
-        yield _Call(loop)
+        yield call
     finally:
+        call(loop.shutdown_default_executor())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -14,6 +14,7 @@ from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch
 from flowrt.client.params import Params
+from flowrt.client.promised import Promised
 from flowrt.clock import MonotonicClock
 from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError, WaitExpired
 from flowrt.metrics import Timeline
@@ -45,8 +46,8 @@ class Session:
         self._lanes = LaneSet(worker, GlooBackend(address), LANE_DEADLINE_S, self._signal)
         self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
         self.params = Params(self._lanes, self.send, self._spawn, LANE_DEADLINE_S)
-        self._asking = Asking(worker, self.send)
-        self._offered: dict[int, Mapping[str, Sequence[torch.Tensor]]] = {}
+        self._asking = Asking(worker, self.send, self._unclaimed)
+        self._promised = Promised(self.store)
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
@@ -90,8 +91,7 @@ class Session:
         """
         request = self._asking.number()
         columns = tensors or {}
-        for column, rows in columns.items():
-            self.store.check(column, rows)
+        self._promised.offer(request, columns)
         offer = m.Offer(
             request,
             flow,
@@ -102,11 +102,7 @@ class Session:
             tuple(Lengths(column, tuple(map(len, rows))) for column, rows in columns.items()),
             tuple(Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()),
         )
-        self._offered[request] = columns
-        try:
-            opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
-        finally:
-            self._offered.pop(request, None)
+        opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
 
     async def pull(
@@ -127,6 +123,9 @@ class Session:
                     await self.unless_ended(self.store.wait_for(grant.parts))
             except TransferError as error:
                 reason = str(error)
+            except asyncio.CancelledError:
+                self._unclaimed(grant)
+                raise
             missing = self.store.missing(grant.parts)
             if not missing:
                 tensors = {part.column: self._rows(part, grant) for part in grant.parts}
@@ -147,18 +146,15 @@ class Session:
     ) -> tuple[int, ...]:
         """Say that the stage is done for these slots; returns the slots that were refused.
 
-        Tensor columns stay in this worker's store, inline columns travel with the message.
+        Tensor columns stay in this worker's store, inline columns travel with the message. Raises LocalProtocolError,
+        with nothing said or kept, when a tensor is not what its column takes.
         """
-        parts = []
-        for column, rows in (tensors or {}).items():
-            for slot, tensor in zip(slots, rows, strict=True):
-                self.store.put(column, slot, tensor)
-            parts.append(Part(column, tuple(slots), tuple(len(tensor) for tensor in rows)))
+        request, columns = self._asking.number(), tensors or {}
+        self._promised.commit(request, slots, columns)
+        parts = tuple(Part(column, tuple(slots), tuple(map(len, rows))) for column, rows in columns.items())
         values = tuple(Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items())
-        commit = m.Commit(self._asking.number(), stage, tuple(slots), tuple(leases), tuple(parts), values, tuple(spans))
+        commit = m.Commit(request, stage, tuple(slots), tuple(leases), parts, values, tuple(spans))
         done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
-        if done.refused:
-            self.store.free(tuple(tensors or ()), done.refused, ())
         return done.refused
 
     def give_back(self, stage: str, batch: Batch, reason: str = "not wanted any more") -> None:
@@ -234,16 +230,16 @@ class Session:
             case m.Grant():
                 for incoming in message.incoming:
                     self._arrivals.begin(incoming)
-                if not self._asking.answer(message.request, message) and message.slots:
-                    # Whoever asked has gone; what was leased must not wait for its lease to end.
-                    self._give_back(message, "", "nobody waits for this grant any more")
-            case m.Opened():
-                for column, rows in self._offered.pop(message.request, {}).items() if message.first >= 0 else ():
-                    for group, tensor in enumerate(rows, message.first):
-                        self.store.put(column, group, tensor)
                 self._asking.answer(message.request, message)
-            case m.Committed() | m.Refused():
-                self._asking.answer(message.request, message)
+            case m.Opened(request, first):
+                self._promised.opened(request, first)
+                self._asking.answer(request, message)
+            case m.Committed(request, refused):
+                self._promised.committed(request, refused)
+                self._asking.answer(request, message)
+            case m.Refused(request):
+                self._promised.refused(request)
+                self._asking.answer(request, message)
             case m.Serve(turn, parts):
                 packet = pack(self.store, parts, turn.sequence)
                 self._lanes.transfer(turn, [packet]).add_done_callback(seen)
@@ -272,8 +268,14 @@ class Session:
         if not self._ended.done():
             self.send(m.Undelivered(incoming, reason))
 
+    def _unclaimed(self, answer: m.Message) -> None:
+        if isinstance(answer, m.Grant) and answer.slots:
+            # Whoever asked has gone; what was leased must not wait for its lease to end.
+            self._give_back(answer, "", "nobody waits for this grant any more")
+
     def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
-        self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
+        if not self._ended.done():
+            self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
         if not self._ended.done():

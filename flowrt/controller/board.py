@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flowrt.controller.dispatch import Queue
+from flowrt.controller.flows import Flows
 from flowrt.controller.slots import NO_STEP, Group, Holding, Lease, Slot
 from flowrt.errors import LocalProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.wire.records import ITEM_BYTES, Column, Stage
+from flowrt.wire.records import Column, Stage
 
 
 class Board:
@@ -21,8 +22,8 @@ class Board:
     def __init__(
         self, columns: Sequence[Column], stages: Sequence[Stage], make_queue: Callable[[Stage], Queue]
     ) -> None:
-        self.columns = {column.name: column for column in columns}
-        self.stages = {stage.name: stage for stage in stages}
+        self.flows = flows = Flows(columns, stages)
+        self.columns, self.stages, self._bits = flows.columns, flows.stages, flows.bits
         self.groups: dict[GroupId, Group] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.leases: dict[LeaseId, Lease] = {}
@@ -33,40 +34,26 @@ class Board:
         self.undone = {stage.name: 0 for stage in stages}  # live slots for which the stage has not been done
         self.rows: Counter[str] = Counter()  # live slots of each flow, and the bytes of their tensors
         self.bytes: Counter[str] = Counter()
-        self._item_bytes = {column.name: ITEM_BYTES[column.dtype] for column in columns}
-        self._bits = {stage.name: 1 << index for index, stage in enumerate(stages)}
-        self._flows: dict[str, tuple[list[Stage], int]] = {}  # stages of a flow, and their bits
-        self._after = {s.name: [t for t in stages if set(s.makes) & set(t.needs)] for s in stages}
-        self.fetched = {s.name: [need for need in s.needs if need in self.columns] for s in stages}
-        self.inline = {s.name: [need for need in s.needs if need not in self.columns] for s in stages}
         self._next_group = 0
         self._next_slot = 0
         self._next_lease = 0
 
-    # ---- what the dataflow says
-
-    def of_flow(self, flow: str) -> list[Stage]:
-        """The stages that groups of this flow go through."""
-        return self._flow(flow)[0]
-
-    def _flow(self, flow: str) -> tuple[list[Stage], int]:
-        found = self._flows.get(flow)
-        if found is None:
-            stages = [stage for stage in self.stages.values() if stage.flow in ("", flow)]
-            found = self._flows[flow] = stages, sum(self._bits[stage.name] for stage in stages)
-        return found
-
     def is_done(self, slot: Slot, stage: str) -> bool:
         return bool(slot.done & self._bits[stage])
 
-    def bits_of(self, flow: str) -> int:
-        """What `Slot.done` is when every stage of the flow is done."""
-        return self._flow(flow)[1]
-
-    def is_complete(self, group: Group) -> bool:
-        """Every stage of the group's flow is done on every slot."""
-        bits = self.bits_of(group.flow)
-        return all(slot.done == bits for slot in group.slots)
+    def complete(self, groups: Iterable[Group]) -> list[Group]:
+        """Those of these groups of which every stage of their flow is done on every slot."""
+        found = []
+        flow, bits = "", 0
+        for group in groups:
+            if group.flow != flow:
+                flow, bits = group.flow, self.flows.all_bits(group.flow)
+            for slot in group.slots:
+                if slot.done != bits:
+                    break
+            else:
+                found.append(group)
+        return found
 
     # ---- the walk of a slot
 
@@ -102,13 +89,13 @@ class Board:
         self._next_group += len(groups)
         self.rows[flow] += len(slots)
         for column, of_group in lengths.items():
-            self.bytes[flow] += sum(of_group) * self._item_bytes[column]
+            self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
                 group.tensors[column] = Holding(length, {owner})
         for column, of_slot in tags.items():
             for slot, value in zip(slots, of_slot, strict=True):
                 slot.inline[column] = value
-        for stage in self.of_flow(flow):
+        for stage in self.flows.of(flow):
             self.undone[stage.name] += len(slots)
             if slots and all(map(slots[0].has, stage.needs)):
                 self._enqueue(stage, groups, slots)
@@ -170,7 +157,7 @@ class Board:
         self.undone[stage] -= len(slots)
         if not self.undone[stage]:
             self.changed.add(stage)
-        for column in self.fetched[stage]:
+        for column in self.flows.fetched[stage]:
             for slot in slots:
                 needed = slot.holding(column)
                 if needed is not None and needed.sent.pop(worker, None) is not None:
@@ -181,11 +168,11 @@ class Board:
         for column, of_slot in lengths.items():
             for slot, length in zip(slots, of_slot, strict=True):
                 slot.tensors[column] = Holding(length, {worker})
-                self.bytes[slot.group.flow] += length * self._item_bytes[column]
+                self.bytes[slot.group.flow] += length * self.flows.item_bytes[column]
         if spans:
             for slot, span in zip(slots, spans, strict=True):
                 slot.spans, slot.spans_of = span, stage
-        for after in self._after[stage]:
+        for after in self.flows.after[stage]:
             for slot in slots:
                 self._look(slot, after)
 
@@ -202,7 +189,7 @@ class Board:
             name = pending.pop()
             if name not in undone:
                 undone.add(name)
-                pending += [after.name for after in self._after[name]]
+                pending += [after.name for after in self.flows.after[name]]
         dead: dict[WorkerId, set[str]] = {}
         for name in undone:
             self._end_lease(slot, name)
@@ -214,7 +201,7 @@ class Board:
                 slot.inline.pop(column, None)
                 holding = slot.tensors.pop(column, None)
                 if holding is not None:
-                    self.bytes[slot.group.flow] -= holding.length * self._item_bytes[column]
+                    self.bytes[slot.group.flow] -= holding.length * self.flows.item_bytes[column]
                     for worker in holding.holders:
                         dead.setdefault(worker, set()).add(column)
         if slot.spans_of in undone:
@@ -237,9 +224,10 @@ class Board:
     def close(self, groups: Iterable[Group]) -> None:
         """These groups leave the board: trained, scored or dropped."""
         self.freed = True
+        flow, bits = "", 0
         for group in groups:
-            flow = group.flow
-            bits = self.bits_of(flow)
+            if group.flow != flow:
+                flow, bits = group.flow, self.flows.all_bits(group.flow)
             for slot in group.slots:
                 if slot.tensors:
                     self._weigh_off(flow, slot.tensors)
@@ -256,7 +244,7 @@ class Board:
             group.slots.clear()  # no cycle of references: freed at once, without the collector
 
     def _take_off(self, slot: Slot) -> None:
-        for stage in self.of_flow(slot.group.flow):
+        for stage in self.flows.of(slot.group.flow):
             self._end_lease(slot, stage.name)
             self._dequeue(slot, stage.name)
             if not slot.done & self._bits[stage.name]:
@@ -281,7 +269,7 @@ class Board:
 
     def _weigh_off(self, flow: str, tensors: Mapping[str, Holding]) -> None:
         for column, holding in tensors.items():
-            self.bytes[flow] -= holding.length * self._item_bytes[column]
+            self.bytes[flow] -= holding.length * self.flows.item_bytes[column]
 
     def _look(self, slot: Slot, stage: Stage) -> None:
         """Queue the slot (or its group) for a stage if it has become ready for it."""

@@ -27,7 +27,7 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
     if stage.whole_groups:
         return "what takes whole groups ends with its step"
     tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
-    if (sorted(tensors), sorted(numbers)) != makes:
+    if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
         return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
     sizes = [len(message.leases), *(len(one.lengths) for one in message.parts)]
     sizes += [len(one.values) for one in message.inline]

@@ -3,7 +3,7 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
-from flowrt.controller.events import Command, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
@@ -125,7 +125,9 @@ class Core:
 
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):
-            self._gone(member.id, f"not heard of for {now - member.heard_s:.0f} s; see its log")
+            reason = f"not heard of for {now - member.heard_s:.0f} s; see its log"
+            self._out.append(Dismiss(member.id, reason))
+            self._gone(member.id, reason)
         self.samples.retreat.expire_leases(now)
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self._settings.stall_s:
@@ -162,6 +164,10 @@ class Core:
                 assert not made or board.is_done(slot, name), f"slot {slot.id} has {made} although {name} is not done"
             for holding in slot.tensors.values():
                 assert holding.holders, f"slot {slot.id} has a column that nobody holds"
+        for flow, rows in board.rows.items():
+            assert rows == sum(len(group.slots) for group in board.groups.values() if group.flow == flow)
+        if not self.train_stage:
+            return
         live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
         assert live == set(window.taken) | set(window.waiting)
         assert not set(window.taken) & set(window.waiting)

@@ -25,7 +25,7 @@ class Start(Enum):
     ELSEWHERE = "elsewhere"  # it waits for newer weights of its own wish and holds up nobody behind it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
 class Puller:
     """Who pulls, and what it may take."""
 
@@ -37,6 +37,11 @@ class Puller:
 
 class Queue(Protocol):
     """The slots that are ready for one stage. A slot is in it at most once; every method but `take` is O(log n)."""
+
+    @property
+    def is_impartial(self) -> bool:
+        """What it has not for one worker, it has not for any other whose weights are no newer."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -77,6 +82,8 @@ class Fifo:
 
 class FifoQueue:
     """In order of ids. What comes in order costs O(1); what comes back late goes through a heap."""
+
+    is_impartial = True
 
     def __init__(self) -> None:
         self._ready: dict[int, Slot] = {}

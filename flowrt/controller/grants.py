@@ -20,7 +20,7 @@ def grant(
     groups = [slot.group for slot in slots]
     flows = [group.flow for group in groups]
     spans = [slot.spans for slot in slots]
-    fetched = board.fetched[pull.stage]
+    fetched = board.flows.fetched[pull.stage]
     parts, incoming = plan(board, lanes, lease.worker, fetched, slots) if fetched else ((), ())
     yield Send(
         lease.worker,
@@ -36,7 +36,10 @@ def grant(
             attempts=tuple([slot.attempt for slot in slots]),
             spans=tuple(spans) if any(spans) else (),
             inline=tuple(
-                [Values(column, tuple([slot.inline[column] for slot in slots])) for column in board.inline[pull.stage]]
+                [
+                    Values(column, tuple([slot.inline[column] for slot in slots]))
+                    for column in board.flows.inline[pull.stage]
+                ]
             )
             + more,
             parts=parts,

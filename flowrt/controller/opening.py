@@ -38,7 +38,6 @@ class Opening:
 
     def fault(self, offer: Offer) -> str:
         """Why this offer is refused; empty when it may be parked."""
-        what = f"offer of prompts {offer.prompts[:3]} to flow {offer.flow!r}"
         columns = {one.column: one.lengths for one in offer.lengths}
         tags = {one.column: one.values for one in offer.tags}
         count, rows = len(offer.prompts), len(offer.prompts) * offer.members
@@ -49,29 +48,29 @@ class Opening:
             or tags.keys() != set(self._flow.tags)
         ):
             return (
-                f"{what} has {rows} rows, columns {sorted(columns)} and tags {sorted(tags)}; the dataflow wants "
-                f"columns {sorted(self._group_columns)} and tags {sorted(self._flow.tags)}"
+                f"{_name(offer)} has {rows} rows, columns {sorted(columns)} and tags {sorted(tags)}; the dataflow "
+                f"wants columns {sorted(self._group_columns)} and tags {sorted(self._flow.tags)}"
             )
         if len(columns) != len(offer.lengths) or len(tags) != len(offer.tags):
-            return f"{what} names a column twice"
+            return f"{_name(offer)} names a column twice"
         sizes_fit = all(len(one) == count and min(one) >= 0 for one in columns.values())
         if not sizes_fit or any(len(one) != rows for one in tags.values()):
-            return f"{what} is malformed: its columns and tags have not one number for each of its rows"
+            return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
         if self.is_exhausted(offer.flow):
-            return f"{what} came after the flow was said to be exhausted"
-        return self._too_large(offer, what)
+            return f"{_name(offer)} came after the flow was said to be exhausted"
+        return self._too_large(offer)
 
-    def _too_large(self, offer: Offer, what: str) -> str:
+    def _too_large(self, offer: Offer) -> str:
         count = len(offer.prompts)
         if offer.flow == self._flow.train_flow:
             if not self._policies.admission.may_open(count - 1, self._settings.groups_per_step):
-                return f"{what} has {count} groups, more than admission ever lets live at once; offer fewer"
+                return f"{_name(offer)} has {count} groups, more than admission ever lets live at once; offer fewer"
             return ""
         rows, size = count * offer.members, self.bytes_of(offer)
         limit_rows, limit_bytes = self._settings.budget_rows, self._settings.budget_bytes
         if rows > limit_rows or (limit_bytes and size > limit_bytes):
             return (
-                f"{what} has {rows} rows and {size} bytes, over the whole budget of {limit_rows} rows and "
+                f"{_name(offer)} has {rows} rows and {size} bytes, over the whole budget of {limit_rows} rows and "
                 f"{limit_bytes or 'any number of'} bytes; offer fewer, or raise budget_rows or budget_bytes"
             )
         return ""
@@ -93,7 +92,9 @@ class Opening:
             return "the end of the last step: the prompts are exhausted"
         if window.enough_opened():
             return "a free place: enough prompts are open to complete the run"
-        if not self._policies.admission.may_open(window.live + len(offer.prompts) - 1, self._settings.groups_per_step):
+        last, size = window.live + len(offer.prompts) - 1, self._settings.groups_per_step
+        # What the step in training cannot be filled without is opened whole, even if some of it comes too early.
+        if window.live >= size and not self._policies.admission.may_open(last, size):
             return f"admission: {window.live} groups live, step {window.step} in training"
         return ""
 
@@ -144,7 +145,7 @@ class Opening:
             self._window.exhaust()
         else:
             self._exhausted.setdefault(flow, set()).add(worker)
-            self._board.changed.update(stage.name for stage in self._board.of_flow(flow))
+            self._board.changed.update(stage.name for stage in self._board.flows.of(flow))
 
     def is_exhausted(self, flow: str) -> bool:
         """All its sources have said so."""
@@ -156,3 +157,7 @@ class Opening:
         if not self._exhausted or self._board.undone[stage] or (train and flow in ("", train)):
             return False
         return all(self.is_exhausted(one) for one in ([flow] if flow else self._exhausted))
+
+
+def _name(offer: Offer) -> str:
+    return f"offer of prompts {offer.prompts[:3]} to flow {offer.flow!r}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from flowrt.controller.batchers import Batcher, FixedTokens
 from flowrt.controller.sharing import Sharing
-from flowrt.controller.slots import NO_STEP, Group
+from flowrt.controller.slots import NO_STEP, Group, Slot
 from flowrt.ids import WorkerId
 
 
@@ -34,7 +34,7 @@ class StepPlan:
         self._shares = [list(groups)] if shares is None else shares
         if self._cut is not None:
             slots = [slot for group in groups for slot in group.slots]
-            kept = self._cut.kept([sum(slot.spans[1::2]) for slot in slots], step)
+            kept = self._cut.kept([_generated(slot) for slot in slots], step)
             self._kept = {slot.id: count for slot, count in zip(slots, kept, strict=True)}
 
     def share_of(self, worker: WorkerId) -> list[Group]:
@@ -44,15 +44,22 @@ class StepPlan:
         rank = self._ranks.setdefault(worker, len(self._ranks))
         return self._shares[rank] if rank < len(self._shares) else []
 
-    def kept(self, slot: int) -> int | None:
-        """How many tokens of the sample are trained; None: no step is cut."""
-        return None if self._cut is None else self._kept.get(slot, 0)
+    def kept(self, slot: Slot) -> int | None:
+        """How many tokens of the sample are trained; None: no step is cut.
+
+        One that was lost and made again since the step was planned is cut where the first one was.
+        """
+        return None if self._cut is None else min(self._kept.get(slot.id, 0), _generated(slot))
 
     def forget(self, worker: WorkerId) -> None:
         """The rank is gone: what is left of the step is shared anew among those that ask."""
         if worker in self._ranks:
             self._ranks.clear()
             self.step = NO_STEP
+
+
+def _generated(slot: Slot) -> int:
+    return sum(slot.spans[1::2])
 
 
 def micro_batch(groups: Sequence[Group], batcher: Batcher, tokens_of: Callable[[Group], int]) -> list[Group]:

@@ -45,6 +45,8 @@ class Priority:
 class PriorityQueue:
     """The ready slots by rank, and the same slots by issue."""
 
+    is_impartial = True
+
     def __init__(self, policy: Priority) -> None:
         self._policy = policy
         self._by_rank = SlotHeap()

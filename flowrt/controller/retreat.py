@@ -88,7 +88,7 @@ class Retreat:
         if group.flow == self._flow.train_flow:
             if group.id in self._board.ready_groups[self._flow.train_stage]:
                 self.record(group, "ready", "without a lost sample")
-        elif self._board.is_complete(group):
+        elif self._board.complete([group]):
             self.close([group])
 
     # ---- leases that end without a result
@@ -167,6 +167,8 @@ class Retreat:
         training = slot.leases.get(self._flow.train_stage)
         for column, holding in list(slot.tensors.items()):
             stage = self._makers.get(column)
+            if slot.id not in self._board.slots:
+                return  # what was done about another column has dealt with it
             if holding.owners or (training is not None and training.worker in holding.sent):
                 continue
             if stage is None or not self._board.is_done(slot, stage):
@@ -196,6 +198,8 @@ class Retreat:
         train = self._flow.train_stage
         if slot.group.id in self._window.taken and train in slot.leases:
             self._give_back_group(slot.group)
+            if slot.id not in self._board.slots:
+                return  # giving it back has shown that it is lost, and dealt with it
         if train and slot.group.id in self._board.ready_groups[train]:
             self.record(slot.group, "in_flight", f"{stage} runs again")
         for worker, columns in self._board.undo(slot, stage).items():

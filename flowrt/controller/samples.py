@@ -81,6 +81,7 @@ class Samples:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
         parked = self.room.take_out(worker, request)
         if parked is not None:
+            self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
             self._send(worker, Refused(request, reason))
 
@@ -103,7 +104,7 @@ class Samples:
             return Start.NOW if ready else Start.NOT_YET
 
         def held_bytes(slot: Slot) -> int:
-            return self._sizes.held_bytes(slot, self.board.fetched[stage.name], worker)
+            return self._sizes.held_bytes(slot, self.board.flows.fetched[stage.name], worker)
 
         puller = Puller(worker, pull.slots, may_start if stage.generates else None, held_bytes)
         chosen = self.board.ready[pull.stage].take(puller)
@@ -127,6 +128,7 @@ class Samples:
         """The worker is gone: what it asked for, worked on or held alone."""
         self.gated.pop(worker, None)
         self.room.forget(worker)
+        self.board.freed = True  # its parked offers are gone: those behind them may have room enough
         self.retreat.forget(worker)
         self.training.forget(worker)
 
@@ -189,14 +191,13 @@ class Samples:
         return True
 
     def _moved_on(self, groups: Iterable[Group]) -> None:
-        complete: list[Group] = []
+        streamed = []
         for group in groups:
             if group.flow != self._flow.train_flow:
-                if self.board.is_complete(group):
-                    complete.append(group)
+                streamed.append(group)
             elif group.id in self.board.ready_groups[self._flow.train_stage]:
                 self.retreat.record(group, "ready")
-        if complete:
+        if complete := self.board.complete(streamed):
             self.retreat.close(complete)
 
     # ---- after every event
@@ -219,11 +220,24 @@ class Samples:
                 self._serve_stage(name, now)
 
     def _serve_stage(self, stage: str, now: float) -> None:
-        queue = self.board.ready.get(stage)
+        queue, weights = self.board.ready.get(stage), self._weights
         over = self.opening.is_over(stage)
-        self.room.serve_pulls(
-            stage, lambda parked: self._serve(parked, now), more=lambda: queue is None or over or len(queue) > 0
-        )
+        refused = -1  # the newest version for which the queue had nothing that may start
+
+        def serve(parked: Parked[Pull]) -> bool:
+            nonlocal refused
+            version = weights.applied_version(parked.worker)
+            if version <= refused:
+                return False
+            served = self._serve(parked, now)
+            if not served and queue is not None and queue.is_impartial:
+                refused = version
+            return served
+
+        def more() -> bool:
+            return queue is None or over or (len(queue) > 0 and refused < weights.latest)
+
+        self.room.serve_pulls(stage, serve, more)
 
     def look_again(self, worker: WorkerId, now: float) -> None:
         """Something about this worker has changed (its weights, its room): what it waits for may be open to it now."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrt.clock import Clock, MonotonicClock
 from flowrt.controller.core import OBSERVER, Core
-from flowrt.controller.events import Command, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
+NOT_IN = "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection"
 
 
 class Server:
@@ -129,6 +130,8 @@ class Server:
             self._greet(peer, message)
         elif worker is None:
             self._garbled(peer, f"{type(message).__name__} from somebody who did not say hello")
+            # Perhaps a worker that was away for so long that it counts as gone: it must not wait for an answer.
+            self._link.send(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
                 self.journal.report(worker, self._role_of[worker], message)
@@ -190,6 +193,10 @@ class Server:
         match command:
             case Send(worker, message):
                 self._send(worker, message)
+            case Dismiss(worker, reason):
+                log.warning("%s is dismissed: %s", worker, reason)
+                self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
+                self._forget(worker)
             case Record():
                 self.ledger.add(command, now)
                 if command.state == "in_flight":

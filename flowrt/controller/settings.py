@@ -33,6 +33,12 @@ class Dataflow:
             raise ConfigError(f"stages {names} are not distinct; give each stage a name of its own")
         if self.train_stage not in (*names, "") or bool(self.train_stage) != bool(self.train_flow):
             raise ConfigError(f"train_stage {self.train_stage!r} of flow {self.train_flow!r} is none of {names}")
+        for stage in self.stages:
+            if stage.whole_groups != (stage.name == self.train_stage):
+                raise ConfigError(
+                    f"stage {stage.name!r} has whole_groups={stage.whole_groups}; the train stage takes whole groups, "
+                    "and no other does"
+                )
         for column in self.columns:
             if column.dtype not in ITEM_BYTES or column.scope not in ("slot", "group"):
                 raise ConfigError(

@@ -37,6 +37,8 @@ class Sticky:
 class StickyQueue:
     """In order of issue, with a count of how often each of the oldest has been overtaken."""
 
+    is_impartial = True
+
     def __init__(self, policy: Sticky) -> None:
         self._policy = policy
         self._ready = FifoQueue()

@@ -58,6 +58,8 @@ class TailLanes:
 class TailQueue:
     """Two queues in order of issue, and who may take from which. What it gives is to be leased before the next take."""
 
+    is_impartial = False
+
     def __init__(self, policy: TailLanes, stage: str) -> None:
         self._policy = policy
         self._regular = FifoQueue()

@@ -1,5 +1,6 @@
 """The train stage: micro-batches of whole groups, streamed as they become ready or planned for a whole step."""
 
+import itertools
 from collections.abc import Sequence
 
 from flowrt.controller.batchers import Batcher, GroupCount
@@ -94,11 +95,14 @@ class Training:
         share = [group for group in plan.share_of(worker) if group.id not in window.taken]
         if not share:
             return None
-        batch = micro_batch(share, self._policies.batcher, self._sizes.tokens)
-        return batch if all(group.id in self._board.ready_groups[self._stage] for group in batch) else []
+        # What was lost since the plan was made is waited for, not replaced.
+        ready = self._board.ready_groups[self._stage]
+        here = list(itertools.takewhile(lambda group: group.id in ready, share))
+        batch = micro_batch(here, self._policies.batcher, self._sizes.tokens)
+        return batch if len(batch) < len(here) or len(here) == len(share) else []
 
     def _kept(self, slots: Sequence[Slot]) -> tuple[Values, ...]:
-        kept = [self._plan.kept(slot.id) for slot in slots]
+        kept = [self._plan.kept(slot) for slot in slots]
         return () if None in kept else (Values(KEPT_TOKENS, tuple(float(count or 0) for count in kept)),)
 
     def forget(self, worker: WorkerId) -> None:

@@ -4,7 +4,8 @@ Versions are delivered as "the latest": a version that was skipped is never wait
 receiving a version serves it to the next already, so n receivers stand in a chain and cost little more than one.
 """
 
-from collections import Counter
+import heapq
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -48,6 +49,18 @@ class Fetching(NamedTuple):
     receiver: WorkerId
     holder: WorkerId
     weights: Weights
+
+
+class Reluctance(NamedTuple):
+    """Who shall serve first: one that did not fail to before, that has least to send, and that is not the publisher.
+
+    The publisher has better things to do, and its link is everybody's.
+    """
+
+    suspect: bool
+    load: int
+    publisher: bool
+    worker: WorkerId
 
 
 Form = tuple[int, int]
@@ -175,34 +188,42 @@ class ModelVersions:
         behind = {receiver.worker for receiver in idle if receiver.staged < self.latest}
         due = refresh.due(self.latest, idle, len(self.fetching))
         due += [worker for worker in gated if worker in behind and worker not in due]
-        load = Counter(fetch.holder for fetch in self.fetching.values())
+        sources = {weights.base: self._sources(weights) for weights in self.published[self.latest]}
         started = []
         for worker in due:
-            source = self._source(worker, load)
-            if source is not None:
-                self.fetching[worker] = source
-                load[source.holder] += 1
-                started.append(source)
+            for weights in reversed(self.published[self.latest]):
+                if sources[weights.base] and self._can_use(worker, weights):
+                    fetch = Fetching(worker, _least_reluctant(sources[weights.base], worker), weights)
+                    self.fetching[worker] = fetch
+                    started.append(fetch)
+                    break
         return started
 
-    def _source(self, worker: WorkerId, load: Counter[WorkerId]) -> Fetching | None:
-        """Changes if the worker has their base, else the whole version; from whom has least to send.
+    def _can_use(self, worker: WorkerId, weights: Weights) -> bool:
+        """Changes only help whoever has their base."""
+        if weights.base == NO_BASE:
+            return True
+        return weights.base == self.receivers[worker].staged and worker not in self.whole_next
 
-        Among equals the publisher comes last: it has better things to do, and its link is everybody's.
+    def _sources(self, weights: Weights) -> list[Reluctance]:
+        """A heap of those that have these weights, or are receiving them by whatever chain from one that has.
+
+        A chain that is broken somewhere is about to fail, and might come back to the one that asks.
         """
-        held = self.receivers[worker].staged
-        for weights in reversed(self.published[self.latest]):
-            if weights.base != NO_BASE and (weights.base != held or worker in self.whole_next):
-                continue
-            holders = self.holders.get((weights.version, weights.base), set())
-            relays = {one.receiver for one in self.fetching.values() if one.weights == weights} - self.doomed
-            candidates = (holders | relays) - {worker}
-            if candidates:
-                return Fetching(worker, min(candidates, key=lambda one: self._reluctance(one, load)), weights)
-        return None
-
-    def _reluctance(self, holder: WorkerId, load: Counter[WorkerId]) -> tuple[bool, int, bool, WorkerId]:
-        return (holder, self.latest) in self.suspects, load[holder], holder == self.publisher, holder
+        behind: dict[WorkerId, list[WorkerId]] = defaultdict(list)
+        load: Counter[WorkerId] = Counter()
+        for fetch in self.fetching.values():
+            load[fetch.holder] += 1
+            if fetch.weights == weights and fetch.receiver not in self.doomed:
+                behind[fetch.holder].append(fetch.receiver)
+        found = list(self.holders.get((weights.version, weights.base), ()))
+        for holder in found:  # grows while it is walked
+            found += behind.pop(holder, [])
+        heap = [
+            Reluctance((one, weights.version) in self.suspects, load[one], one == self.publisher, one) for one in found
+        ]
+        heapq.heapify(heap)
+        return heap
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(holder, version) pairs to drop: where a newer version is, and nobody fetches the old one."""
@@ -221,3 +242,11 @@ class ModelVersions:
         self._forget_unheld()
         self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
         return sorted(retired)
+
+
+def _least_reluctant(heap: list[Reluctance], receiver: WorkerId) -> WorkerId:
+    """Take the first source; it has one more to serve then, and the receiver is a source too."""
+    first = heap[0]
+    heapq.heapreplace(heap, first._replace(load=first.load + 1))
+    heapq.heappush(heap, Reluctance(False, 0, False, receiver))
+    return first.worker

@@ -12,7 +12,7 @@ Request = TypeVar("Request", Offer, Pull)
 RequestId = tuple[WorkerId, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
 class Parked(Generic[Request]):
     """A request, and since when it waits."""
 
@@ -50,8 +50,10 @@ class WaitingRoom:
 
     def serve_pulls(self, stage: str, serve: Callable[[Parked[Pull]], bool], more: Callable[[], bool]) -> None:
         """Try the parked pulls of the stage in order while there is ``more``; those that ``serve`` answers leave."""
+        if not (waiting := self._pulls[stage]):
+            return
         answered = []
-        for parked in self._pulls[stage].values():
+        for parked in waiting.values():
             if not more():
                 break
             if serve(parked):
@@ -61,6 +63,8 @@ class WaitingRoom:
 
     def serve_offers(self, serve: Callable[[Parked[Offer]], bool]) -> None:
         """Try the parked offers in order; behind one that has to go on waiting, the prompts of its flow wait too."""
+        if not self._offers:
+            return
         blocked: set[str] = set()
         for parked in list(self._offers.values()):
             flow = parked.request.flow

@@ -118,6 +118,9 @@ class _Never:
     def is_set(self) -> bool:
         return False
 
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 (never is at once)
+        return False
+
 
 def _answers(model: Any, probes: Sequence[Prompt], max_new_tokens: int) -> list[Response]:
     engine = TorchRollout(

@@ -37,6 +37,10 @@ class Interrupt(Protocol):
 
     def is_set(self) -> bool: ...
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most ``timeout`` seconds; returns whether it is."""
+        ...
+
 
 class RolloutEngine(Protocol):
     """Generates, many sequences at a time; used from one thread at a time."""
@@ -58,7 +62,11 @@ class RolloutEngine(Protocol):
         ...
 
     def swap(self, snapshot: Snapshot) -> None:
-        """Use these weights from now on; called while nothing is running."""
+        """Use these weights from now on.
+
+        Called while nothing is running, unless the worker was told to swap in flight: such an engine goes on with what
+        it has begun, and each response's spans tell which of its tokens were made by which weights.
+        """
         ...
 
 

@@ -19,11 +19,20 @@ class TorchRollout:
     """Decodes up to ``rows`` sequences together; a finished one makes room at once.
 
     With ``rows=1`` every sequence is computed in the same shapes whatever runs beside it, so its bits depend on
-    prompt, seed and weights alone.
+    prompt, seed and weights alone. Weights may be swapped while sequences run: with ``recompute`` their keys and
+    values are computed again by the new weights, without it they go on with those that the old ones made.
     """
 
     def __init__(
-        self, model: Any, *, eos_id: int, rows: int, max_new_tokens: int, temperature: float, version: int = 0
+        self,
+        model: Any,
+        *,
+        eos_id: int,
+        rows: int,
+        max_new_tokens: int,
+        temperature: float,
+        version: int = 0,
+        recompute: bool = True,
     ) -> None:
         if temperature <= 0:
             raise EngineError(
@@ -37,8 +46,10 @@ class TorchRollout:
         self._temperature = temperature
         self.version = version
         self._cache = RowCache(model.config.num_hidden_layers, rows)
+        self._recompute = recompute
         self._waiting: list[Prompt] = []
         self._running: list[Prompt] = []
+        self._spans: list[tuple[int, ...]] = []  # of each running sequence, what earlier versions made
         self._positions_R = torch.zeros(rows, dtype=torch.long)
         self._counts_R = torch.zeros(rows, dtype=torch.long)
         self._greedy_R = torch.zeros(rows, dtype=torch.bool)
@@ -59,11 +70,37 @@ class TorchRollout:
             raise EngineError(f"{len(prompts)} prompts for {self.room} free rows; pull no more than there is room for")
         self._waiting.extend(prompts)
 
+    @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:
-        if self.running:
-            raise EngineError(f"{self.running} sequences are running; weights are swapped between sequences")
         snapshot.restore(named_parameters(self._model))
+        counts = self._counts_R[: len(self._running)].tolist()
+        self._spans = [self._spans_of(row, count) for row, count in enumerate(counts)]
         self.version = snapshot.version
+        if self._running and self._recompute:
+            self._fill_again()
+
+    def _spans_of(self, row: int, count: int) -> tuple[int, ...]:
+        """(version, tokens) pairs, flattened, of a sequence of which ``count`` tokens are made."""
+        spans = self._spans[row]
+        rest = count - sum(spans[1::2])
+        return (*spans, self.version, rest) if rest else spans
+
+    def _fill_again(self) -> None:
+        """Compute the keys and values of everything that runs, but for each sequence's last token: it comes next."""
+        count = len(self._running)
+        lengths_R = self._positions_R[:count]
+        longest = int(lengths_R.max())
+        tokens_RL = torch.zeros(count, longest, dtype=torch.long)
+        for row, prompt in enumerate(self._running):
+            length = int(lengths_R[row])
+            made = length - len(prompt.tokens)
+            tokens_RL[row, :length] = torch.cat([prompt.tokens.long(), self._tokens_RT[row, :made].long()])
+        self._cache.begin_prefill(longest)
+        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, 1, longest, longest)
+        positions_RL = torch.arange(longest).expand(count, longest)
+        self._forward(tokens_RL, mask, positions_RL, torch.zeros(1, dtype=torch.long))
+        rows = torch.arange(count)
+        self._cache.settle(rows, rows)
 
     @torch.inference_mode()
     def run(self, interrupt: Interrupt) -> list[Response]:
@@ -99,6 +136,7 @@ class TorchRollout:
         rows, chosen = torch.arange(first, first + len(new)), torch.tensor(sources)
         self._cache.settle(rows, chosen)
         self._running.extend(new)
+        self._spans.extend([()] * len(new))
         self._positions_R[rows] = lengths_P[chosen]
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new])
@@ -163,7 +201,7 @@ class TorchRollout:
                     self._running[row].key,
                     self._tokens_RT[row, :length].clone(),
                     self._logprobs_RT[row, :length].clone(),
-                    (self.version, length),
+                    self._spans_of(row, length),
                 )
             )
             self._vacate(row)
@@ -172,7 +210,7 @@ class TorchRollout:
     def _vacate(self, row: int) -> None:
         last = len(self._running) - 1
         if row != last:
-            self._running[row] = self._running[last]
+            self._running[row], self._spans[row] = self._running[last], self._spans[last]
             self._cache.move(last, row)
             for state in (
                 self._positions_R,
@@ -184,3 +222,4 @@ class TorchRollout:
             ):
                 state[row] = state[last]
         self._running.pop()
+        self._spans.pop()

@@ -1,7 +1,7 @@
 """A complete, typed configuration of a run. Parsed once, by the controller's side; workers receive it."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -76,6 +76,10 @@ class RolloutConfig:
     """Longest response, in tokens."""
     temperature: float = 1.0
     """Sampling temperature."""
+    swap: Literal["boundary", "inflight"] = "boundary"
+    """When new weights are put into use: between sequences, or between two tokens of those that run."""
+    recompute: bool = True
+    """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class TrainerConfig(TrainOptions):
     """Data-parallel trainer processes; two or more are started under torchrun."""
     micro_batch_tokens: int = 2048
     """A trainer starts on a micro-batch as soon as it has this many tokens (or the rest of the step)."""
+    step_tokens: int = 0
+    """Train exactly so many response tokens a step (C3PO, arXiv 2506.14731), chosen by a seeded shuffle; 0: all."""
+    balanced: bool = False
+    """Share each step among the ranks by tokens beforehand, not on demand; gives up streaming within the step."""
     save: bool = True
     """Write the trained model into the run directory."""
 
@@ -140,6 +148,8 @@ class RunConfig:
     """Prompts (groups) trained on in one step."""
     group_size: int = 8
     """Samples of each prompt."""
+    lost_member: Literal["refill", "drop", "rest"] = "refill"
+    """A group that lost a sample: make the sample again, drop the group, or train the rest of it."""
     staleness: int = 1
     """Most versions that a trained sample may be behind the weights it trains; 0: the synchronous loop."""
     deterministic: bool = False

@@ -13,9 +13,10 @@
 """
 
 from flowrt.controller.admission import StrictLag
-from flowrt.controller.batchers import TokenBudget
+from flowrt.controller.batchers import FixedTokens, TokenBudget
 from flowrt.controller.dispatch import Fifo
-from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
+from flowrt.controller.sharing import Balanced, OnDemand
 from flowrt.controller.versions import DelayedUpdate
 from flowrt.recipes.config import RunConfig
 from flowrt.wire.records import Column, Stage
@@ -55,6 +56,10 @@ def policies(config: RunConfig) -> Policies:
         dispatch=Fifo(),
         batcher=TokenBudget(config.trainer.micro_batch_tokens),
         refresh=DelayedUpdate(),
+        sharing=Balanced(config.trainer.ranks) if config.trainer.balanced else OnDemand(),
+        cut=FixedTokens(config.trainer.step_tokens, order="shuffled", seed=config.seed)
+        if config.trainer.step_tokens
+        else None,
     )
 
 
@@ -67,6 +72,7 @@ def settings(config: RunConfig) -> Settings:
         vital_roles=("source", "rollout", "reward", "reference", "trainer"),
         model=POLICY,
         in_order=config.deterministic,
+        lost_member=LostMember(config.lost_member),
         lease_s=config.controller.lease_s,
         silence_s=config.controller.silence_s,
         stall_s=config.controller.stall_s,

@@ -43,6 +43,7 @@ ZERO_OR_ABOVE = (
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
+    "trainer.step_tokens",
     "loss.clip_low",
     "loss.clip_high",
     "loss.kl_coef",

@@ -5,7 +5,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 import tyro
@@ -142,6 +142,10 @@ def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
 def _typed(value: Any, expected: type, where: str, source: str) -> Any:
     if expected is float and type(value) is int:
         return float(value)
+    if get_origin(expected) is Literal:
+        if value not in get_args(expected):
+            raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r}")
+        return value
     if type(value) is not expected:
         raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r}")
     return value

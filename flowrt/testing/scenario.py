@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from flowrt.controller.batchers import Batcher, TokenBudget
-from flowrt.controller.settings import Dataflow
+from flowrt.controller.batchers import Batcher, FixedTokens, TokenBudget
+from flowrt.controller.dispatch import Dispatch, Fifo
+from flowrt.controller.settings import Dataflow, LostMember
+from flowrt.controller.sharing import OnDemand, Sharing
+from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.wire.messages import Grant
 from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 
@@ -20,9 +23,9 @@ GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "grou
 TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
 
 
-def offered_lengths(*lengths: int) -> tuple[Lengths, ...]:
-    """One prompt's group columns, as an offer brings them."""
-    return tuple(Lengths(name, (length,)) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[Lengths, ...]:
+    """The group columns of prompts that are as long as each other, as an offer brings them."""
+    return tuple(Lengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
 
 
 def whole(version: int) -> Weights:
@@ -61,6 +64,10 @@ class Scenario:
     groups_per_step: int = 2
     members: int = 2
     batcher: Batcher = field(default_factory=lambda: TokenBudget(1))
+    dispatch: Dispatch = field(default_factory=Fifo)
+    refresh: Refresh = field(default_factory=DelayedUpdate)
+    sharing: Sharing = field(default_factory=OnDemand)
+    cut: FixedTokens | None = None
     rollouts: int = 2
     rewards: int = 1
     references: int = 1  # 0: the dataflow has no reference stage
@@ -73,4 +80,9 @@ class Scenario:
     kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
+    losses: int = 0  # somebody says that the samples that it works on cannot be made
+    withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    lost_member: LostMember = LostMember.REFILL
+    attempts: int = 8
+    prompts_at_once: int = 1  # in one offer to train on
     max_actions: int = 50_000

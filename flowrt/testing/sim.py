@@ -12,13 +12,12 @@ from functools import partial
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.dispatch import Fifo
 from flowrt.controller.events import Command, End, Event, Gone, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
-from flowrt.testing.simworker import LaneId, Row, Shared, Worker, lane_of
+from flowrt.testing.simrows import LaneId, Row, lane_of
+from flowrt.testing.simworker import Shared, Worker
 from flowrt.wire import messages as m
 from flowrt.wire.records import LaneTurn
 
@@ -35,13 +34,22 @@ def make_core(scenario: Scenario) -> Core:
         groups_per_step=scenario.groups_per_step,
         in_order=scenario.in_order,
         model=MODEL,
+        lost_member=scenario.lost_member,
+        attempts=scenario.attempts,
         vital_roles=(),
         finishers=("source", "trainer"),
         lease_s=LEASE_S,
         silence_s=float("inf"),
         stall_s=float("inf"),
     )
-    policies = Policies(StrictLag(scenario.bound), Fifo(), scenario.batcher, DelayedUpdate())
+    policies = Policies(
+        StrictLag(scenario.bound),
+        scenario.dispatch,
+        scenario.batcher,
+        scenario.refresh,
+        scenario.sharing,
+        scenario.cut,
+    )
     return Core(settings, grpo_dataflow(scenario.references > 0), policies)
 
 
@@ -65,6 +73,7 @@ class Cluster:
         self._finished = False
         self._faults = ["kill"] * scenario.kills
         self._faults += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
+        self._faults += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
         self.rng.shuffle(self._faults)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
@@ -215,11 +224,22 @@ class Cluster:
             self.clock.advance(LEASE_S + 1)
             self.handle(Tick())
             return
+        working = [w for w in self.workers.values() if w.alive and w.role in ("rollout", "reward", "reference")]
         if kind == "kill":
-            mortal = [w for w in self.workers.values() if w.alive and w.role in ("rollout", "reward", "reference")]
-            if mortal and self.core.ended is None:
+            if working and self.core.ended is None:
                 self._faults.pop()
-                self.kill(self.rng.choice(mortal))
+                self.kill(self.rng.choice(working))
+            return
+        if kind == "lose":
+            if jobs := [(worker, job) for worker in working for job in worker.jobs]:
+                self._faults.pop()
+                worker, job = self.rng.choice(jobs)
+                worker.abandon(job, True, "its environment broke")
+            return
+        if kind == "withdraw":
+            if waiting := [worker for worker in self.workers.values() if worker.alive and worker.pulling]:
+                self._faults.pop()
+                self.rng.choice(waiting).withdraw()
             return
         lanes = [lane for worker in self.workers.values() for lane, turns in worker.expected.items() if turns]
         if lanes:

@@ -6,7 +6,7 @@ AssertionError at the moment at which it would have choked.
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,40 +19,11 @@ from flowrt.testing.scenario import (
     PROMPTS_PER_EPOCH,
     TENSORS_MADE,
     Scenario,
-    leases_of,
     offered_lengths,
 )
+from flowrt.testing.simrows import Job, Key, LaneId, Packet, Row, Turns, keys_of, lane_of, rows_of
 from flowrt.wire import messages as m
 from flowrt.wire.records import NO_BASE, Incoming, LaneTurn, Part, Values, Weights
-
-Key = tuple[str, int]
-LaneId = tuple[str, str, str, int]
-Packet = tuple[Part, ...] | Weights
-"""What one turn of a lane carries: parts of samples, or a version of the weights."""
-Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A leased slot; ``needs`` are the tensors that the work reads."""
-
-    stage: str
-    slot: int
-    lease: int
-    group: int
-    member: int
-    prompt: int
-    epoch: int
-    spans: tuple[int, ...]
-    needs: tuple[Key, ...]
-
-
-@dataclass(slots=True)
-class Job:
-    """Rows that are worked on together."""
-
-    rows: list[Row]
-    begun: int = -1  # the version that generation began with
 
 
 @dataclass(slots=True)
@@ -65,30 +36,6 @@ class Shared:
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
     broken: set[LaneId] = field(default_factory=set)
     evals_offered: int = 0
-
-
-def lane_of(turn: LaneTurn) -> LaneId:
-    return (turn.sender, turn.receiver, turn.kind, turn.incarnation)
-
-
-def keys_of(parts: Iterable[Part]) -> dict[Key, int]:
-    """The lengths of tensors by (column, id)."""
-    return {(part.column, item): length for part in parts for item, length in zip(part.ids, part.lengths, strict=True)}
-
-
-def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
-    """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
-    ids = zip(grant.slots, leases_of(grant), grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
-    assert len(grant.attempts) == len(grant.slots)
-    assert len(grant.spans) in (0, len(grant.slots))
-    assert all(len(values.values) == len(grant.slots) for values in grant.inline)
-    granted = keys_of(grant.parts)
-    for (slot, lease, group, member, prompt, epoch), spans in zip(
-        ids, grant.spans or [()] * len(grant.slots), strict=True
-    ):
-        needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
-        assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
-        yield Row(stage, slot, lease, group, member, prompt, epoch, spans, needs)
 
 
 class Worker:
@@ -110,7 +57,10 @@ class Worker:
         self.staged = 0
         self.jobs: list[Job] = []
         self.pulling = False
+        self.pull_request = -1
+        self.withdrawn: set[int] = set()
         self.requests = 0
+        self.prompts = 0  # that the source has offered to train on
         self.offers: dict[int, m.Offer] = {}
         self.closed = False  # nothing more comes: of this step (trainer), of the run (source)
         self.step = 0
@@ -132,7 +82,11 @@ class Worker:
                 offer = self.offers.pop(request)
                 self.closed = self.closed or group < 0
                 for one in offer.lengths if group >= 0 else ():
-                    self.have[one.column, group] = (one.lengths[0], -1)
+                    for item, length in enumerate(one.lengths, group):
+                        self.have[one.column, item] = (length, -1)
+            case m.Refused(request):
+                assert request in self.withdrawn, f"{self.id} was refused: {message.reason}"
+                self.pulling = False
             case m.Committed(request, refused):
                 # The slot may have come back to this worker and been made again since: only what this commit made.
                 made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
@@ -210,6 +164,11 @@ class Worker:
             self.jobs.append(Job(rows))
 
     def _keep(self, valid: Callable[[Row], bool]) -> None:
+        if self.role == "trainer":
+            # A batch of whole groups is trained as it was granted or not at all.
+            for job in [job for job in self.jobs if not all(map(valid, job.rows))]:
+                self.abandon(job, False, "a part of it is void")
+            return
         for job in self.jobs:
             job.rows = [row for row in job.rows if valid(row)]
         self.jobs = [job for job in self.jobs if job.rows]
@@ -237,7 +196,8 @@ class Worker:
         if not isinstance(packet, Weights):
             self.say(m.Undelivered(Incoming(turn, packet), "the lane broke"))
             return
-        del self.forms[packet.version, packet.base]
+        if not any(other == packet for turns in self.expected.values() for _, other in turns):
+            self.forms.pop((packet.version, packet.base), None)
         self.shared.broken |= {lane_of(relayed) for relayed in self.relays.pop(packet, ())}
         self.say(m.FetchFailed(turn, packet, "the lane broke"))
 
@@ -252,7 +212,7 @@ class Worker:
         for job in self.jobs:
             needs = [key for row in job.rows for key in row.needs]
             if any(self._is_missing(key) for key in needs):
-                yield partial(self._abandon, job)
+                yield partial(self.abandon, job, False, "its tensors did not come")
             elif job.begun >= 0 or all(key in self.have for key in needs):
                 yield partial(self._finish if job.begun >= 0 or self.role != "rollout" else self._begin, job)
         if self.staged > self.applied:
@@ -272,8 +232,11 @@ class Worker:
             self.shared.evals_offered += 1
             offer = m.Offer(number, "eval", (evals,), 0, 1, self.shared.latest(), offered_lengths(*lengths), ())
         else:
-            epoch, prompt = divmod(number - evals, PROMPTS_PER_EPOCH)
-            offer = m.Offer(number, "train", (prompt,), epoch, scenario.members, 0, offered_lengths(*lengths), ())
+            epoch, prompt = divmod(self.prompts, PROMPTS_PER_EPOCH)
+            count = min(scenario.prompts_at_once, PROMPTS_PER_EPOCH - prompt)
+            self.prompts += count
+            columns, prompts = offered_lengths(*lengths, prompts=count), tuple(range(prompt, prompt + count))
+            offer = m.Offer(number, "train", prompts, epoch, scenario.members, 0, columns, ())
         self.offers[number] = offer
         self.say(offer)
 
@@ -281,6 +244,7 @@ class Worker:
         self.pulling = True
         self.requests += 1
         stage, step = ("train", self.step) if self.role == "trainer" else (self.role, -1)
+        self.pull_request = self.requests
         self.say(m.Pull(self.requests, stage, self.shared.scenario.capacity - len(self.jobs), 0, step))
 
     def _apply(self) -> None:
@@ -303,11 +267,16 @@ class Worker:
         """It was to come, and its transfer failed (perhaps for another job, which said so already)."""
         return key not in self.have and (key not in self.coming or self.coming[key] in self.failed)
 
-    def _abandon(self, job: Job) -> None:
-        """What was to come for this job did not: give it back."""
+    def withdraw(self) -> None:
+        """It does not want to wait any longer; the grant may be on its way."""
+        self.withdrawn.add(self.pull_request)
+        self.say(m.Withdraw(self.pull_request))
+
+    def abandon(self, job: Job, lost: bool, reason: str) -> None:
+        """Give a job back, or say that nobody can do it."""
         self.jobs.remove(job)
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
-        self.say(m.Abandon(job.rows[0].stage, slots, leases, False, "its tensors did not come"))
+        self.say(m.Abandon(job.rows[0].stage, slots, leases, lost, reason))
 
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)

@@ -82,6 +82,7 @@ class Lane:
                     self._broken = str(error).splitlines()[0]
                     group = None  # its connection closes, and the other end learns of it at once
             self._report(transfer.done)
+            del transfer  # else its tensors stay in memory until there is another
 
     def _move(self, group: ProcessGroup, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -29,12 +29,14 @@ class TensorStore:
         self._tensors: dict[Key, torch.Tensor] = {}
         self._arriving: dict[Key, asyncio.Future[None]] = {}
         self._shared: dict[int, _Shared] = {}  # by address
+        self._thinned: set[int] = set()  # addresses of shared memory of which something was dropped just now
 
     def put(self, column: str, item: int, tensor: torch.Tensor) -> None:
         """Keep a 1-D tensor. Raises LocalProtocolError when its dtype or shape is not the column's."""
         self.check(column, (tensor,))
         key = column, item
         self._drop(key)
+        self._move_out()
         self._tensors[key] = tensor
         memory = tensor.untyped_storage()
         if memory.nbytes() != tensor.nbytes:
@@ -45,15 +47,20 @@ class TensorStore:
     def _drop(self, key: Key) -> None:
         tensor = self._tensors.pop(key, None)
         shared = None if tensor is None else self._shared.get(tensor.untyped_storage().data_ptr())
-        if tensor is None or shared is None or key not in shared.keys:
-            return
-        shared.keys.remove(key)
-        shared.live_bytes -= tensor.nbytes
-        if shared.live_bytes * 2 < shared.size:
-            # One row must not keep a whole packet in memory: what is left moves out.
-            for one in shared.keys:
-                self._tensors[one] = self._tensors[one].clone()
-            del self._shared[tensor.untyped_storage().data_ptr()]
+        if tensor is not None and shared is not None and key in shared.keys:
+            shared.keys.remove(key)
+            shared.live_bytes -= tensor.nbytes
+            self._thinned.add(tensor.untyped_storage().data_ptr())
+
+    def _move_out(self) -> None:
+        """One row must not keep a whole packet in memory: what is left of one that was mostly dropped moves out."""
+        for address in self._thinned:
+            shared = self._shared[address]
+            if shared.live_bytes * 2 < shared.size:
+                for one in shared.keys:
+                    self._tensors[one] = self._tensors[one].clone()
+                del self._shared[address]
+        self._thinned.clear()
 
     def check(self, column: str, tensors: Iterable[torch.Tensor]) -> None:
         """Raises LocalProtocolError when one of these is not what the column takes."""
@@ -90,6 +97,7 @@ class TensorStore:
             for item in part.ids:
                 self._drop((part.column, item))
                 self._arriving[part.column, item] = arrival
+        self._move_out()
 
     def arrive(self, column: str, item: int, tensor: torch.Tensor, arrival: asyncio.Future[None]) -> None:
         """It is here; kept unless it was freed on its way or is expected anew."""
@@ -136,6 +144,7 @@ class TensorStore:
             for item in slots if self.scope(name) == "slot" else groups:
                 self._drop((name, item))
                 self._arriving.pop((name, item), None)
+        self._move_out()
 
     def statistics(self) -> tuple[int, int]:
         """Tensors held and their bytes."""

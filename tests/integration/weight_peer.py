@@ -94,6 +94,8 @@ class Peer:
         self.session.params._lanes = self.wire  # type: ignore[assignment]
         self.sizes = sizes
         self.used: list[tuple[str, int, str]] = []
+        for model in sizes if receives else ():
+            self.session.params.applied(model, 0)
         self.tasks = [asyncio.create_task(self._receive(model)) for model in sizes if receives]
 
     async def publish(self, model: str, version: int) -> None:
@@ -125,7 +127,6 @@ class Peer:
     async def _receive(self, model: str) -> None:
         """Use every version that arrives, and note what it was."""
         mine = {name: torch.zeros_like(tensor) for name, tensor in content(model, 0, self.sizes[model]).items()}
-        self.session.params.applied(model, 0)
         while True:
             staged = await self.session.params.wait_staged(model)
             staged.snapshot.restore(mine)

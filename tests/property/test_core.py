@@ -4,7 +4,8 @@ Every run asserts `Core.check` after each event, and in the workers that what th
 there (see flowrt/testing). A failure is reproduced by its scenario: `Cluster(Scenario(...)).run()`.
 """
 
-from collections import Counter
+import dataclasses
+from collections import Counter, defaultdict
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from flowrt.controller.batchers import GroupCount, TokenBudget
 from flowrt.controller.events import Command, Event, Said
-from flowrt.testing.scenario import Scenario
+from flowrt.controller.settings import LostMember
+from flowrt.testing.scenario import GROUP_COLUMNS, Scenario
 from flowrt.testing.sim import Cluster
+from flowrt.testing.simrows import Row
 from flowrt.wire import messages as m
 
 # Not shrunk: a smaller scenario takes another course altogether, and searching for one takes minutes.
@@ -54,30 +57,53 @@ def assert_sound(cluster: Cluster) -> None:
     scenario = cluster.scenario
     assert [closed.step for closed in cluster.steps] == list(range(scenario.steps))
     assert all(closed.groups == scenario.groups_per_step for closed in cluster.steps)
-    assert all(closed.samples == closed.groups * scenario.members == len(closed.lags) for closed in cluster.steps)
+    assert all(closed.samples == len(closed.lags) for closed in cluster.steps)
     # The bound: as the controller counts, and as the trainer saw the spans.
     assert all(0 <= lag <= scenario.bound for closed in cluster.steps for lag in closed.lags)
     assert all(step - min(row.spans[::2]) <= scenario.bound for step, row in cluster.trained)
     assert all(max(row.spans[::2]) <= step for step, row in cluster.trained)
-    # Each prompt once, in whole groups, in one step.
-    prompts = Counter((row.epoch, row.prompt) for _, row in cluster.trained)
-    assert set(prompts.values()) <= {scenario.members}
-    for group in {row.group for _, row in cluster.trained}:
-        rows = [(step, row) for step, row in cluster.trained if row.group == group]
-        assert sorted(row.member for _, row in rows) == list(range(scenario.members))
-        assert len({(step, row.epoch, row.prompt) for step, row in rows}) == 1
-    # The ledger agrees: what was opened was trained, nothing is left over.
-    assert Counter(cluster.state.values()) == {"trained": scenario.steps * scenario.groups_per_step}
-    assert {pair for pair, state in cluster.state.items() if state == "trained"} == set(prompts)
+    assert_whole_groups(cluster)
+    # The ledger agrees: what was opened was trained or dropped with a reason, and what was dropped was replaced.
+    trained = {(row.epoch, row.prompt) for _, row in cluster.trained}
+    assert {pair for pair, state in cluster.state.items() if state == "trained"} == trained
+    assert len(trained) == scenario.steps * scenario.groups_per_step
     trainings = Counter((one.epoch, one.prompt) for one in cluster.records if one.state == "trained")
     assert set(trainings.values()) == {1}
-    # Nothing stays behind.
+    assert all(one.reason for one in cluster.records if one.state == "dropped")
     board = cluster.core.samples.board
-    assert (board.groups, board.slots, board.leases) == ({}, {}, {})
-    assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
+    live = {(group.epoch, group.prompt) for group in board.groups.values()}
+    others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
+    assert set(others) <= {"dropped"}
+    assert sum(others.values()) <= sum(cluster.core.samples.retreat.dropped.values())
+    # Nothing stays behind, but for prompts of an offer that the last step did not need.
+    assert len(live) < scenario.prompts_at_once
+    assert board.leases == {}
+    if not live:
+        assert (board.groups, board.slots) == ({}, {})
+        assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
+    groups, slots = set(board.groups), set(board.slots)
     for worker in cluster.workers.values():
-        assert worker.have == {}, f"{worker.id} still holds {sorted(worker.have)}"
+        left = {key for key in worker.have if key[1] not in (groups if key[0] in GROUP_COLUMNS else slots)}
+        assert left == set(), f"{worker.id} still holds {sorted(left)}"
         assert set(worker.coming.values()) <= worker.failed
+
+
+def assert_whole_groups(cluster: Cluster) -> None:
+    """Each prompt is trained once, in one step, with all members that its group has not lost."""
+    scenario = cluster.scenario
+    for step in cluster.steps:
+        assert step.samples == len([row for at, row in cluster.trained if at == step.step])
+    rows_of: dict[tuple[int, int], list[tuple[int, Row]]] = defaultdict(list)
+    for step, row in cluster.trained:
+        rows_of[row.epoch, row.prompt].append((step, row))
+    for rows in rows_of.values():
+        assert len({(step, row.group) for step, row in rows}) == 1
+        members = sorted(row.member for _, row in rows)
+        if scenario.lost_member is LostMember.REST and len(members) < scenario.members:
+            assert set(members) < set(range(scenario.members))
+            assert len(set(members)) == len(members) >= 2
+        else:
+            assert members == list(range(scenario.members))
 
 
 # ---- runs without faults
@@ -193,3 +219,50 @@ def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenar
 
     cluster.handle = handle  # type: ignore[method-assign]
     cluster.run()
+
+
+# ---- lost members, offers of several prompts, withdrawn pulls
+
+
+@RUNS
+@given(scenarios(prompts_at_once=2), st.integers(2, 3))
+def test_offers_of_several_prompts_open_whole_and_hold_up_nobody(scenario: Scenario, at_once: int) -> None:
+    cluster = Cluster(dataclasses.replace(scenario, prompts_at_once=min(at_once, most_at_once(scenario)))).run()
+    assert_sound(cluster)
+
+
+def most_at_once(scenario: Scenario) -> int:
+    """Prompts that admission lets live at once."""
+    return (scenario.bound + 1) * scenario.groups_per_step
+
+
+@RUNS
+@given(scenarios(withdrawals=6))
+def test_withdrawn_pulls_lose_nothing(scenario: Scenario) -> None:
+    cluster = Cluster(scenario).run()
+    assert_sound(cluster)
+    assert dict(cluster.core.samples.retreat.dropped) == {}
+
+
+@settings(RUNS, max_examples=60)
+@given(scenarios(losses=4), st.sampled_from(LostMember), st.sampled_from([1, 2, 8]))
+def test_lost_samples_follow_the_policy(scenario: Scenario, policy: LostMember, attempts: int) -> None:
+    cluster = Cluster(dataclasses.replace(scenario, lost_member=policy, attempts=attempts)).run()
+    assert_sound(cluster)
+    if policy is LostMember.REFILL and attempts > scenario.losses:
+        assert "dropped" not in cluster.state.values()
+
+
+@settings(RUNS, max_examples=80)
+@given(
+    scenarios(losses=2, kills=2, broken_lanes=1, expiries=1, withdrawals=3, members=4),
+    st.sampled_from(LostMember),
+    st.sampled_from([1, 3]),
+    st.integers(1, 3),
+)
+def test_every_misfortune_under_every_policy(
+    scenario: Scenario, policy: LostMember, attempts: int, at_once: int
+) -> None:
+    at_once = min(at_once, most_at_once(scenario))
+    changed = dataclasses.replace(scenario, lost_member=policy, attempts=attempts, prompts_at_once=at_once)
+    assert_sound(Cluster(changed).run())

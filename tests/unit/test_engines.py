@@ -93,12 +93,10 @@ def test_sampling_follows_the_distribution(model) -> None:
     assert (found - expected).abs().max() < 0.03
 
 
-def test_weights_are_swapped_between_sequences_only_and_mark_their_samples(model) -> None:
+def test_weights_mark_their_samples(model) -> None:
     engine = TorchRollout(model, eos_id=EOS, rows=2, max_new_tokens=4, temperature=1.0)
     snapshot = Snapshot.take(5, {name: parameter.detach() for name, parameter in model.named_parameters()})
     engine.add(prompts()[:1])
-    with pytest.raises(EngineError, match="swapped between sequences"):
-        engine.swap(snapshot)
     while engine.running:
         before = engine.run(threading.Event())
     engine.swap(snapshot)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -114,6 +114,11 @@ def test_toml_round_trip_when_every_value_is_another(recipe: str) -> None:
     assert from_toml(to_toml(changed)) == changed
 
 
+def test_a_choice_that_is_none_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'rollout\.swap' takes one of boundary, inflight, not 'never'"):
+        parse(["--config", write(tmp_path / "run.toml", '[rollout]\nswap = "never"')])
+
+
 def test_toml_round_trip_of_awkward_text() -> None:
     awkward = 'C:\\data\\"x"\n\té 😀 #[a]'
     config = dataclasses.replace(defaults("arithmetic"), run_dir=awkward)
@@ -122,9 +127,12 @@ def test_toml_round_trip_of_awkward_text() -> None:
 
 def _change(config: Any) -> Any:
     changes: dict[str, Any] = {}
+    hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if get_origin(hints[field.name]) is Literal:
+            changes[field.name] = next(other for other in get_args(hints[field.name]) if other != value)
+        elif dataclasses.is_dataclass(value):
             changes[field.name] = _change(value)
         elif isinstance(value, bool):
             changes[field.name] = not value
@@ -252,4 +260,4 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     assert doc[0].isupper()
     # A flag, its type or choices, its sentence.
     flag = re.escape("--" + name.replace("_", "-"))
-    assert re.search(flag + r"(STR|INT|FLOAT|\{True,False\})" + re.escape(squeeze(doc)), help_text), name
+    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\})" + re.escape(squeeze(doc)), help_text), name

@@ -1,7 +1,12 @@
 """A sample older than the bound is never trained: it is dropped with a reason and its prompt is generated again."""
 
+import dataclasses
+
+import pytest
+
 from flowrt.controller.events import Record
-from flowrt.testing.scenario import MODEL, whole
+from flowrt.controller.settings import LostMember
+from flowrt.testing.scenario import MODEL, offered_lengths, whole
 from flowrt.testing.talk import Talk
 from flowrt.wire import messages as m
 
@@ -42,3 +47,41 @@ def test_generation_waits_for_the_newest_weights_at_bound_zero() -> None:
     talk.say("trainer0", m.Publish((whole(1),), ()))
     granted = talk.heard(talk.say("rollout1", m.Applied(MODEL, 1)), m.Grant)
     assert [grant.prompts for _, grant in granted] == [(5,)]
+
+
+@pytest.mark.parametrize("policy", LostMember)
+def test_an_over_age_member_follows_the_policy(policy: LostMember) -> None:
+    talk = Talk(bound=0, groups_per_step=1, steps=3, members=3, lost_member=policy)
+    talk.ready_to_train()
+    assert talk.pull("trainer0", "train", 0) is not None
+    talk.say("trainer0", m.StepDone(0, ()))
+    talk.say("trainer0", m.Publish((whole(1),), ()))
+    talk.say("rollout0", m.Applied(MODEL, 1))
+    talk.say("source0", m.Offer(9, "train", (5,), 0, 3, 0, offered_lengths(4, 1), ()))
+    grants = [talk.pull("rollout0", "rollout") for _ in range(3)]
+    # The first member says that old weights made it, the others were made with the new ones.
+    answers = [
+        answer
+        for grant, version in zip(grants, (0, 1, 1), strict=True)
+        for _, answer in talk.heard(
+            talk.say("rollout0", dataclasses.replace(talk.generated(grant), spans=((version, 3),))), m.Committed
+        )
+    ]
+    alive = 2 if policy is not LostMember.DROP else 0
+    assert [len(answer.refused) for answer in answers] == [1, *[0 if alive else 1] * 2]
+    for _ in range(alive):
+        talk.score()
+    trained = talk.pull("trainer0", "train", 1)
+    members = {LostMember.REFILL: None, LostMember.DROP: None, LostMember.REST: (1, 2)}[policy]
+    assert (trained and trained.members) == members
+    again = talk.pull("rollout0", "rollout")
+    assert (again and (again.members, again.attempts)) == (((0,), (1,)) if policy is LostMember.REFILL else None)
+    assert talk.core.samples.retreat.dropped == {"over-age": 1}
+
+
+def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> None:
+    talk = Talk(bound=0, groups_per_step=3, steps=1)
+    for number, prompts in enumerate([(0, 1), (2, 3)]):
+        offer = m.Offer(number, "train", prompts, 0, 1, 0, offered_lengths(4, 1, prompts=2), ())
+        assert len(talk.heard(talk.say("source0", offer), m.Opened)) == 1
+    assert talk.heard(talk.offer(prompt=5), m.Opened) == []

@@ -1,0 +1,125 @@
+"""Deltas of weights: how small, and how fast to make and to apply, over model sizes and kinds of steps.
+
+    python bench/deltas.py [--quick] [--json PATH]
+
+The weights are bf16 copies of fp32 weights ~ N(0, 0.02); a step moves each by the learning rate times Adam's update: a
+normal number of mean size 0.2 once the moments have settled, +1 or -1 in the very first step. Rates are full bytes by
+seconds, in one thread: a 10 Gbit/s wire moves 1.25 GB/s of them. "known" starts from checksums that the publisher has
+already; "spare" writes into the buckets of an older version.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.transport.deltas import Delta
+from flowrt.transport.weights import BUCKET_BYTES, Snapshot
+
+STD = 0.02
+# Mean size of Adam's update in learning rates: simulated, gradients with a tenth of signal, after a hundred steps.
+SETTLED = 0.2
+REPEATS = 5
+PLAIN = "settled, 1e-6"
+STEPS = {
+    PLAIN: (1e-6, SETTLED),
+    "first, 1e-6": (1e-6, None),
+    "settled, 3e-6": (3e-6, SETTLED),
+    "settled, 1e-5": (1e-5, SETTLED),
+}
+
+
+def versions(full_bytes: int, learning_rate: float, mean_size: float | None) -> tuple[Snapshot, Snapshot]:
+    """Two versions one step apart; ``mean_size`` None is Adam's first step."""
+    generator = torch.Generator().manual_seed(0)
+    old, new = Snapshot(1, []), Snapshot(2, [])
+    for start in range(0, full_bytes, BUCKET_BYTES):
+        elements = min(BUCKET_BYTES, full_bytes - start) // 2
+        weights = torch.randn(elements, generator=generator).mul_(STD)
+        update = torch.randn(elements, generator=generator)
+        # A normal number's mean size is 0.8 of its deviation.
+        update = update.sign() if mean_size is None else update.mul_(mean_size / 0.798)
+        old.buckets += Snapshot.take(1, {"weights": weights.bfloat16()}).buckets
+        new.buckets += Snapshot.take(2, {"weights": weights.add_(update, alpha=learning_rate).bfloat16()}).buckets
+    return old, new
+
+
+def gbps(full_bytes: int, repeats: int, call: Callable[[], object]) -> float:
+    """Median of the repeats, in GB of the full version by second."""
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start_s)
+    return full_bytes / statistics.median(seconds) / 1e9
+
+
+def measure(full_bytes: int, learning_rate: float, mean_size: float | None, repeats: int = REPEATS) -> dict[str, float]:
+    """One size and kind of step: fractions and rates. The result of every delta is compared bit for bit."""
+    old, new = versions(full_bytes, learning_rate, mean_size)
+    pairs = zip(old.buckets, new.buckets, strict=True)
+    differing = sum(int(torch.count_nonzero(a.view(torch.int16) != b.view(torch.int16))) for a, b in pairs)
+    delta = Delta.between(old, new)
+    if delta is None:
+        raise SystemExit(f"a step of {learning_rate} changed {differing} elements: too many for a delta")
+    arrived = Delta.from_buffers(delta.buffers())
+    spare = arrived.apply(old)
+    if not all(map(torch.equal, spare.buckets, new.buckets)):
+        raise SystemExit("the delta did not give the new version")
+    old_sum, new_sum = old.checksum(), new.checksum()
+    return {
+        "changed_fraction": differing * 2 / full_bytes,
+        "delta_fraction": delta.fraction,
+        "delta_encode_gbps": gbps(full_bytes, repeats, lambda: Delta.between(old, new)),
+        "delta_encode_known_gbps": gbps(
+            full_bytes, repeats, lambda: Delta.between(old, new, base_checksum=old_sum, checksum=new_sum)
+        ),
+        "delta_apply_gbps": gbps(full_bytes, repeats, lambda: Delta.from_buffers(delta.buffers()).apply(old)),
+        "delta_apply_spare_gbps": gbps(
+            full_bytes, repeats, lambda: Delta.from_buffers(delta.buffers()).apply(old, spare)
+        ),
+        "checksum_gbps": gbps(full_bytes, repeats, new.checksum),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="64 MB only")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [64] if arguments.quick else [64, 256, 1024]
+    table = Table(
+        "full", "step", "changed", "delta", "encode", "known", "apply", "spare", "checksum", title="deltas (GB/s)"
+    )
+    metrics: dict[str, float] = {}
+    for size in sizes:
+        for name, step in STEPS.items():
+            found = measure(size * 2**20, *step)
+            changed, fraction, *rates = found.values()
+            shown = [f"{changed:.2%}", f"{fraction:.2%}", *(f"{rate:.2f}" for rate in rates)]
+            table.add_row(f"{size} MiB", name, *shown)
+            key = f"{size}_mib_{name.replace(', ', '_lr_')}"
+            metrics |= {f"{key}_{metric}": value for metric, value in found.items()}
+            # The plain keys are those of the largest model.
+            if name == PLAIN:
+                metrics |= found
+    Console(width=120).print(table)
+    if arguments.json:
+        machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        text = {"metrics": metrics, "machine": {**machine, "python": platform.python_version(), "threads": 1}}
+        arguments.json.write_text(json.dumps(text, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

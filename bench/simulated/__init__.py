@@ -1,0 +1,1 @@
+"""A simulated run: engines that only take time, in real processes, over the real wire."""

@@ -1,0 +1,62 @@
+"""What simulated workers hold and work on: rows of grants, tensors by key, turns of lanes."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flowrt.testing.scenario import GROUP_COLUMNS, leases_of
+from flowrt.wire import messages as m
+from flowrt.wire.records import LaneTurn, Part, Weights
+
+Key = tuple[str, int]
+LaneId = tuple[str, str, str, int]
+Packet = tuple[Part, ...] | Weights
+"""What one turn of a lane carries: parts of samples, or a version of the weights."""
+Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A leased slot; ``needs`` are the tensors that the work reads."""
+
+    stage: str
+    slot: int
+    lease: int
+    group: int
+    member: int
+    prompt: int
+    epoch: int
+    spans: tuple[int, ...]
+    needs: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class Job:
+    """Rows that are worked on together."""
+
+    rows: list[Row]
+    begun: int = -1  # the version that generation began with
+
+
+def lane_of(turn: LaneTurn) -> LaneId:
+    return (turn.sender, turn.receiver, turn.kind, turn.incarnation)
+
+
+def keys_of(parts: Iterable[Part]) -> dict[Key, int]:
+    """The lengths of tensors by (column, id)."""
+    return {(part.column, item): length for part in parts for item, length in zip(part.ids, part.lengths, strict=True)}
+
+
+def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
+    """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
+    ids = zip(grant.slots, leases_of(grant), grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
+    assert len(grant.attempts) == len(grant.slots)
+    assert len(grant.spans) in (0, len(grant.slots))
+    assert all(len(values.values) == len(grant.slots) for values in grant.inline)
+    granted = keys_of(grant.parts)
+    for (slot, lease, group, member, prompt, epoch), spans in zip(
+        ids, grant.spans or [()] * len(grant.slots), strict=True
+    ):
+        needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
+        assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
+        yield Row(stage, slot, lease, group, member, prompt, epoch, spans, needs)

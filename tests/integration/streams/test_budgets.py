@@ -1,0 +1,119 @@
+"""Back-pressure by rows and bytes: whoever is over the budget waits, with a deadline and a reason."""
+
+import signal
+
+import pytest
+
+ROW_BYTES = 1000
+LENGTH = ROW_BYTES // 4
+TEN_ROWS = [
+    pytest.param({"budget_rows": 10}, "room: 8 of 10 rows live", id="rows"),
+    pytest.param({"budget_bytes": 10 * ROW_BYTES}, "room: 8000 of 10000 bytes live", id="bytes"),
+]
+
+
+async def nearly_full(stream, puppet):
+    """Eight rows are live of the ten that there is room for."""
+    producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+    await producer.do("offer", prompts=list(range(8)), length=LENGTH)
+    return producer, reader
+
+
+async def read_all(stream, reader) -> list[int]:
+    """Every row that is live."""
+    prompts = []
+    while stream.board.slots:
+        prompts += (await reader.do("pull", slots=3))["prompts"]
+        await reader.do("commit")
+    stream.assert_empty()
+    return prompts
+
+
+@pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
+async def test_a_producer_over_its_budget_waits_until_there_is_room(run, puppet, budget, reason: str) -> None:
+    async with run(**budget) as stream:
+        producer, reader = await nearly_full(stream, puppet)
+        producer.tell("offer", prompts=[8, 9, 10, 11], length=LENGTH)
+        await stream.until(lambda: "producer" in stream.waits)
+        assert stream.waits == {"producer": reason}
+        await reader.do("pull", slots=2)
+        await reader.do("commit", only=[0])
+        assert stream.waits["producer"] == reason.replace("8", "7")
+        assert stream.board.rows.total() == 7
+        await reader.do("commit", only=[1])
+        assert "opened" in await producer.hear()
+        assert stream.board.rows.total() == 10
+        assert await read_all(stream, reader) == list(range(2, 12))
+
+
+@pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
+async def test_an_offer_past_its_deadline_says_what_it_waited_for_and_stores_nothing(
+    run, puppet, budget, reason: str
+) -> None:
+    async with run(**budget) as stream:
+        producer, reader = await nearly_full(stream, puppet)
+        producer.tell("offer", prompts=[8, 9, 10, 11], length=LENGTH, deadline_s=0.3)
+        answer = await producer.hear()
+        assert answer["error"] == "WaitExpired"
+        assert f"Offer withdrawn after 0.3 s of waiting for {reason}" in answer["text"]
+        assert (stream.waits, stream.board.rows.total()) == ({}, 8)
+        assert (await producer.do("measure"))["tensors"] == 8
+        assert await read_all(stream, reader) == list(range(8))
+
+
+async def test_a_producer_that_dies_while_parked_leaves_no_rows_and_makes_way(run, puppet) -> None:
+    async with run(budget_rows=10) as stream:
+        producer, reader = await nearly_full(stream, puppet)
+        dying = await puppet(stream.address, "dying")
+        dying.tell("offer", prompts=[20, 21, 22, 23], length=LENGTH)
+        await stream.until(lambda: "dying" in stream.waits)
+        producer.tell("offer", prompts=[8, 9], length=LENGTH)
+        await stream.until(lambda: stream.waits.get("producer") == "the offers before it")
+        dying.signal(signal.SIGKILL)
+        assert "opened" in await producer.hear()
+        assert await read_all(stream, reader) == list(range(10))
+
+
+async def test_an_offer_that_is_withdrawn_makes_way_for_those_behind_it(run, puppet) -> None:
+    async with run(budget_rows=10) as stream:
+        producer, reader = await nearly_full(stream, puppet)
+        other = await puppet(stream.address, "other")
+        other.tell("offer", prompts=[20, 21, 22, 23], length=LENGTH, deadline_s=0.5)
+        await stream.until(lambda: "other" in stream.waits)
+        producer.tell("offer", prompts=[8, 9], length=LENGTH)
+        assert (await other.hear())["error"] == "WaitExpired"
+        assert "opened" in await producer.hear()
+        assert await read_all(stream, reader) == list(range(10))
+
+
+@pytest.mark.parametrize("budget", [{"budget_rows": 10}, {"budget_bytes": 10 * ROW_BYTES}])
+async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(run, puppet, budget) -> None:
+    async with run(**budget) as stream:
+        producer = await puppet(stream.address, "producer")
+        producer.tell("offer", prompts=list(range(11)), length=LENGTH)
+        answer = await producer.hear()
+        assert answer["error"] == "RemoteProtocolError"
+        assert "has 11 rows and 11000 bytes, over the whole budget" in answer["text"]
+        assert "offer fewer, or raise budget_rows or budget_bytes" in answer["text"]
+        stream.assert_empty()
+        assert (await producer.do("measure"))["tensors"] == 0
+        assert "opened" in await producer.do("offer", prompts=list(range(10)), length=LENGTH)
+
+
+async def test_what_is_acknowledged_is_what_is_read(run, puppet) -> None:
+    """Many short deadlines under a small budget: each row is either acknowledged and read once, or neither."""
+    async with run(budget_rows=8) as stream:
+        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+        reader.tell("consume", slots=3)
+        acknowledged = []
+        for first in range(0, 300, 3):
+            prompts = [first, first + 1, first + 2]
+            producer.tell("offer", prompts=prompts, deadline_s=0.004)
+            answer = await producer.hear()
+            if "opened" in answer:
+                acknowledged += prompts
+        await producer.do("exhausted")
+        read = await reader.hear()
+        assert sorted(read["prompts"]) == acknowledged
+        assert acknowledged
+        stream.assert_empty()

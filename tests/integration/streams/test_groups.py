@@ -1,0 +1,163 @@
+"""Groups of four: trained whole, never mixed, in whatever order their members come; what becomes of lost members."""
+
+import signal
+import sqlite3
+
+import pytest
+
+from flowrt import api
+
+COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
+STAGES = (
+    api.Stage("make", ("data",), ("text",), generates=True),
+    api.Stage("judge", ("text",), ("score",)),
+    api.Stage("train", ("data", "text", "score"), (), flow="train", whole_groups=True),
+)
+FLOW = api.Dataflow(COLUMNS, STAGES, "train", "train", token_columns=("text",))
+PROMPTS, MEMBERS = 3, 4
+ORDERS = {
+    "in order": list(range(12)),
+    "backwards": list(range(11, -1, -1)),
+    "member by member": [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11],
+    "last of each at the end": [8, 0, 9, 1, 4, 10, 5, 2, 6, 7, 11, 3],
+}
+
+
+def history(stream, prompt: int) -> list[str]:
+    """What the ledger says of a prompt, in the order in which it happened."""
+    ledger = stream.server.ledger
+    ledger.commit()
+    with sqlite3.connect(ledger._path) as database:
+        found = database.execute("SELECT state, reason FROM events WHERE prompt = ? ORDER BY id", (prompt,))
+        return [f"{state}: {reason}" if reason else state for state, reason in found]
+
+
+async def people(stream, puppet, *names: str):
+    """Processes by name; makers have the first weights."""
+    peers = [await puppet(stream.address, name) for name in names]
+    for name, peer in zip(names, peers, strict=True):
+        if name.startswith("maker"):
+            await peer.do("applied")
+    return peers
+
+
+async def judge_all(judge, rows: int) -> None:
+    await judge.do("pull", stage="judge", slots=rows)
+    await judge.do("commit", stage="judge", inline=["score"])
+
+
+async def end_step(stream, trainer) -> None:
+    await trainer.do("step_done", step=0)
+    await stream.until(lambda: not stream.board.slots)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+async def test_groups_are_trained_whole_and_unmixed_in_any_order(run, puppet, order: list[int]) -> None:
+    async with run(FLOW, steps=1, groups_per_step=PROMPTS) as stream:
+        source, maker, judge, trainer = await people(stream, puppet, "source", "maker", "judge", "trainer")
+        await source.do("offer", prompts=[10, 11, 12], members=MEMBERS, flow="train", tags=[])
+        held = await maker.do("pull", stage="make", slots=12)
+        assert held["prompts"] == [10] * 4 + [11] * 4 + [12] * 4
+        done: dict[int, set[int]] = {10: set(), 11: set(), 12: set()}
+        trained = []
+        trainer.tell("pull", stage="train", slots=0, step=0)
+        for place in order:
+            await maker.do("commit", stage="make", only=[place], makes={"text": 2}, spans=True)
+            await judge_all(judge, 1)
+            done[10 + place // MEMBERS].add(place % MEMBERS)
+            whole = {prompt for prompt, members in done.items() if len(members) == MEMBERS}
+            while whole != set(trained):
+                batch = await trainer.hear()
+                assert batch["members"] == [0, 1, 2, 3]
+                [prompt] = set(batch["prompts"])
+                trained.append(prompt)
+                assert prompt in whole
+                trainer.tell("pull", stage="train", slots=0, step=0)
+            waits = stream.waits.get("trainer")
+            assert waits is None or waits.startswith("a full micro-batch of step 0: 0 of")
+        assert (await trainer.hear())["closed"]
+        await end_step(stream, trainer)
+        stream.assert_empty()
+        for prompt in (10, 11, 12):
+            assert history(stream, prompt) == ["in_flight", "ready", "leased", "trained"]
+
+
+async def with_one_lost(stream, puppet, how: str):
+    """Group 10 of four, whose first member is lost: said to be, or with the only process that held it."""
+    names = ("source", "maker", "maker-2", "judge", "trainer")
+    source, maker, second, judge, trainer = await people(stream, puppet, *names)
+    await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
+    await maker.do("pull", stage="make", slots=1)
+    await second.do("pull", stage="make", slots=3)
+    await second.do("commit", stage="make", makes={"text": 2}, spans=True)
+    await judge_all(judge, 3)
+    trainer.tell("pull", stage="train", slots=0, step=0)
+    if how == "said":
+        await maker.do("lost", stage="make", reason="the environment broke")
+    else:
+        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        maker.signal(signal.SIGKILL)
+        await stream.until(lambda: "maker" not in stream.core.roster)
+    return source, second, judge, trainer
+
+
+REASONS = {"said": "make failed: the environment broke", "killed": "its holder left"}
+
+
+@pytest.mark.parametrize("how", REASONS)
+async def test_a_lost_member_is_made_again(run, puppet, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.REFILL) as stream:
+        _, maker, judge, trainer = await with_one_lost(stream, puppet, how)
+        again = await maker.do("pull", stage="make", slots=4)
+        assert (again["prompts"], again["members"]) == ([10], [0])
+        assert again["attempts"] == [1 if how == "said" else 0]
+        assert stream.waits["trainer"] == "a full micro-batch of step 0: 0 of 1 groups complete"
+        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        await judge_all(judge, 4)
+        assert (await trainer.hear())["members"] == [0, 1, 2, 3]
+        await end_step(stream, trainer)
+        lost = [f"dropped: {REASONS[how]}", "in_flight: offered again"] if how == "said" else []
+        assert history(stream, 10) == ["in_flight", *lost, "ready", "leased", "trained"]
+
+
+@pytest.mark.parametrize("how", REASONS)
+async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run, puppet, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.DROP) as stream:
+        source, maker, judge, trainer = await with_one_lost(stream, puppet, how)
+        await stream.until(lambda: not stream.board.slots)
+        assert (await maker.do("measure"))["tensors"] == 0
+        reason = f"dropped: {REASONS[how]}; that was attempt 1 at sample 0"
+        assert history(stream, 10) == ["in_flight", reason]
+        await source.do("offer", prompts=[11], members=MEMBERS, flow="train", tags=[])
+        await maker.do("pull", stage="make", slots=4)
+        await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
+        await judge_all(judge, 4)
+        assert (await trainer.hear())["prompts"] == [11] * 4
+        await end_step(stream, trainer)
+        assert history(stream, 11)[-1] == "trained"
+        assert stream.server.status()["dropped"] == {REASONS[how]: 1}
+
+
+@pytest.mark.parametrize("how", REASONS)
+async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run, puppet, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.REST) as stream:
+        _, _, _, trainer = await with_one_lost(stream, puppet, how)
+        batch = await trainer.hear()
+        assert (batch["prompts"], batch["members"]) == ([10, 10, 10], [1, 2, 3])
+        await end_step(stream, trainer)
+        assert history(stream, 10) == ["in_flight", "ready: without a lost sample", "leased", "trained"]
+        assert stream.server.status()["dropped"] == {REASONS[how]: 1}
+
+
+async def test_a_sample_that_cannot_be_made_is_given_up_after_so_many_attempts(run, puppet) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, attempts=3) as stream:
+        source, maker = await people(stream, puppet, "source", "maker")
+        await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
+        for attempt in range(3):
+            held = await maker.do("pull", stage="make", slots=1)
+            assert (held["members"], held["attempts"]) == ([0], [attempt])
+            await maker.do("lost", stage="make", reason="no luck")
+        await stream.until(lambda: not stream.board.slots)
+        again = ["dropped: make failed: no luck", "in_flight: offered again"]
+        last = "dropped: make failed: no luck; that was attempt 3 at sample 0"
+        assert history(stream, 10) == ["in_flight", *again, *again, last]

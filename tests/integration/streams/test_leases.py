@@ -1,0 +1,90 @@
+"""Rows of a consumer that dies, stops or is late: they come back, are served again, and nothing is done twice."""
+
+import signal
+import time
+
+BACK_S = 1.0
+STOPPED_LEASE_S = 0.6
+
+
+async def held_by_first(stream, puppet):
+    """Eight rows, five of them leased by ``first``; ``second`` has read the others and waits for more."""
+    producer, first, second = [await puppet(stream.address, name) for name in ("producer", "first", "second")]
+    await producer.do("offer", prompts=list(range(8)), length=4)
+    held = await first.do("pull", slots=5)
+    assert held["prompts"] == [0, 1, 2, 3, 4]
+    assert (await second.do("pull", slots=8))["prompts"] == [5, 6, 7]
+    assert (await second.do("commit"))["refused"] == []
+    second.tell("pull", slots=8)
+    await stream.until(lambda: "second" in stream.waits)
+    return first, second, held["slots"]
+
+
+async def read_by(stream, second) -> None:
+    """The five rows come to ``second``, and are the last."""
+    again = await second.hear()
+    assert again["prompts"] == [0, 1, 2, 3, 4]
+    assert (await second.do("commit"))["refused"] == []
+    await stream.until(lambda: not stream.board.slots)
+    stream.assert_empty()
+
+
+async def test_rows_of_a_killed_consumer_are_served_again_at_once(run, puppet) -> None:
+    async with run() as stream:
+        first, second, _ = await held_by_first(stream, puppet)
+        killed_s = time.monotonic()
+        first.signal(signal.SIGKILL)
+        await stream.until(lambda: not stream.waits, BACK_S)
+        await read_by(stream, second)
+        assert time.monotonic() - killed_s < BACK_S
+
+
+async def test_rows_of_a_stopped_consumer_are_served_again_when_its_lease_ends(run, puppet) -> None:
+    async with run(lease_s=STOPPED_LEASE_S) as stream:
+        first, second, slots = await held_by_first(stream, puppet)
+        first.signal(signal.SIGSTOP)
+        await read_by(stream, second)
+        first.signal(signal.SIGCONT)
+        assert (await first.do("commit"))["refused"] == slots
+        # It is still in, and gets what comes next.
+        assert list(stream.server.status()["workers"]) == ["producer", "first", "second"]
+
+
+async def test_a_late_commit_takes_nothing_from_who_has_the_lease_now(run, puppet) -> None:
+    async with run(lease_s=STOPPED_LEASE_S) as stream:
+        first, second, slots = await held_by_first(stream, puppet)
+        first.signal(signal.SIGSTOP)
+        assert (await second.hear())["slots"] == slots
+        first.signal(signal.SIGCONT)
+        assert (await first.do("commit"))["refused"] == slots
+        assert {lease.worker for lease in stream.board.leases.values()} == {"second"}
+        assert (await second.do("commit"))["refused"] == []
+        await stream.until(lambda: not stream.board.slots)
+
+
+async def test_a_silent_consumer_loses_its_leases_and_is_told_when_it_wakes(run, puppet) -> None:
+    async with run(silence_s=3.5) as stream:
+        first, second, _ = await held_by_first(stream, puppet)
+        first.signal(signal.SIGSTOP)
+        await read_by(stream, second)
+        first.signal(signal.SIGCONT)
+        first.tell("commit")
+        answer = await first.hear()
+        assert answer["error"] == "Stopped"
+        assert "you were not heard of for" in answer["text"]
+        assert "leases were given back" in answer["text"]
+        assert stream.server.ended is None
+        await puppet(stream.address, "first")  # its name is free again
+
+
+async def test_a_consumer_away_for_so_long_that_its_connection_was_closed_is_told_so(run, puppet) -> None:
+    async with run() as stream:
+        first, second, _ = await held_by_first(stream, puppet)
+        first.signal(signal.SIGSTOP)
+        await read_by(stream, second)  # after about 6 s: long before its lease ends or it counts as silent
+        first.signal(signal.SIGCONT)
+        first.tell("commit")
+        answer = await first.hear()
+        assert answer["error"] == "Stopped"
+        assert "lost your leases" in answer["text"]
+        assert stream.server.ended is None

@@ -1,0 +1,58 @@
+"""What is freed is given back to the system, and an endless stream grows nowhere."""
+
+import pytest
+
+ROWS, KEPT = 256, 2
+ROW_BYTES = 1 << 20
+SLACK_BYTES = 24 << 20
+LONG, MARK = 200_000, 50_000
+GROWTH_BYTES = 6 << 20
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
+async def test_freeing_nearly_all_rows_frees_their_memory(run, puppet, shared: bool) -> None:
+    async with run() as stream:
+        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+        # The first transfer sets up what every later one uses.
+        await producer.do("offer", prompts=[0], length=8)
+        await reader.do("pull")
+        await reader.do("commit")
+        before = {peer: (await peer.do("measure"))["rss"] for peer in (producer, reader)}
+        await producer.do("offer", prompts=list(range(ROWS)), length=ROW_BYTES // 4, shared=shared)
+        assert len((await reader.do("pull", slots=ROWS))["slots"]) == ROWS
+        for peer in (producer, reader):
+            full = await peer.do("measure")
+            assert full["bytes"] == ROWS * ROW_BYTES
+            assert full["rss"] - before[peer] > ROWS * ROW_BYTES - SLACK_BYTES
+        # One packet has brought all; the rows that stay are in its middle.
+        gone = [place for place in range(ROWS) if place not in (100, 200)]
+        await reader.do("commit", only=gone)
+        await reader.do("forget_batch")
+        for peer in (producer, reader):
+            left = await peer.do("measure")
+            assert (left["tensors"], left["bytes"]) == (KEPT, KEPT * ROW_BYTES)
+            assert left["rss"] - before[peer] < KEPT * ROW_BYTES + SLACK_BYTES
+        assert stream.board.bytes.total() == KEPT * ROW_BYTES
+
+
+async def test_an_endless_stream_leaves_memory_flat(start, puppet, tmp_path) -> None:
+    controller = await start("controller", run_dir=str(tmp_path), stages=["read"], budget_rows=20_000)
+    address = (await controller.hear())["address"]
+    producer, reader = await puppet(address, "producer"), await puppet(address, "reader")
+    reader.tell("consume", slots=1000, mark_at=MARK)
+    producer.tell("produce", rows=LONG, at_once=1000, length=4, mark_at=MARK)
+    early = {reader: (await reader.hear())["marked"], producer: (await producer.hear())["marked"]}
+    controller.tell("measure")
+    early[controller] = (await controller.hear())["rss"]
+    late = {producer: (await producer.hear())["rss"]}
+    answer = await reader.hear()
+    late[reader] = answer["rss"]
+    controller.tell("measure")
+    board = await controller.hear()
+    late[controller] = board["rss"]
+    assert answer["rows"] == LONG
+    assert answer["tensors"] == 0
+    assert (board["rows"], board["groups"], board["leases"]) == (0, 0, 0)
+    names = {producer: "producer", reader: "reader", controller: "controller"}
+    growth = {names[peer]: late[peer] - early[peer] for peer in late}
+    assert max(growth.values()) < GROWTH_BYTES, growth

@@ -1,0 +1,157 @@
+"""Rows through stages: visible whole, seen once by each stage, shared by its consumers, to an exact end."""
+
+import signal
+
+import pytest
+
+from flowrt import api
+
+ROWS = 20_000
+MADE = api.Dataflow(
+    (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot")),
+    (
+        api.Stage("make", ("data",), ("text", "score"), generates=True),
+        api.Stage("read", ("data", "text", "score", "tag"), ()),
+        api.Stage("peek", ("score", "tag"), ()),
+    ),
+    tags=("tag",),
+)
+STAGES = ("train", "judge", "log")
+BESIDE = api.Dataflow(
+    (api.Column("data", "float32", "group"),),
+    tuple(api.Stage(name, ("data", "tag"), ()) for name in STAGES),
+    tags=("tag",),
+)
+
+
+def rows_of(*answers) -> list[int]:
+    return sorted(prompt for answer in answers for prompt in answer["prompts"])
+
+
+async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run, puppet) -> None:
+    """Readers compare each tensor, tag, number and version span of every row with its prompt, while it is written."""
+    async with run(MADE, budget_rows=4000) as stream:
+        names = ("producer", "maker", "reader", "second", "peeker")
+        producer, maker, reader, second, peeker = [await puppet(stream.address, name) for name in names]
+        reader.tell("consume", slots=100, spans=True)
+        second.tell("consume", slots=100, spans=True)
+        peeker.tell("consume", stage="peek", slots=100, spans=True)
+        maker.tell("make", stage="make", slots=100, makes={"text": 2}, inline=["score"], spans=True)
+        producer.tell("produce", rows=ROWS, at_once=100, length=2)
+        read, rest, peeked, made = [await one.hear() for one in (reader, second, peeker, maker)]
+        assert rows_of(read, rest) == rows_of(peeked) == list(range(ROWS))
+        assert made["rows"] == ROWS
+        stream.assert_empty()
+
+
+async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run, puppet) -> None:
+    async with run(BESIDE, sources=2) as stream:
+        producers = [await puppet(stream.address, f"producer-{one}") for one in range(2)]
+        consumers = {}
+        for stage in STAGES:
+            consumers[stage] = [await puppet(stream.address, f"{stage}-{one}") for one in range(2)]
+            for one in consumers[stage]:
+                one.tell("consume", stage=stage, slots=7)
+        for number, producer in enumerate(producers):
+            producer.tell("produce", rows=500, at_once=9, first=500 * number)
+        for stage in STAGES:
+            seen = [await one.hear() for one in consumers[stage]]
+            assert rows_of(*seen) == list(range(1000)), f"stage {stage}"
+            assert all(one["prompts"] for one in seen), f"stage {stage} was not shared"
+        stream.assert_empty()
+
+
+async def test_the_end_is_told_only_when_every_source_has_said_so(run, puppet) -> None:
+    async with run(sources=2) as stream:
+        first, second, reader = [await puppet(stream.address, name) for name in ("first", "second", "reader")]
+        await first.do("offer", prompts=[1])
+        await first.do("exhausted")
+        assert (await reader.do("pull"))["prompts"] == [1]
+        await reader.do("commit")
+        reader.tell("pull")
+        await stream.until(lambda: stream.waits == {"reader": "slots ready for read"})
+        await second.do("offer", prompts=[2])
+        assert (await reader.hear())["prompts"] == [2]
+        await second.do("exhausted")
+        await reader.do("commit")
+        assert (await reader.do("pull"))["closed"]
+
+
+async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_end_is_told(run, puppet) -> None:
+    async with run(sources=2) as stream:
+        names = ("p", "q", "dying", "reader", "second")
+        first, other, dying, reader, second = [await puppet(stream.address, name) for name in names]
+        await first.do("offer", prompts=list(range(40)))
+        assert (await dying.do("pull", slots=10))["prompts"] == list(range(10))
+        await other.do("offer", prompts=list(range(40, 80)))
+        reader.tell("consume", slots=8)
+        second.tell("consume", slots=8)
+        await first.do("exhausted")
+        await other.do("exhausted")
+        # All but the ten are read, and both readers wait: nobody may be told the end yet.
+        await stream.until(lambda: len(stream.board.slots) == 10 and len(stream.waits) == 2)
+        dying.signal(signal.SIGKILL)
+        seen = [await reader.hear(), await second.hear()]
+        assert rows_of(*seen) == list(range(80))
+        stream.assert_empty()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_leaving_a_stream_gives_back_what_was_not_worked_on(run, puppet, ahead: bool) -> None:
+    async with run() as stream:
+        producer, leaver, reader = [await puppet(stream.address, name) for name in ("producer", "leaver", "reader")]
+        await producer.do("produce", rows=50, at_once=50)
+        left = await leaver.do("consume", slots=10, ahead=ahead, leave_after=3)
+        assert left["prompts"] == list(range(30))
+        await stream.until(lambda: not stream.board.leases)
+        # Two batches were committed when the next ones were asked for; the third was left, the fourth never seen.
+        assert rows_of(await reader.do("consume", slots=10, ahead=ahead)) == list(range(20, 50))
+        stream.assert_empty()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_a_stream_whose_process_is_killed_loses_no_row(run, puppet, ahead: bool) -> None:
+    async with run() as stream:
+        producer, dying, reader = [await puppet(stream.address, name) for name in ("producer", "dying", "reader")]
+        await producer.do("produce", rows=500, at_once=50)
+        dying.tell("consume", slots=10, ahead=ahead)
+        await stream.until(lambda: len(stream.board.slots) < 400)
+        dying.signal(signal.SIGKILL)
+        await stream.until(lambda: "dying" not in stream.core.roster)
+        unfinished = sorted(slot.group.prompt for slot in stream.board.slots.values())
+        assert unfinished
+        assert unfinished == list(range(unfinished[0], 500))
+        assert rows_of(await reader.do("consume")) == unfinished
+        stream.assert_empty()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(run, puppet, start, workers: int) -> None:
+    async with run() as stream:
+        producer = await puppet(stream.address, "producer")
+        loader = await start("dataset", address=stream.address, workers=workers, slots=16)
+        await producer.do("produce", rows=400, at_once=32)
+        answer = await loader.hear()
+        assert sorted(answer["prompts"]) == list(range(400))
+        assert (answer["children"], answer["threads"]) == ([], ["MainThread"])
+        await stream.until(lambda: list(stream.server.status()["workers"]) == ["producer"])
+        stream.assert_empty()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_a_dataset_that_is_left_gives_its_rows_back(run, puppet, start, workers: int) -> None:
+    async with run() as stream:
+        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+        await producer.do("produce", rows=100, at_once=100)
+        loader = await start("dataset", address=stream.address, workers=workers, slots=10, leave_after=25)
+        answer = await loader.hear()
+        assert len(answer["prompts"]) == 25
+        assert (answer["children"], answer["threads"]) == ([], ["MainThread"])
+        await stream.until(lambda: not stream.board.leases)
+        done = set(range(100)) - {slot.group.prompt for slot in stream.board.slots.values()}
+        rest = rows_of(await reader.do("consume"))
+        assert not done & set(rest)
+        assert sorted(done | set(rest)) == list(range(100))
+        # What it had handed out is either done or served again; what it had not, is served again.
+        assert done | (set(rest) & set(answer["prompts"])) >= set(answer["prompts"])
+        stream.assert_empty()

@@ -1,0 +1,68 @@
+"""The ablation's simulated run, small: real processes over the real wire lose nothing, and overlapping pays."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+STEPS, SAMPLES = 2, 256
+BOUNDS = {"sync": 0, "streaming": 0, "in_flight": 1}
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """What the bench writes after one round of three modes."""
+    path = tmp_path_factory.mktemp("ablation") / "out.json"
+    command = [sys.executable, str(BENCH / "ablation.py"), "--workloads", "paper", "--modes", *BOUNDS]
+    command += ["--rounds", "1", "--steps", str(STEPS), "--real-s", "0.006", "--json", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert "never retrieved" not in ended.stderr, ended.stderr
+    found: dict[str, float] = json.loads(path.read_text())["metrics"]
+    return found
+
+
+@pytest.mark.parametrize("mode", BOUNDS)
+def test_a_simulated_run_loses_nothing_and_keeps_the_bound(metrics: dict[str, float], mode: str) -> None:
+    assert metrics[f"samples_{mode}_paper"] == STEPS * SAMPLES
+    assert metrics[f"prompts_lost_{mode}_paper"] == metrics[f"prompts_trained_twice_{mode}_paper"] == 0
+    assert metrics[f"dropped_{mode}_paper"] == 0
+    assert metrics[f"staleness_max_{mode}_paper"] <= BOUNDS[mode]
+
+
+def test_overlapping_tasks_is_faster_than_barriers_and_asynchrony_faster_still(metrics: dict[str, float]) -> None:
+    assert metrics["speedup_sync_paper"] == 1.0
+    assert metrics["speedup_streaming_paper"] > 1.4
+    assert metrics["speedup_in_flight_paper"] > metrics["speedup_streaming_paper"]
+
+
+def test_no_mode_beats_its_theory(metrics: dict[str, float]) -> None:
+    for mode in BOUNDS:
+        assert metrics[f"step_s_{mode}_paper"] > 0.97 * metrics[f"theory_step_s_{mode}_paper"]
+
+
+def test_every_second_is_accounted_for(metrics: dict[str, float]) -> None:
+    for mode in BOUNDS:
+        for role in ("rollout", "reference", "reward", "trainer"):
+            lost = [metrics[f"lost_{loss}_{role}_{mode}_paper"] for loss in ("samples", "weights", "gate", "update")]
+            assert min(lost) > -0.02
+            assert metrics[f"busy_{role}_{mode}_paper"] + sum(lost) == pytest.approx(1.0)
+
+
+def test_idle_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from simulated.accounts import _both, _gaps, _of_rollout
+
+    assert _gaps([(1.0, 2.0), (1.5, 3.0)], 0.0, 4.0) == [(0.0, 1.0), (3.0, 4.0)]
+    assert _both([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)]) == [(1.0, 2.0), (3.0, 4.0)]
+    spans: list[tuple[str, float, float]] = [("generate", 0.0, 1.0), ("swap", 4.0, 5.0), ("generate", 5.0, 6.0)]
+    # The optimiser step ended at 3: until then the gate was shut, then the weights were on their way.
+    idle: Any = [(1.0, 4.0), (6.0, 6.001), (7.0, 9.0)]
+    gate, weights = _of_rollout(spans, idle, steps=[3.0])
+    assert gate == [(1.0, 3.0), (7.0, 9.0)]
+    assert weights == [(3.0, 4.0)]

@@ -1,0 +1,107 @@
+"""Every policy in whole simulated runs: identity settings take the very same course, the others keep every promise."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.controller.batchers import FixedTokens, GroupCount
+from flowrt.controller.decode_cost import DecodeCost
+from flowrt.controller.events import Send
+from flowrt.controller.priority import Priority
+from flowrt.controller.refresh import Divergence, EveryN, Rolling
+from flowrt.controller.sharing import Balanced
+from flowrt.controller.slots import Slot
+from flowrt.controller.sticky import Sticky
+from flowrt.controller.tail import TailLanes
+from flowrt.testing.scenario import Scenario
+from flowrt.testing.sim import Cluster
+from flowrt.wire import messages as m
+from flowrt.wire.records import KEPT_TOKENS
+from tests.property.test_core import RUNS, assert_sound, scenarios
+
+COST = DecodeCost(0.01, 0.001)
+
+
+def nothing(slot: Slot) -> float:
+    return 0.0
+
+
+def by_member(slot: Slot) -> float:
+    return float(slot.member + slot.group.prompt % 3)
+
+
+IDENTITIES: dict[str, dict[str, Any]] = {
+    "priority": {"dispatch": Priority(nothing, 1.0)},
+    "sticky": {"dispatch": Sticky(1)},
+    "tail lanes": {"dispatch": TailLanes(COST, 8, fraction=0)},
+    "balanced": {"sharing": Balanced(1)},
+    "rolling": {"refresh": Rolling(1000)},
+    "every n": {"refresh": EveryN(1)},
+    "divergence": {"refresh": Divergence(-1.0, 1000)},
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "priority": {"dispatch": Priority(by_member, 0.5)},
+    "sticky": {"dispatch": Sticky(4)},
+    "tail lanes": {"dispatch": TailLanes(COST, 4, fraction=0.5)},
+    "balanced": {"sharing": Balanced(2), "ranks": 2},
+    "cut": {"cut": FixedTokens(12, order="shuffled")},
+    "both": {"cut": FixedTokens(9), "sharing": Balanced(3), "ranks": 3},
+    "rolling": {"refresh": Rolling(1)},
+    "every n": {"refresh": EveryN(3)},
+    "divergence": {"refresh": Divergence(0.1, 100)},
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+@given(scenario=scenarios(kills=1))
+@RUNS
+def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario) -> None:
+    plain = Cluster(scenario).run()
+    other = Cluster(dataclasses.replace(scenario, **IDENTITIES[name])).run()
+    assert other.log == plain.log
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(data=st.data())
+@RUNS
+def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None:
+    scenario = data.draw(scenarios(kills=1, broken_lanes=1, **POLICIES[name]))
+    assert_sound(Cluster(scenario).run())
+
+
+@given(scenario=scenarios(cut=FixedTokens(10**9), in_order=True))
+@RUNS
+def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
+    # Both wait for the whole step; the batches are the same but for the column that says what is kept: everything.
+    scenario = dataclasses.replace(scenario, batcher=GroupCount(scenario.groups_per_step), ranks=1)
+    cut, plain = Cluster(scenario).run(), Cluster(dataclasses.replace(scenario, cut=None)).run()
+    assert [(step, row) for step, row in cut.trained] == [(step, row) for step, row in plain.trained]
+    for one in cut.log:
+        if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker == "trainer0":
+            kept = {values.column: values.values for values in one.message.inline}.get(KEPT_TOKENS, ())
+            assert list(kept) == [sum(span[1::2]) for span in one.message.spans]
+
+
+@given(scenario=scenarios(cut=FixedTokens(7), members=3, groups_per_step=3))
+@RUNS
+def test_a_cut_step_trains_its_budget_or_all_there_is(scenario: Scenario) -> None:
+    cluster = Cluster(scenario).run()
+    kept: dict[int, float] = {}
+    for one in cluster.log:
+        if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker.startswith("trainer"):
+            columns = {values.column: values.values for values in one.message.inline}
+            kept |= dict(zip(one.message.slots, columns.get(KEPT_TOKENS, ()), strict=True))
+    for step in range(scenario.steps):
+        rows = [row for at, row in cluster.trained if at == step]
+        made = sum(sum(row.spans[1::2]) for row in rows)
+        assert sum(kept[row.slot] for row in rows) == min(7, made)
+
+
+@given(scenario=scenarios(refresh=EveryN(50), bound=0, steps=4))
+@RUNS
+def test_a_refresh_that_never_comes_cannot_stop_the_run(scenario: Scenario) -> None:
+    # At bound 0 nobody may start on old weights: admission hurries the fetch that the policy would put off.
+    assert_sound(Cluster(scenario).run())

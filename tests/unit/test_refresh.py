@@ -1,0 +1,61 @@
+"""Rolling refresh: how many at a time, who goes first, and that nobody is starved."""
+
+import pytest
+
+from flowrt.controller.refresh import Rolling
+from flowrt.controller.versions import DelayedUpdate, Receiver
+from flowrt.errors import ConfigError
+from flowrt.ids import WorkerId
+
+
+def receivers(*versions: tuple[int, int]) -> list[Receiver]:
+    return [Receiver(WorkerId(f"r{number}"), applied, staged) for number, (applied, staged) in enumerate(versions)]
+
+
+def test_so_many_at_once() -> None:
+    four = receivers((0, 0), (0, 0), (0, 0), (0, 0))
+    assert Rolling(2).due(1, four, 0) == ["r0", "r1"]
+    assert Rolling(2).due(1, four[1:], 1) == ["r1"]
+    assert Rolling(2).due(1, four[2:], 2) == []
+
+
+def test_a_worker_takes_its_place_until_it_generates_with_the_new_weights() -> None:
+    assert Rolling(1).due(1, receivers((0, 1), (0, 0)), 0) == []
+    assert Rolling(1).due(1, receivers((1, 1), (0, 0)), 0) == ["r1"]
+    assert Rolling(2).due(1, receivers((0, 1), (0, 0), (0, 0)), 0) == ["r1"]
+
+
+def test_whoever_is_oldest_goes_first() -> None:
+    assert Rolling(1, max_behind=9).due(5, receivers((4, 4), (3, 3), (4, 4)), 0) == ["r1"]
+
+
+def test_whoever_could_begin_nothing_does_not_wait_for_its_turn() -> None:
+    assert Rolling(1, max_behind=1).due(5, receivers((4, 5), (3, 3), (4, 4), (3, 3)), 0) == ["r1", "r3"]
+
+
+def test_at_zero_it_is_the_default() -> None:
+    for versions in ([(0, 0), (1, 1), (0, 2)], [(2, 2)], [(0, 1), (1, 1)]):
+        some = receivers(*versions)
+        assert sorted(Rolling(1, max_behind=0).due(2, some, 3)) == sorted(DelayedUpdate().due(2, some, 3))
+
+
+def test_everybody_gets_every_version_sooner_or_later() -> None:
+    state = {f"r{number}": [0, 0] for number in range(5)}
+    policy = Rolling(2)
+    for latest in range(1, 6):
+        for _ in range(20):
+            now = [Receiver(WorkerId(worker), *versions) for worker, versions in state.items()]
+            for worker in policy.due(latest, now, 0):
+                state[worker][1] = latest
+            assert sum(applied < staged for applied, staged in state.values()) <= 2
+            moving = next((versions for versions in state.values() if versions[0] < versions[1]), None)
+            if moving is not None:
+                moving[0] = moving[1]
+        assert all(versions == [latest, latest] for versions in state.values())
+
+
+def test_impossible_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="use 1 or more"):
+        Rolling(0)
+    with pytest.raises(ConfigError, match="use 0 or more"):
+        Rolling(1, max_behind=-1)

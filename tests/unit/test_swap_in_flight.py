@@ -1,0 +1,105 @@
+"""Weights swapped between two tokens: what runs goes on with the new ones, and its spans say so."""
+
+import threading
+
+import pytest
+import torch
+
+from flowrt.engines.build import build_model
+from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.protocols import Prompt, Response
+from flowrt.engines.scoring import score
+from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.transport.weights import Snapshot
+
+NO_EOS, TOKENS = 99, 24
+LENGTHS = (5, 9, 3, 7)
+
+
+def make_model(seed: int):
+    return build_model(
+        vocab_size=24, hidden_size=64, layers=2, heads=4, intermediate_size=96, max_length=128, seed=seed
+    ).eval()
+
+
+def prompts(greedy: bool) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Prompt(key, torch.randint(2, 24, (length,), generator=generator, dtype=torch.int32), 100 + key, greedy)
+        for key, length in enumerate(LENGTHS)
+    ]
+
+
+class After:
+    """Set after so many looks: the engine comes back after that many steps."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def is_set(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def generate(first: int, second: int | None, steps: int, greedy: bool = False, recompute: bool = True):
+    """Begin with model ``first``, swap to ``second`` after ``steps`` tokens; responses by prompt."""
+    engine = TorchRollout(
+        make_model(first), eos_id=NO_EOS, rows=8, max_new_tokens=TOKENS, temperature=1.0, recompute=recompute
+    )
+    engine.add(prompts(greedy))
+    done: dict[int, Response] = {one.key: one for one in engine.run(After(steps))}
+    assert not done
+    if second is not None:
+        engine.swap(Snapshot.take(1, named_parameters(make_model(second))))
+    while engine.running:
+        done |= {one.key: one for one in engine.run(threading.Event())}
+    return done
+
+
+@pytest.mark.parametrize("steps", [1, 2, 11])
+def test_the_spans_say_which_weights_made_which_tokens(steps: int) -> None:
+    for response in generate(1, 2, steps).values():
+        assert response.spans == (0, steps, 1, TOKENS - steps)
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_with_recomputed_keys_the_rest_is_what_the_new_weights_say_of_it(steps: int, greedy: bool) -> None:
+    old, new = make_model(1), make_model(2)
+    todo = prompts(greedy)
+    done = generate(1, 2, steps, greedy)
+    before = generate(1, None, steps, greedy)
+    for prompt in todo:
+        response = done[prompt.key]
+        assert torch.equal(response.tokens[:steps], before[prompt.key].tokens[:steps])
+        (by_old,) = score(old, [prompt.tokens], [response.tokens], 1.0, 10_000)
+        (by_new,) = score(new, [prompt.tokens], [response.tokens], 1.0, 10_000)
+        torch.testing.assert_close(response.logprobs[:steps], by_old[:steps], atol=1e-5, rtol=0)
+        torch.testing.assert_close(response.logprobs[steps:], by_new[steps:], atol=1e-5, rtol=0)
+        assert (by_old[steps:] - by_new[steps:]).abs().max() > 0.1
+
+
+def test_without_recomputing_the_old_keys_stay() -> None:
+    kept, fresh = generate(1, 2, 7, recompute=False), generate(1, 2, 7, recompute=True)
+    assert any(not torch.equal(kept[key].tokens, fresh[key].tokens) for key in kept)
+    assert [one.spans for one in kept.values()] == [one.spans for one in fresh.values()]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_same_weights_change_nothing(recompute: bool) -> None:
+    swapped, plain = generate(1, 1, 9, recompute=recompute), generate(1, None, 9)
+    for key, response in swapped.items():
+        assert torch.equal(response.tokens, plain[key].tokens)
+        torch.testing.assert_close(response.logprobs, plain[key].logprobs, atol=1e-5, rtol=0)
+        assert response.spans == (0, 9, 1, TOKENS - 9)
+
+
+def test_a_swap_before_the_first_token_leaves_one_span() -> None:
+    engine = TorchRollout(make_model(1), eos_id=NO_EOS, rows=8, max_new_tokens=4, temperature=1.0)
+    engine.add(prompts(greedy=True))
+    engine.swap(Snapshot.take(5, named_parameters(make_model(2))))
+    while engine.running:
+        assert all(one.spans == (5, 4) for one in engine.run(threading.Event()))
