@@ -1,7 +1,6 @@
 """A rollout worker that notes when its engine ran and when it swapped; on demand one that stands still for updates."""
 
 import asyncio
-import statistics
 import threading
 import time
 from itertools import pairwise
@@ -18,8 +17,10 @@ from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.wire.messages import Fetch
 
 ROWS, MAX_NEW, EOS = 8, 128, 1
-LOOK_EVERY_S = 0.001
 LONGEST_BLOCK_S = 30.0
+WAYS = ("boundary", "inflight", "kept", "blocking")
+"""When new weights are put into use: between sequences; between decode steps, with the keys and values of what runs
+computed again or kept; before anything else is done, as in a loop without delayed updates."""
 Span = tuple[float, float]
 
 
@@ -41,8 +42,11 @@ class TimedRollout(TorchRollout):
         begun_s = time.monotonic()
         finished = super().run(interrupt)
         self.runs.append((begun_s, time.monotonic()))
-        self.tokens += sum(len(response.tokens) for response in finished)
         return finished
+
+    def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
+        super()._sample(rows, logits_RV)
+        self.tokens += len(rows)
 
     def swap(self, snapshot: Snapshot) -> None:
         begun_s = time.monotonic()
@@ -104,7 +108,8 @@ class Generating:
         self.session.params.applied(MODEL, 0)
         started: asyncio.Future[RolloutLoop] = asyncio.get_running_loop().create_future()
         self.generating = asyncio.create_task(self._generate(started))
-        self.blocking = BlockingUpdates(self.session, self.engine, await started)
+        self.loop = await started
+        self.blocking = BlockingUpdates(self.session, self.engine, self.loop)
 
     async def _generate(self, started: "asyncio.Future[RolloutLoop]") -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -112,10 +117,12 @@ class Generating:
             started.set_result(loop)
             await loop.run()
 
-    async def measure(self, seconds: float, blocking: bool) -> dict[str, float]:
-        """Generate for so long beside whatever updates come."""
+    async def measure(self, seconds: float, way: str) -> dict[str, float]:
+        """Generate for so long beside whatever updates come; they are put into use in one of the WAYS."""
         self.engine.forget()
-        self.blocking.on = blocking
+        self.blocking.on = way == "blocking"
+        self.loop._in_flight = way in ("inflight", "kept")
+        self.engine._recompute = way != "kept"
         self.blocking.spans.clear()
         begun_s = time.monotonic()
         await asyncio.sleep(seconds)
@@ -126,7 +133,7 @@ class Generating:
         return {
             "versions": len(self.engine.swaps),
             "stall_fraction": sum(stood) / wall_s,
-            "stall_ms": 1000 * statistics.median(stood or [0.0]),
+            "stall_ms": 1000 * sum(stood) / max(1, len(self.engine.swaps)),
             "tokens_per_s": self.engine.tokens / wall_s,
         }
 

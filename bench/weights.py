@@ -7,20 +7,17 @@ root and the tools ip and tc, and is skipped with a reason elsewhere.
 """
 
 import argparse
-import importlib
-import importlib.util
-import json
-import os
-import platform
 import statistics
 from pathlib import Path
-from typing import Any
 
+import deltas
+import torch
 from links import Peer, Unavailable, become_switch, sent_bytes
+from report import percentile, write
 from rich.console import Console
 from rich.table import Table
 from weight_roles import controlling, publishing, receiving
-from weight_stalls import generating
+from weight_stalls import WAYS, generating
 
 RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
@@ -69,7 +66,7 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
 
 
 def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
-    """A worker generates while a version comes every PERIOD_S seconds: without any, beside it, and blocking for it."""
+    """A worker generates while a version comes every PERIOD_S seconds, in each of the WAYS, and without any before."""
     linked = bool(mbit_s)
     peers = [Peer(controlling, CONTROLLER if linked else 0)]
     try:
@@ -78,68 +75,59 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
         address = hub.ask("serve", host=host)
         size = trainer.ask("join", address=address, megabytes=0)
         worker.ask("join", address=address)
-        swap_ms = sorted(worker.ask("swap_ms", times=swaps))
+        swap_ms = worker.ask("swap_ms", times=swaps)
+        metrics = {"swap_ms_p50": percentile(swap_ms, 0.5), "swap_ms_p99": percentile(swap_ms, 0.99)}
+        metrics["swap_gbps"] = size / 1e6 / metrics["swap_ms_p50"]
         trainer.ask("offer", prompts=PROMPTS)
         worker.ask("start")
-        worker.ask("measure", seconds=PERIOD_S, blocking=False)  # warm
+        worker.ask("measure", seconds=PERIOD_S, way="boundary")  # warm
         seconds = versions * PERIOD_S
-        quiet = worker.ask("measure", seconds=seconds / 2, blocking=False)
-        metrics = {
-            "swap_ms_p50": statistics.median(swap_ms),
-            "swap_ms_p99": swap_ms[round(0.99 * (len(swap_ms) - 1))],
-            "swap_megabytes": size / 1e6,
-        }
-        for turn, (blocking, ending) in enumerate(((False, ""), (True, "_blocking"))):
-            worker.tell("measure", seconds=seconds, blocking=blocking)
+        quiet = worker.ask("measure", seconds=seconds / 2, way="boundary")
+        for turn, way in enumerate(WAYS):
+            worker.tell("measure", seconds=seconds, way=way)
             trainer.ask("publish_every", period_s=PERIOD_S, versions=versions, first=1 + turn * versions)
             found = worker.answer()
             if found["versions"] < versions - 1:
-                CONSOLE.print(f"only {found['versions']} of {versions} versions were used", style="red")
+                CONSOLE.print(f"{way}: only {found['versions']} of {versions} versions were used", style="red")
+            ending = "" if way == "boundary" else f"_{way}"
             metrics[f"stall_fraction{ending}"] = found["stall_fraction"]
-            metrics[f"stall_ms_p50{ending}"] = found["stall_ms"]
-            metrics[f"update_throughput{ending}"] = found["tokens_per_s"] / quiet["tokens_per_s"]
+            metrics[f"stall_ms{ending}"] = found["stall_ms"]
+            metrics[f"tokens_ratio{ending}"] = found["tokens_per_s"] / quiet["tokens_per_s"]
         return metrics
     finally:
         for peer in peers:
             peer.leave()
 
 
-def deltas(quick: bool) -> dict[str, float]:
-    """What changes cost beside whole versions, as bench/deltas.py measures it."""
-    if importlib.util.find_spec("deltas") is None:
-        CONSOLE.print("skipped: deltas are not here")
-        return {}
-    metrics: dict[str, float] = importlib.import_module("deltas").measure(quick)
-    return metrics
+def changes(quick: bool) -> dict[str, float]:
+    """What a version costs that is told as changes to the one before."""
+    found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
+    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="one repeat")
+    parser.add_argument("--quick", action="store_true", help="one repeat of everything")
     parser.add_argument("--mbit", type=float, default=400.0, help="rate of each link, in Mbit/s")
-    parser.add_argument("--megabytes", type=int, default=64, help="size of a version")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of a version on its way to many")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    metrics = changes(arguments.quick)
     links, host = arguments.mbit, f"10.77.0.{CONTROLLER}"
-    metrics: dict[str, float] = {}
     try:
         become_switch()
     except Unavailable as reason:
         CONSOLE.print(f"skipped: receivers behind links of their own ({reason}); stalls are measured on loopback")
         links, host = 0.0, "127.0.0.1"
     else:
-        metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 3)
+        metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
     metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (8, 400)))
-    metrics |= deltas(arguments.quick)
     table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
     CONSOLE.print(table)
-    if arguments.json:
-        machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        about = {"python": platform.python_version(), "mbit_s": links, "megabytes": arguments.megabytes}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"metrics": metrics, "machine": machine | about}, indent=2) + "\n")
+    write(arguments.json, metrics, mbit_s=links, megabytes=arguments.megabytes)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Params:
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held([torch.empty(size, dtype=torch.uint8) for size in one.bucket_bytes], arrival)
+        held = _Held(Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
