@@ -1,7 +1,8 @@
 """Both ends of a weight sync: versions that this worker holds for others, and the ones it staged for itself."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from flowrt.errors import TransferError
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.relay import Arrival, pieces
-from flowrt.transport.weights import Snapshot
+from flowrt.transport.weights import RunningChecksum, Snapshot
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
 from flowrt.wire.records import NO_BASE, Weights
 
@@ -32,8 +33,8 @@ class _Held:
     buckets: list[torch.Tensor]
     arrival: Arrival | None = None
 
-    def outgoing(self) -> Iterator[torch.Tensor]:
-        return iter(pieces(self.buckets)) if self.arrival is None else self.arrival.relay(self.buckets)
+    def outgoing(self) -> Generator[torch.Tensor, None, None]:
+        yield from pieces(self.buckets) if self.arrival is None else self.arrival.relay(self.buckets)
 
 
 class Params:
@@ -49,6 +50,8 @@ class Params:
         self._held: dict[Form, _Held] = {}
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
+        # One thread, so that pieces are summed in the order in which they come.
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
     async def publish(self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None) -> None:
         """Offer a snapshot to whoever the controller sends here; training may go on at once.
@@ -85,25 +88,31 @@ class Params:
     def serve(self, order: ServeWeights) -> None:
         held = self._held.get((order.model, order.version, order.base))
         outgoing = _gone(order) if held is None else held.outgoing()
-        self._lanes.transfer(order.turn, outgoing).add_done_callback(seen)
+        done = self._lanes.transfer(order.turn, outgoing)
+        done.add_done_callback(seen)
+        # A lane that broke in the middle would keep the whole version in memory for as long as it is not replaced.
+        done.add_done_callback(lambda _: outgoing.close())
 
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held([torch.empty(size, dtype=torch.uint8) for size in one.bucket_bytes], arrival)
+        held = _Held(Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
         self._held[one.model, one.version, one.base] = held
-        arrived = self._lanes.transfer(order.turn, arrival.receive(held.buckets))
-        self._spawn(self._stage(order, held, arrived))
+        checksum = RunningChecksum(self._checks)
+        incoming = arrival.receive(held.buckets, checksum.add)
+        arrived = self._lanes.transfer(order.turn, incoming)
+        arrived.add_done_callback(lambda done: None if done.cancelled() else incoming.close())
+        self._spawn(self._stage(order, held, arrived, checksum))
 
     def retire(self, order: Retire) -> None:
         for form in [form for form in self._held if form[:2] == (order.model, order.version)]:
             del self._held[form]
 
-    async def _stage(self, order: Fetch, held: _Held, arrived: asyncio.Future[None]) -> None:
+    async def _stage(self, order: Fetch, held: _Held, arrived: asyncio.Future[None], checksum: RunningChecksum) -> None:
         one = order.weights
         try:
             await arrived
-            snapshot = await asyncio.to_thread(self._verified, one, held)
+            snapshot = _verified(one, held, await checksum.total())
         except TransferError as error:
             assert held.arrival is not None
             held.arrival.fail(str(error))
@@ -118,16 +127,15 @@ class Params:
             self._changed.set()
         self._send(Staged(one.model, one.version))
 
-    def _verified(self, one: Weights, held: _Held) -> Snapshot:
-        """The whole version. Raises TransferError when it is not the one that was published."""
-        snapshot = Snapshot(one.version, held.buckets)
-        found = snapshot.checksum()
-        if found != one.checksum:
-            raise TransferError(f"checksum of version {one.version} is {found}, not {one.checksum}")
-        return snapshot
+
+def _verified(one: Weights, held: _Held, checksum: int) -> Snapshot:
+    """The whole version. Raises TransferError when it is not the one that was published."""
+    if checksum != one.checksum:
+        raise TransferError(f"checksum of version {one.version} is {checksum}, not {one.checksum}")
+    return Snapshot(one.version, held.buckets)
 
 
-def _gone(order: ServeWeights) -> Iterator[torch.Tensor]:
+def _gone(order: ServeWeights) -> Generator[torch.Tensor, None, None]:
     """Breaks the lane at once, so that the receiver need not wait for its deadline."""
     what = f"version {order.version} of {order.model}"
     arrival = Arrival(what, 0.0)

@@ -8,6 +8,7 @@ from flowrt.controller.versions import ModelVersions, Refresh
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
+from flowrt.wire.records import LaneTurn
 
 WeightMessage = m.Publish | m.Staged | m.FetchFailed | m.Applied
 
@@ -19,6 +20,7 @@ class Models:
         self._refresh = refresh
         self._lanes = lanes
         self._out = out
+        self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last fetch that each receiver was told
         self.of = {name: ModelVersions(name) for name in names}
         self.policy = self.of[names[0]]
 
@@ -33,7 +35,9 @@ class Models:
             case m.Applied(model, version):
                 self._named(worker, model).applied(worker, version)
             case m.FetchFailed(turn, weights):
-                self._named(worker, weights.model).failed(worker, WorkerId(turn.sender), weights)
+                versions = self._named(worker, weights.model)
+                if self._turns.get((weights.model, worker)) == turn:  # else another was ordered in its place already
+                    versions.failed(worker, WorkerId(turn.sender), weights)
                 self._lanes.abandon(turn)
 
     def _named(self, worker: WorkerId, model: str) -> ModelVersions:
@@ -44,8 +48,9 @@ class Models:
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone."""
-        for versions in self.of.values():
+        for name, versions in self.of.items():
             versions.forget(worker)
+            self._turns.pop((name, worker), None)
 
     def move(self, gated: Collection[WorkerId]) -> None:
         """Order what is due, and let go of what nobody will ask for again."""
@@ -56,6 +61,7 @@ class Models:
             for fetch in versions.begin_fetches(self._refresh, gated if versions is self.policy else ()):
                 turn = self._lanes.next_turn(fetch.holder, fetch.receiver, "weights")
                 one = fetch.weights
+                self._turns[one.model, fetch.receiver] = turn
                 self._out.append(Send(fetch.receiver, m.Fetch(turn, one)))
                 self._out.append(Send(fetch.holder, m.ServeWeights(turn, one.model, one.version, one.base)))
             for worker, version in versions.retire():

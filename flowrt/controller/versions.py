@@ -79,6 +79,7 @@ class ModelVersions:
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
     divergence: dict[int, float] = field(default_factory=dict)  # of earlier versions from the latest
+    doomed: set[WorkerId] = field(default_factory=set)  # they fetch what will not come whole to whoever sends it
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
     whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not use changes
     changed: bool = False  # since it was last asked who shall fetch
@@ -114,29 +115,54 @@ class ModelVersions:
         receiver = self.receivers[worker]
         self.receivers[worker] = Receiver(worker, receiver.applied, max(receiver.staged, version))
         self.whole_next.discard(worker)
-        if fetch is not None and version in self.published:
-            for base in (NO_BASE, fetch.weights.base):
-                self.holders.setdefault((version, base), set()).add(worker)
+        # Also if this fetch was thought to be over: whoever is not known to hold it is never told to let go of it.
+        for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
+            self.holders.setdefault((version, base), set()).add(worker)
 
     def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights) -> None:
         """Its fetch of this version is over; the late word of another one changes nothing."""
         fetch = self.fetching.get(worker)
-        if fetch is not None and fetch.holder == holder and self._end_fetch(worker, weights.version) is not None:
+        if fetch is None or (fetch.holder, fetch.weights) != (holder, weights):
+            return
+        if worker not in self.doomed:
             self.suspects.add((holder, weights.version))
-            if weights.base != NO_BASE:
-                self.whole_next.add(worker)
+        self._end_fetch(worker, weights.version)
+        self._doom_behind(worker, weights)
+        if weights.base != NO_BASE:
+            self.whole_next.add(worker)
 
     def _end_fetch(self, worker: WorkerId, version: int) -> Fetching | None:
         self.changed = True
         fetch = self.fetching.get(worker)
-        return self.fetching.pop(worker) if fetch is not None and fetch.weights.version == version else None
+        if fetch is None or fetch.weights.version != version:
+            return None
+        self.doomed.discard(worker)
+        return self.fetching.pop(worker)
+
+    def _doom_behind(self, worker: WorkerId, weights: Weights) -> None:
+        """What the worker was passing on will not come: neither to its receivers nor to those that they serve.
+
+        They say so themselves, each when it learns of it. Until then they are no relays (least of all for the worker
+        that they wait for), and none of them is to be blamed by the next one.
+        """
+        broken = [worker]
+        while broken:
+            one = broken.pop()
+            for fetch in self.fetching.values():
+                if fetch.holder == one and fetch.weights == weights and fetch.receiver not in self.doomed:
+                    self.doomed.add(fetch.receiver)
+                    broken.append(fetch.receiver)
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: it neither holds nor fetches anything."""
         self.changed = True
         self.receivers.pop(worker, None)
-        self.fetching.pop(worker, None)
-        self.fetching = {who: fetch for who, fetch in self.fetching.items() if fetch.holder != worker}
+        self.whole_next.discard(worker)
+        ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
+        for fetch in ended:
+            self._end_fetch(fetch.receiver, fetch.weights.version)
+        for fetch in ended:
+            self._doom_behind(fetch.receiver, fetch.weights)
         for form in list(self.holders):
             self.holders[form].discard(worker)
             if not self.holders[form]:
@@ -144,7 +170,8 @@ class ModelVersions:
         self._forget_unheld()
 
     def _forget_unheld(self) -> None:
-        held = {version for version, _ in self.holders}
+        """The latest is kept in mind in any case: somebody may be about to have it whole."""
+        held = {version for version, _ in self.holders} | {self.latest}
         self.published = {version: forms for version, forms in self.published.items() if version in held}
 
     # ---- who fetches what from whom
@@ -187,7 +214,7 @@ class ModelVersions:
         load: Counter[WorkerId] = Counter()
         for fetch in self.fetching.values():
             load[fetch.holder] += 1
-            if fetch.weights == weights:
+            if fetch.weights == weights and fetch.receiver not in self.doomed:
                 behind[fetch.holder].append(fetch.receiver)
         found = list(self.holders.get((weights.version, weights.base), ()))
         for holder in found:  # grows while it is walked

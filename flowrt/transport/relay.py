@@ -5,7 +5,7 @@ the version once.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from flowrt.errors import TransferError
 
 _SMALLEST_BYTES = 256 * 1024
 _LARGEST_BYTES = 16 * 1024 * 1024
-_PIECES = 64
+_PIECES = 128
 
 
 def pieces(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -33,13 +33,19 @@ class Arrival:
         self._failure = ""
         self._changed = threading.Condition()
 
-    def receive(self, buckets: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The pieces to receive into; a lane that asks for the next one has filled the one before."""
+    def receive(
+        self, buckets: Sequence[torch.Tensor], landed: Callable[[torch.Tensor], object]
+    ) -> Generator[torch.Tensor, None, None]:
+        """The pieces to receive into; a lane that asks for the next one has filled the one before.
+
+        ``landed`` is told of each piece, in order, on the lane's thread: it should not take long.
+        """
         for piece in pieces(buckets):
             yield piece
             with self._changed:
                 self._count += 1
                 self._changed.notify_all()
+            landed(piece)
 
     def fail(self, reason: str) -> None:
         """No more will come: whoever passes it on stops too."""
@@ -47,7 +53,7 @@ class Arrival:
             self._failure = reason
             self._changed.notify_all()
 
-    def relay(self, buckets: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def relay(self, buckets: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """The pieces to send, each as soon as it is here. Raises TransferError when the next does not come."""
         for number, piece in enumerate(pieces(buckets)):
             with self._changed:

@@ -1,12 +1,14 @@
 """A model's weights as flat buckets: snapshot, checksum, restore. Bytes are moved, never converted."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
 
 from flowrt.errors import TransferError
-from flowrt.transport.checksums import crc32
+from flowrt.transport.checksums import Crc32, crc32
 
 BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -61,6 +63,22 @@ class Snapshot:
     def checksum(self) -> int:
         """CRC-32 over all buckets."""
         return crc32(bucket.numpy() for bucket in self.buckets)
+
+
+class RunningChecksum:
+    """The checksum of a snapshot whose pieces come one by one, computed on a thread of its own while the next come."""
+
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
+        self._crc = Crc32()
+
+    def add(self, piece: torch.Tensor) -> None:
+        """The next piece, in order; returns at once."""
+        self._thread.submit(self._crc.update, piece.numpy())
+
+    async def total(self) -> int:
+        """Of all pieces that were added."""
+        return await asyncio.wrap_future(self._thread.submit(self._crc.value))
 
 
 def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:

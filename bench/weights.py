@@ -1,0 +1,134 @@
+"""Weights on their way: what n receivers cost more than one, what a trainer sends, how long generation stands still.
+
+    python bench/weights.py [--quick] [--json PATH] [--mbit 400] [--megabytes 64]
+
+Controller, trainer and receivers are processes behind links of their own, each limited in both directions; that takes
+root and the tools ip and tc, and is skipped with a reason elsewhere.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import deltas
+import torch
+from links import Peer, Unavailable, become_switch, sent_bytes
+from report import percentile, write
+from rich.console import Console
+from rich.table import Table
+from weight_roles import controlling, publishing, receiving
+from weight_stalls import WAYS, generating
+
+RECEIVERS = (1, 2, 4, 8)
+CONTROLLER, TRAINER, FIRST = 1, 2, 3
+PERIOD_S = 2.0
+PROMPTS = 20_000
+CONSOLE = Console(width=120)
+
+
+def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
+    """Seconds until all of n receivers hold a version, and the copies of it that the trainer sent."""
+    peers: list[Peer] = []
+    try:
+        peers = [Peer(controlling, CONTROLLER), Peer(publishing, TRAINER, mbit_s)]
+        peers += [Peer(receiving, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
+        hub, trainer, *receivers = peers
+        address = hub.ask("serve", host=f"10.77.0.{CONTROLLER}")
+        size = trainer.ask("join", address=address, megabytes=megabytes)
+        version, joined = 0, 0
+        metrics: dict[str, float] = {}
+        for count in RECEIVERS:
+            for number in range(joined, count):
+                receivers[number].ask("join", address=address, name=f"receiver-{number}")
+                if version:  # it fetches what is there already, and must not be in the way of what is measured
+                    receivers[number].ask("hold", version=version)
+            joined = count
+            seconds, copies = [], []
+            for repeat in range(repeats + 1):
+                version += 1
+                before = sent_bytes(TRAINER)
+                for receiver in receivers[:count]:
+                    receiver.tell("hold", version=version)
+                begun_s = trainer.ask("publish", version=version)
+                held_s = [receiver.answer() for receiver in receivers[:count]]
+                if repeat:  # the first one makes the lanes
+                    seconds.append(max(held_s) - begun_s)
+                    copies.append((sent_bytes(TRAINER) - before) / size)
+            metrics[f"fanout_s_{count}"] = statistics.median(seconds)
+            metrics[f"egress_copies_{count}"] = statistics.median(copies)
+            metrics[f"fanout_ratio_{count}"] = metrics[f"fanout_s_{count}"] / metrics["fanout_s_1"]
+            CONSOLE.print(f"{count} receivers: {' '.join(f'{one:.3f}' for one in seconds)} s", highlight=False)
+        metrics["fanout_wire_s"] = size * 8 / (mbit_s * 1e6)
+        return metrics
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
+    """A worker generates while a version comes every PERIOD_S seconds, in each of the WAYS, and without any before."""
+    linked = bool(mbit_s)
+    peers = [Peer(controlling, CONTROLLER if linked else 0)]
+    try:
+        peers += [Peer(publishing, TRAINER if linked else 0, mbit_s), Peer(generating, FIRST if linked else 0, mbit_s)]
+        hub, trainer, worker = peers
+        address = hub.ask("serve", host=host)
+        size = trainer.ask("join", address=address, megabytes=0)
+        worker.ask("join", address=address)
+        swap_ms = worker.ask("swap_ms", times=swaps)
+        metrics = {"swap_ms_p50": percentile(swap_ms, 0.5), "swap_ms_p99": percentile(swap_ms, 0.99)}
+        metrics["swap_gbps"] = size / 1e6 / metrics["swap_ms_p50"]
+        trainer.ask("offer", prompts=PROMPTS)
+        worker.ask("start")
+        worker.ask("measure", seconds=PERIOD_S, way="boundary")  # warm
+        seconds = versions * PERIOD_S
+        quiet = worker.ask("measure", seconds=seconds / 2, way="boundary")
+        for turn, way in enumerate(WAYS):
+            worker.tell("measure", seconds=seconds, way=way)
+            trainer.ask("publish_every", period_s=PERIOD_S, versions=versions, first=1 + turn * versions)
+            found = worker.answer()
+            if found["versions"] < versions - 1:
+                CONSOLE.print(f"{way}: only {found['versions']} of {versions} versions were used", style="red")
+            ending = "" if way == "boundary" else f"_{way}"
+            metrics[f"stall_fraction{ending}"] = found["stall_fraction"]
+            metrics[f"stall_ms{ending}"] = found["stall_ms"]
+            metrics[f"tokens_ratio{ending}"] = found["tokens_per_s"] / quiet["tokens_per_s"]
+        return metrics
+    finally:
+        for peer in peers:
+            peer.leave()
+
+
+def changes(quick: bool) -> dict[str, float]:
+    """What a version costs that is told as changes to the one before."""
+    found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
+    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="one repeat of everything")
+    parser.add_argument("--mbit", type=float, default=400.0, help="rate of each link, in Mbit/s")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of a version on its way to many")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    metrics = changes(arguments.quick)
+    links, host = arguments.mbit, f"10.77.0.{CONTROLLER}"
+    try:
+        become_switch()
+    except Unavailable as reason:
+        CONSOLE.print(f"skipped: receivers behind links of their own ({reason}); stalls are measured on loopback")
+        links, host = 0.0, "127.0.0.1"
+    else:
+        metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
+    metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (8, 400)))
+    table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    CONSOLE.print(table)
+    write(arguments.json, metrics, mbit_s=links, megabytes=arguments.megabytes)
+
+
+if __name__ == "__main__":
+    main()
