@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from flowrt.errors import TransferError
 from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.pieces import Run
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
 
@@ -59,19 +62,18 @@ class Params:
         if snapshot is None:
             # Retired in the meantime cannot be: the controller ordered both. Sending nothing lets the lane time out.
             return
-        self._lanes.transfer(order.turn, snapshot.buckets).add_done_callback(seen)
+        self._lanes.send(order.turn, [Run.of(bucket) for bucket in snapshot.buckets]).add_done_callback(seen)
 
     def fetch(self, order: Fetch) -> None:
-        snapshot = Snapshot.empty(order.version, order.bucket_bytes)
-        arrival = self._lanes.transfer(order.turn, snapshot.buckets)
-        self._spawn(self._stage(order, snapshot, arrival))
+        arrival = self._lanes.receive(order.turn, [(size,) for size in order.bucket_bytes])
+        self._spawn(self._stage(order, arrival))
 
     def retire(self, order: Retire) -> None:
         self._held.pop((order.model, order.version), None)
 
-    async def _stage(self, order: Fetch, snapshot: Snapshot, arrival: asyncio.Future[None]) -> None:
+    async def _stage(self, order: Fetch, arrival: asyncio.Future[list[torch.Tensor]]) -> None:
         try:
-            await arrival
+            snapshot = Snapshot(order.version, await arrival)
             found = await asyncio.to_thread(snapshot.checksum)
             if found != order.checksum:
                 raise TransferError(f"checksum of version {order.version} is {found}, not {order.checksum}")

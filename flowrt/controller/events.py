@@ -13,6 +13,7 @@ class Joined:
     worker: WorkerId
     role: str
     host: str
+    lanes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Samples:
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
         self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
         self.room = WaitingRoom()
-        self.lanes = Lanes()
+        self.lanes = Lanes(settings.lanes)
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]

@@ -102,7 +102,7 @@ def test_a_step_ends_once_and_only_when_it_is_full() -> None:
     talk.assert_illegal("trainer0", m.StepDone(0, ()))
 
 
-TURN = LaneTurn("trainer0", "rollout1", "weights", 0, 0)
+TURN = LaneTurn("trainer0", "rollout1", "weights", 0, 0, "gloo")
 
 
 @pytest.mark.parametrize("message", [m.Staged(MODEL, 1), m.FetchFailed(TURN, MODEL, 1, ""), m.Publish(MODEL, 0, (), 0)])
@@ -232,7 +232,7 @@ def test_an_evaluation_is_opened_past_training_prompts_that_wait_for_admission()
 
 def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
     talk = Talk()
-    talk.core._settings = dataclasses.replace(talk.core._settings, stall_s=10.0)
+    talk.core.settings = dataclasses.replace(talk.core.settings, stall_s=10.0)
     talk.offer()
     talk.now = 11.0
     assert [type(command) for command in talk.event(Tick())] == [End]
