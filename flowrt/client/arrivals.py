@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from flowrt.errors import FlowError, OverBudget
+from flowrt.errors import FlowError, OverBudget, TransferError
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.store import TensorStore
 from flowrt.wire.messages import Serve
@@ -39,6 +39,8 @@ class Arrivals:
             self._store.expect(incoming.parts, arrival)
         except OverBudget as error:
             self._lanes.refuse(incoming.turn, str(error))
+            self._store.refuse(incoming.parts, arrival)
+            arrival.set_exception(TransferError(str(error)))
             self._undelivered(incoming, str(error))
             return
 

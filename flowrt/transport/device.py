@@ -5,13 +5,15 @@ send that is issued early would occupy the device, so it waits until the receive
 host memory are staged through device memory piece by piece; rows that are on the device are sent from where they are.
 
 Neither library can be waited for with a deadline of our own: whether a piece is complete is looked at in short turns,
-and a group whose peer hangs is aborted. nccl has been written against torch's interface and checked on CUDA where a
-device was at hand. hccl has been written against torch_npu's interface, its names and signatures are checked against
-torch_npu's sources, and IT HAS NOT RUN ON AN NPU.
+and a group whose peer hangs is aborted.
+
+nccl is written against torch's interface and HAS NOT RUN BETWEEN TWO CUDA DEVICES YET; its tests run where there are
+two. hccl is written against torch_npu's interface, a test compares names and signatures with torch_npu's sources, and
+IT HAS NOT RUN ON AN NPU.
 """
 
-import importlib.util
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,37 +34,51 @@ _environment = threading.Lock()
 
 
 def has_cuda() -> bool:
-    """nccl and a device to use it with are here."""
-    return torch.distributed.is_nccl_available() and torch.cuda.is_available()
+    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
+    return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
 
 
 def has_npu() -> bool:
-    """torch_npu has been imported by whoever runs on this NPU; it is never imported just to look."""
+    """This process works on an NPU. torch_npu is never imported just to look."""
     npu = getattr(torch, "npu", None)
-    return npu is not None and importlib.util.find_spec("torch_npu") is not None and bool(npu.is_available())
+    return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
 
 
 class NcclTransport:
-    """Groups on the current CUDA device."""
+    """Groups on the CUDA device that is current where this is made, if any is."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device() if has_cuda() else None
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
-        if not has_cuda():
-            raise TransferError(f"lane {store.lane}: nccl needs a CUDA device, and there is none")
+        if self._device is None:
+            raise TransferError(
+                f"lane {store.lane}: nccl needs a CUDA device that is in use before the worker connects"
+            )
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch.distributed.ProcessGroupNCCL
         options = kind.Options()
         options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        # A lane's thread has a current device of its own.
+        torch.cuda.set_device(self._device)
         with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("cuda", torch.cuda.current_device()), deadline_s)
+        return DeviceChannel(group, store, torch.device("cuda", self._device), deadline_s)
 
 
 class HcclTransport:
-    """Groups on the current NPU."""
+    """Groups on the NPU that is current where this is made, if any is."""
+
+    def __init__(self) -> None:
+        self._device: int | None = None
+        if has_npu():
+            import torch_npu
+
+            self._device = torch_npu.npu.current_device()
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
-        if not has_npu():
-            raise TransferError(f"lane {store.lane}: hccl needs an NPU, and there is none")
+        if self._device is None:
+            raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
         import torch_npu
 
         rank = SENDER_RANK if sending else RECEIVER_RANK
@@ -71,11 +87,12 @@ class HcclTransport:
         options.is_high_priority_stream = False
         options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
-        # A communicator has 200 MB of buffers unless it is told otherwise; a lane keeps two pieces moving.
-        options.hccl_config = {"hccl_buffer_size": 2 * PIECE_BYTES >> 20}
+        # A communicator has 200 MB of buffers unless it is told otherwise.
+        options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
+        torch_npu.npu.set_device(self._device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("npu", torch_npu.npu.current_device()), deadline_s)
+        return DeviceChannel(group, store, torch.device("npu", self._device), deadline_s)
 
 
 @contextmanager

@@ -159,6 +159,10 @@ class TensorStore:
         size = sum(sum(self.sizes(part)) for part in parts)
         self._need(size, f"{sum(len(part.ids) for part in parts)} rows that are to arrive")
         self._coming[arrival] = size
+        self.refuse(parts, arrival)
+
+    def refuse(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
+        """What becomes of these is said by ``arrival``, until they are freed or expected anew."""
         for part in parts:
             self._drop(part.column, self._blocks[part.column].keys() & set(part.ids))
             self._arriving[part.column].update(dict.fromkeys(part.ids, arrival))
