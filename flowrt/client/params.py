@@ -88,7 +88,7 @@ class Params:
     def serve(self, order: ServeWeights) -> None:
         held = self._held.get((order.model, order.version, order.base))
         outgoing = _gone(order) if held is None else held.outgoing()
-        done = self._lanes.transfer(order.turn, outgoing)
+        done = self._lanes.send_each(order.turn, outgoing)
         done.add_done_callback(seen)
         # A lane that broke in the middle would keep the whole version in memory for as long as it is not replaced.
         done.add_done_callback(lambda _: outgoing.close())
@@ -100,7 +100,7 @@ class Params:
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
-        arrived = self._lanes.transfer(order.turn, incoming)
+        arrived = self._lanes.receive_each(order.turn, incoming)
         arrived.add_done_callback(lambda done: None if done.cancelled() else incoming.close())
         self._spawn(self._stage(order, held, arrived, checksum))
 

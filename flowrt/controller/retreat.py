@@ -11,8 +11,8 @@ from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes, find_holding, lose_copies
 from flowrt.ids import LeaseId, SlotId, WorkerId
-from flowrt.wire.messages import Abandon, Free
-from flowrt.wire.records import Incoming
+from flowrt.wire.messages import Abandon, Free, Signal
+from flowrt.wire.records import GONE, Incoming
 
 ALONE = 2
 """A group whose policy is to train the rest needs so many: a lone sample has nothing to be compared with."""
@@ -149,7 +149,8 @@ class Retreat:
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: its leases come back, columns that only it held are made again."""
-        self._lanes.forget(worker)
+        for peer in self._lanes.forget(worker):
+            self._out.append(Send(peer, Signal(worker, "", GONE, b"")))
         for lease in [lease for lease in self._board.leases.values() if lease.worker == worker]:
             self._give_back_all(lease.id)
         for slot in list(self._board.slots.values()):
