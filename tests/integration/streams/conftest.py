@@ -1,4 +1,4 @@
-"""Processes that tests drive line by line (see stream_process.py), and the controller of a stream of rows."""
+"""Processes that tests drive line by line (see nursery.py and stream_process.py), and the controller of a stream of rows."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from flowrt import api
 from flowrt.controller.events import Event, Said
 from flowrt.wire import messages as m
 
-PROGRAM = Path(__file__).with_name("stream_process.py")
+PROGRAM = Path(__file__).with_name("nursery.py")
 ANSWER_S = 30.0
 GONE_S = 5.0
 CHECKED_ROWS = 500
