@@ -1,4 +1,4 @@
-"""Processes that tests drive line by line (see nursery.py and stream_process.py), and the controller of a stream of rows."""
+"""Processes that tests drive line by line (see stream_process.py), and the controller of a stream of rows."""
 
 import asyncio
 import contextlib
