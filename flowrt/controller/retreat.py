@@ -132,6 +132,7 @@ class Retreat:
         for slot in list(group.slots):
             if slot.id in self._board.slots:
                 self._make_again(slot)
+        self._drop_sourceless(group)
 
     # ---- tensors that are not where they should be
 
@@ -159,9 +160,14 @@ class Retreat:
                 self._make_again(slot)
         for group in list(self._board.groups.values()):
             lose_copies(group.tensors, worker)
-            if group.id not in self._window.taken and not all(one.owners for one in group.tensors.values()):
-                self.dropped["its source left"] += 1
-                self._give_up(group, "its source left")
+            self._drop_sourceless(group)
+
+    def _drop_sourceless(self, group: Group) -> None:
+        """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
+        owned = all(one.owners for one in group.tensors.values())
+        if not owned and group.id in self._board.groups and group.id not in self._window.taken:
+            self.dropped["its source left"] += 1
+            self._give_up(group, "its source left")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""
