@@ -265,7 +265,7 @@ class ModelVersions:
         for worker in self.loose:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
             for form in [
-                one for one in self.held.get(worker, ()) if one[0] < newest and (worker, one[0]) not in serving
+                one for one in self.held.get(worker, ()) if one[0] < newest and not self.serving[worker, one[0]]
             ]:
                 self.held[worker].remove(form)
                 self._let_go(worker, form)
