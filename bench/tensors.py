@@ -39,7 +39,7 @@ SIZES = {"1kb": (KB, 4096), "100kb": (100 * KB, 512), "1mb": (MB, 128), "16mb": 
 RAGGED = ("100kb", "1mb")
 PEER_SIZES = ("1kb", "100kb", "1mb", "16mb")
 PEER = "peer"
-MEMORY_ROWS = 256
+MEMORY_ROWS = 512
 SAMPLE_S = 0.005
 
 

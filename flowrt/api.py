@@ -23,6 +23,7 @@ from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
+from flowrt.transport.blocks import Packed
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.loops import run_loop, serve_loop
 from flowrt.wire.records import Column, Stage
@@ -39,6 +40,7 @@ __all__ = [
     "FlowError",
     "GroupCount",
     "LostMember",
+    "Packed",
     "Policies",
     "Refresh",
     "Server",

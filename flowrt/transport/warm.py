@@ -11,6 +11,7 @@ KEEP_BYTES = 1 << 30
 ROOMY = 4
 """Memory at most so many times as large as needed may be used."""
 SMALLEST_BYTES = 64 * 1024
+_HUGE_BYTES = 2 * 1024 * 1024
 
 
 def capacity(size: int) -> int:
@@ -37,7 +38,10 @@ class WarmMemory:
             self._idle = [one for one in self._idle if one is not memory]
         else:
             memory = mmap.mmap(-1, capacity(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            whole = size // _HUGE_BYTES * _HUGE_BYTES
+            if whole:
+                # Fewer, dearer first touches; but no huge page for the rest, which would be mostly empty.
+                memory.madvise(mmap.MADV_HUGEPAGE, 0, whole)
         view = memoryview(memory)[:size]
         weakref.finalize(view, self._released.append, memory).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
