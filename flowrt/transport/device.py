@@ -26,6 +26,7 @@ import torch
 from flowrt.errors import TransferError
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
+from flowrt.transport.warm import WarmMemory
 
 LOOK_S = 0.0002
 GROUP_PATIENCE = 4
@@ -119,6 +120,7 @@ class DeviceChannel:
         self._device = device
         self._deadline_s = deadline_s
         self._message = 0
+        self._memory = WarmMemory()
         self._interrupted = threading.Event()
 
     def send(self, runs: Sequence[Run]) -> None:
@@ -131,7 +133,7 @@ class DeviceChannel:
         self._store.set(self._ready(), b"1")
         received = []
         for rows in sizes:
-            flat = torch.empty(sum(rows), dtype=torch.uint8)
+            flat = self._memory.take(sum(rows))
             for piece in cut(rows, PIECE_BYTES):
                 staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
                 self._complete(self._group.recv([staged], SENDER_RANK, 0).is_completed)
@@ -140,7 +142,7 @@ class DeviceChannel:
         return received
 
     def rest(self) -> None:
-        """Device memory is kept by torch's own allocator."""
+        self._memory.rest()
 
     def interrupt(self) -> None:
         self._interrupted.set()

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 
 from flowrt.transport.pieces import STAGE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
+from flowrt.transport.warm import WarmMemory
 
 IN_FLIGHT = 4
 TAGS = 1 << 30
@@ -48,6 +49,7 @@ class GlooChannel:
         self._group: ProcessGroup | None = group
         self._piece = 0
         self._staging: list[torch.Tensor] = []
+        self._memory = WarmMemory()
 
     def send(self, runs: Sequence[Run]) -> None:
         group = self._group
@@ -64,7 +66,7 @@ class GlooChannel:
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         group = self._group
         assert group is not None
-        received = [torch.empty(sum(rows), dtype=torch.uint8) for rows in sizes]
+        received = [self._memory.take(sum(rows)) for rows in sizes]
         flying: deque[_Work] = deque()
         for flat, rows in zip(received, sizes, strict=True):
             for piece in cut(rows):
@@ -78,6 +80,7 @@ class GlooChannel:
 
     def rest(self) -> None:
         self._staging.clear()
+        self._memory.rest()
 
     def interrupt(self) -> None:
         """Nothing wakes a wait of gloo but the other end's socket and the deadline."""

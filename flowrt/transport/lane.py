@@ -39,9 +39,10 @@ def lane_name(turn: LaneTurn) -> str:
 class Lane:
     """One direction between this worker and a peer."""
 
-    def __init__(self, name: str, incarnation: int, open_channel: Callable[[], Channel]) -> None:
+    def __init__(self, name: str, incarnation: int, rest_s: float, open_channel: Callable[[], Channel]) -> None:
         self.name = name
         self.incarnation = incarnation
+        self._rest_s = rest_s
         self._open_channel = open_channel
         self._channel: Channel | None = None
         self._loop = asyncio.get_running_loop()
@@ -111,7 +112,7 @@ class Lane:
     def _next(self) -> _Turn | None:
         while True:
             try:
-                return self._turns.get(timeout=REST_S)
+                return self._turns.get(timeout=self._rest_s)
             except queue.Empty:
                 if self._channel is None:
                     continue
@@ -165,11 +166,13 @@ class LaneSet:
         transports: Mapping[str, Transport],
         deadline_s: float,
         signal: Callable[[str, str, str, bytes], None],
+        rest_s: float = REST_S,
     ) -> None:
         self._worker = worker
         self._transports = transports
         self._deadline_s = deadline_s
         self._signal = signal
+        self._rest_s = rest_s
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._stores: dict[str, SignalStore] = {}
@@ -259,7 +262,7 @@ class LaneSet:
                 raise TransferError(f"this worker has no transport {turn.transport!r}")
             return transport.open(store, sending, self._deadline_s)
 
-        return Lane(name, turn.incarnation, open_channel)
+        return Lane(name, turn.incarnation, self._rest_s, open_channel)
 
     def _store(self, peer: str, lane: str) -> SignalStore:
         if lane not in self._stores:

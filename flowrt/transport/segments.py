@@ -15,18 +15,12 @@ import torch
 
 from flowrt.errors import TransferError
 
-SMALLEST_BYTES = 64 * 1024
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-
-
-def capacity(size: int) -> int:
-    """The size of a segment for so many bytes; pages that nobody touches cost nothing."""
-    return max(SMALLEST_BYTES, 1 << (size - 1).bit_length())
 
 
 class Segment:

@@ -22,15 +22,12 @@ import torch
 from flowrt.errors import TransferError
 from flowrt.transport.pieces import PIECE_BYTES, Run, cut
 from flowrt.transport.rendezvous import SignalStore
-from flowrt.transport.segments import Segment, as_tensor, capacity, make_segment, map_segment
+from flowrt.transport.segments import Segment, as_tensor, make_segment, map_segment
+from flowrt.transport.warm import KEEP_BYTES, ROOMY, capacity
 
 READY, RELEASE = 1, 2  # receiver: numbers of the segments that nobody looks at any more
 SEGMENT, FORGET, MOVED, DONE = 3, 4, 5, 6  # sender: (number, size), numbers, none, numbers of the message's segments
 MOST_NUMBERS = 4096
-KEEP_BYTES = 1 << 30
-"""Idle segments that a busy lane keeps warm."""
-ROOMY = 4
-"""A segment at most so many times as large as needed may be used."""
 _SECRET_BYTES = 16
 _KEY = "shm"
 
@@ -88,15 +85,17 @@ class Talk:
     def say(self, kind: int, numbers: Sequence[int] = (), fds: Sequence[int] = ()) -> None:
         packet = struct.pack(f"<{1 + len(numbers)}q", kind, *numbers)
         try:
+            self._socket.settimeout(self._deadline_s)
             socket.send_fds(self._socket, [packet], fds)
         except OSError as error:
             raise TransferError(f"lane {self._lane}: the other end has gone ({error})") from error
 
     def hear(self, wait: bool = True) -> tuple[int, tuple[int, ...], list[int]] | None:
         """The next packet; None when there is none now and ``wait`` is False."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            packet, fds, _, _ = socket.recv_fds(self._socket, 8 * (1 + MOST_NUMBERS), 1, flags)
+            # A flag would not do: a socket with a timeout waits for it before it looks at any flag.
+            self._socket.settimeout(self._deadline_s if wait else 0.0)
+            packet, fds, _, _ = socket.recv_fds(self._socket, 8 * (1 + MOST_NUMBERS), 1)
         except TimeoutError:
             reason = f"lane {self._lane}: nothing moved for {self._deadline_s:.0f} s"
             raise TransferError(reason) from None
@@ -127,12 +126,14 @@ class ShmSender:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._made = 0
+        self._ready = False
         self._idle: dict[int, Segment] = {}
         self._lent: dict[int, Segment] = {}
 
     def send(self, runs: Sequence[Run]) -> None:
-        while not self._hear():
-            pass
+        while not self._ready:
+            self._hear()
+        self._ready = False
         numbers = []
         for run in runs:
             size = sum(run.sizes)
@@ -152,7 +153,7 @@ class ShmSender:
         raise TransferError("this end of the lane only sends")
 
     def rest(self) -> None:
-        while self._hear(wait=False) is not None:
+        while self._hear(wait=False):
             pass
         self._shrink(0)
 
@@ -164,17 +165,19 @@ class ShmSender:
         self._idle.clear()
         self._lent.clear()
 
-    def _hear(self, wait: bool = True) -> bool | None:
-        """Take back what the receiver let go of; True when it is ready for a message, None when it said nothing."""
+    def _hear(self, wait: bool = True) -> bool:
+        """Take back what the receiver let go of, note whether it is ready for a message; False when it said nothing."""
         heard = self._talk.hear(wait)
         if heard is None:
-            return None
+            return False
         kind, numbers, _ = heard
         for number in numbers:
             segment = self._lent.pop(number, None)
             if segment is not None:
                 self._idle[number] = segment
-        return kind == READY
+        # It may be ready long before there is something to send, and while this end rests.
+        self._ready = self._ready or kind == READY
+        return True
 
     def _segment(self, size: int) -> Segment:
         fitting = [one for one in self._idle.values() if size <= one.size <= ROOMY * capacity(size)]

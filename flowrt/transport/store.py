@@ -171,7 +171,10 @@ class TensorStore:
         """The bytes of a part are here; rows are kept unless they were freed on their way or are expected anew."""
         arriving = self._arriving[part.column]
         late = [item for item in part.ids if arriving.get(item) is not arrival]
-        self._unexpect(part, arrival)
+        if not late and len(arriving) == len(part.ids):
+            arriving.clear()
+        else:
+            self._unexpect(part, arrival)
         self._coming[arrival] = self._coming.get(arrival, 0) - flat.nbytes
         if len(late) == len(part.ids):
             return

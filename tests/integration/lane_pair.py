@@ -26,10 +26,10 @@ if torch.cuda.device_count() < 2:
 class Pair:
     """``deadline_s`` is that of the lanes at both ends."""
 
-    def __init__(self, transport: str, deadline_s: float, ends: dict[str, Any]) -> None:
+    def __init__(self, transport: str, deadline_s: float, ends: dict[str, Any], rest_s: float) -> None:
         self.transport = transport
-        self.deadline_s = deadline_s
-        self.lanes = LaneSet(HERE, ends, deadline_s, self._signal)
+        self.deadline_s, self.rest_s = deadline_s, rest_s
+        self.lanes = LaneSet(HERE, ends, deadline_s, self._signal, rest_s)
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._process: asyncio.subprocess.Process | None = None
@@ -41,6 +41,7 @@ class Pair:
             str(PEER),
             THERE,
             str(self.deadline_s),
+            str(self.rest_s),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -52,7 +52,7 @@ def digest_of(flats: list[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-async def main(name: str, deadline_s: float) -> None:
+async def main(name: str, deadline_s: float, rest_s: float) -> None:
     loop = asyncio.get_running_loop()
 
     def say(**words: Any) -> None:
@@ -62,7 +62,7 @@ async def main(name: str, deadline_s: float) -> None:
     def signal(peer: str, lane: str, key: str, value: bytes) -> None:
         say(signal=[peer, lane, key, value.hex()])
 
-    lanes = LaneSet(name, transports(device=1), deadline_s, signal)
+    lanes = LaneSet(name, transports(device=1), deadline_s, signal, rest_s)
     keep: list[Any] = []
 
     def told(turn: LaneTurn, done: asyncio.Future[Any]) -> None:
@@ -92,4 +92,4 @@ async def main(name: str, deadline_s: float) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(main(sys.argv[1], float(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3])))

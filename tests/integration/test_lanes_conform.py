@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ import lane_peer as peer  # noqa: E402
 SMALL = [["int32", [3, 0, 5]]]
 LARGE = [["uint8", [40_000_000, 10, 40_000_000]]]
 FAST_S, SLOW_S = 1.5, 30.0
-Start = Callable[[str, float], Awaitable[pairs.Pair]]
+Start = Callable[..., Awaitable[pairs.Pair]]
 
 
 @pytest.fixture(params=["gloo", "shm", "nccl", "hccl"])
@@ -49,8 +50,8 @@ async def start(ends: dict[str, Any]) -> AsyncIterator[Start]:
     files, segments = pairs.open_files(), set(os.listdir("/dev/shm"))
     started: list[pairs.Pair] = []
 
-    async def start_pair(transport: str, deadline_s: float) -> pairs.Pair:
-        started.append(pairs.Pair(transport, deadline_s, ends))
+    async def start_pair(transport: str, deadline_s: float, rest_s: float = 10.0) -> pairs.Pair:
+        started.append(pairs.Pair(transport, deadline_s, ends, rest_s))
         await started[-1].start()
         return started[-1]
 
@@ -235,6 +236,18 @@ async def test_memory_is_used_again_only_when_its_reader_has_let_go(start: Start
         await moved(pair, False, columns, seed=sequence, sequence=sequence)
     assert pairs.mapped() == 4  # nothing new was needed
     assert view.tolist() == exact
+
+
+async def test_a_lane_that_rests_gives_back_its_warm_memory_and_goes_on(start: Start) -> None:
+    pair = await start("shm", SLOW_S, rest_s=0.05)
+    for sequence in range(2):
+        for sending in (True, False):
+            await moved(pair, sending, LARGE, sequence=sequence)
+        assert pairs.mapped()
+        pair.forget()
+        async with asyncio.timeout(5):
+            while pairs.mapped():  # nobody tells: both ends have to come to rest
+                await asyncio.to_thread(threading.Event().wait, 0.05)
 
 
 def take(pair: pairs.Pair, sending: bool, columns: Any, **which: Any) -> "asyncio.Future[Any]":
