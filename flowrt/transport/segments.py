@@ -4,6 +4,7 @@ A segment is a memfd. Its descriptor is closed as soon as both ends have mapped 
 leave anything behind, and segments do not count against the limit of open files.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -41,14 +42,14 @@ class Segment:
 
 def make_segment(number: int, size: int) -> tuple[Segment, int]:
     """A fresh segment and its descriptor, which the caller must close."""
-    fd = os.memfd_create("flowrt-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with contextlib.ExitStack() as unless_made:
+        fd = os.memfd_create("flowrt-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        unless_made.callback(os.close, fd)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return Segment(number, fd, size), fd
-    except BaseException:
-        os.close(fd)
-        raise
+        segment = Segment(number, fd, size)
+        unless_made.pop_all()
+    return segment, fd
 
 
 def map_segment(number: int, fd: int, size: int) -> Segment:
