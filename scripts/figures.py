@@ -47,7 +47,89 @@ def figures() -> str:
         f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
+    more = [(metadata, "metadata"), (ablation, "ablation"), (tensors, "tensors"), (weights, "weights")]
+    for table, name in more:
+        path = ROOT / f"bench/results/{name}.json"
+        if path.is_file():
+            lines += table(json.loads(path.read_text())["metrics"], f"`bench/results/{name}.json`")
     return "\n".join(lines)
+
+
+def metadata(one: dict[str, float], where: str) -> list[str]:
+    """The metadata plane beside TransferQueue, and beside a server that only echoes."""
+    rows = [
+        ("produce then consume, 1 row a request, rows/s", "rows_per_s_1", "{:,.0f}"),
+        ("64 rows a request", "rows_per_s_64", "{:,.0f}"),
+        ("512 rows a request", "rows_per_s_512", "{:,.0f}"),
+        ("pull of 32: 100,000 rows outstanding against 1,000", "pull_ratio_100k", "{:.2f}x"),
+        ("4 producers and 4 consumers against 1 and 1", "scaling_4x4", "{:.2f}x"),
+        ("idle memory of the controller, MB", "controller_rss_mb", "{:.0f}"),
+        ("start to first row served, s", "start_s", "{:.2f}"),
+    ]
+    lines = [
+        f"The metadata plane ({where}, medians):",
+        "",
+        "| | flowrt | TransferQueue 0.1.11, same run |",
+        "|---|---|---|",
+    ]
+    for text, key, form in rows:
+        peer = one.get(f"peer_{key}")
+        lines.append(f"| {text} | {form.format(one[key])} | {'' if peer is None else form.format(peer)} |")
+    return [
+        *lines,
+        "",
+        f"A pull answered by a grant: {one['rtt_per_s_64']:,.0f} a second with 64 workers (a bare echo on the same "
+        f"sockets: {one['echo_per_s_64']:,.0f}), {one['rtt_per_s_4096']:,.0f} with 4,096 (echo: "
+        f"{one['echo_per_s_4096']:,.0f}); 99 in 100 within {one['rtt_p99_ms_4096']:.1f} ms when each of 4,096 pulls "
+        f"once a second. The mind alone handles {one['core_events_per_s_1e5']:,.0f} events a second with 100,000 "
+        f"slots. The ledger costs {one['ledger_ratio']:.2f}x.",
+        "",
+    ]
+
+
+def ablation(one: dict[str, float], where: str) -> list[str]:
+    """What each further step of asynchrony is worth."""
+    modes, workloads = ("sync", "streaming", "delayed", "rolling", "tail"), ("paper", "balanced", "training", "uniform")
+    lines = [
+        f"What each step is worth, with simulated engines in real processes over the real wire ({where}; the workloads "
+        "are stated in [bench/simulated/workloads.py](bench/simulated/workloads.py)); samples/s over the synchronous, "
+        "task-separated loop:",
+        "",
+        "| | " + " | ".join(workloads) + " | busy on paper: rollout, trainer |",
+        "|---|" + "---|" * (len(workloads) + 1),
+    ]
+    for mode in modes:
+        gains = " | ".join(f"{one[f'speedup_{mode}_{workload}']:.2f}" for workload in workloads)
+        busy = f"{one[f'busy_rollout_{mode}_paper']:.0%}, {one[f'busy_trainer_{mode}_paper']:.0%}"
+        lines.append(f"| {mode} | {gains} | {busy} |")
+    return [*lines, ""]
+
+
+def tensors(one: dict[str, float], where: str) -> list[str]:
+    """Put then get across processes."""
+    lines = [
+        f"Tensors, put then get from process to process, GB/s ({where}):",
+        "",
+        "| rows of | shared memory | gloo | raw gloo | raw TCP | TransferQueue, same run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in ("1kb", "100kb", "1mb", "16mb"):
+        names = ("shm", "gloo", "raw_gloo", "raw_tcp", "peer")
+        found = [one.get(f"{name}_gbps_{case}") for name in names]
+        lines.append(f"| {case} | " + " | ".join("" if value is None else f"{value:.2f}" for value in found) + " |")
+    return [*lines, ""]
+
+
+def weights(one: dict[str, float], where: str) -> list[str]:
+    """Versions on their way."""
+    return [
+        f"Weights ({where}): a version reaches 8 receivers in {one['fanout_ratio_8']:.2f} times the time of 1 (each "
+        f"behind a limited link of its own), and the trainer sends {one['egress_copies_8']:.2f} copies. Changes of a "
+        f"step at learning rate 1e-6 are {one['delta_fraction']:.2%} of the bytes. With a version every 2 s generation "
+        f"stands still for {one['stall_fraction']:.2%} of the time ({one['stall_fraction_blocking']:.2%} when the "
+        "update blocks).",
+        "",
+    ]
 
 
 def with_figures(readme: str) -> str:

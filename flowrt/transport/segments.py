@@ -42,8 +42,8 @@ class Segment:
 
 def make_segment(number: int, size: int) -> tuple[Segment, int]:
     """A fresh segment and its descriptor, which the caller must close."""
-    fd = os.memfd_create("flowrt-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with contextlib.ExitStack() as unless_made:
+        fd = os.memfd_create("flowrt-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         unless_made.callback(os.close, fd)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
