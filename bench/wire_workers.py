@@ -55,7 +55,7 @@ class Workers:
         descriptor = int(one.getsockopt(zmq.FD))
         self._sockets[descriptor] = one
         self._epoll.register(descriptor, select.EPOLLIN)
-        one.send(encode(m.Hello(m.PROTOCOL, name, "bench", socket.gethostname(), os.getpid())))
+        one.send(encode(m.Hello(m.PROTOCOL, name, "bench", socket.gethostname(), os.getpid(), ())))
         self._look(descriptor)
 
     def _wait(self, wait_s: float) -> list[int]:

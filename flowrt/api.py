@@ -29,6 +29,7 @@ from flowrt.controller.sticky import Sticky
 from flowrt.controller.tail import TailLanes
 from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
+from flowrt.transport.rows import Packed
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.loops import run_loop, serve_loop
 from flowrt.wire.records import Column, Stage
@@ -51,6 +52,7 @@ __all__ = [
     "GroupCount",
     "LostMember",
     "OnDemand",
+    "Packed",
     "Policies",
     "Priority",
     "Refresh",

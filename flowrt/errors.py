@@ -9,6 +9,7 @@
         RemoteProtocolError  they said something illegal, or speak another protocol version
       WaitExpired            a wait reached its deadline; names what it waited for
       TransferError          tensors did not arrive; names the lane and the peer
+      OverBudget             a store of tensors has no room; names its budget and what would not fit
       EngineError            a model could not be loaded, run or swapped
       Stopped                the run is over; carries the reason and the exit code
 """
@@ -40,6 +41,10 @@ class WaitExpired(FlowError):
 
 class TransferError(FlowError):
     """Tensors did not arrive."""
+
+
+class OverBudget(FlowError):
+    """A store of tensors has no room."""
 
 
 class EngineError(FlowError):

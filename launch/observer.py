@@ -19,7 +19,7 @@ class Observer:
         self._link = ClientLink(self._receive, self._failed)
         self._link.connect(address)
         name = f"observer-{socket.gethostname()}-{os.getpid()}"
-        self._link.send(m.Hello(m.PROTOCOL, name, "observer", socket.gethostname(), os.getpid()))
+        self._link.send(m.Hello(m.PROTOCOL, name, "observer", socket.gethostname(), os.getpid(), ()))
 
     def cancel(self, reason: str, code: int) -> None:
         """End the run."""

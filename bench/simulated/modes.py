@@ -21,26 +21,27 @@ class Mode:
     barriers: bool = False  # every task waits until the task before it has done the whole step
     refresh: api.Refresh = field(default_factory=api.DelayedUpdate)
     in_flight: bool = False  # new weights are put into use while sequences run
-    dispatch: api.Dispatch = field(default_factory=api.Fifo)
+    tail_lanes: bool = False
 
+    def dispatch(self, workload: Workload) -> api.Dispatch:
+        """Tail lanes know the workload's decoding cost, as a user would who has profiled the engine once."""
+        return api.TailLanes(workload.decode.step_s, workload.samples) if self.tail_lanes else api.Fifo()
 
-# The dispatch policy of the modes from `tail` on is chosen here and nowhere else.
-TAIL_DISPATCH: api.Dispatch = api.Fifo()
 
 SYNC = Mode("sync", bound=0, barriers=True)
 STREAMING = Mode("streaming", bound=0)
 DELAYED = Mode("delayed", bound=1)
-ROLLING = dataclasses.replace(DELAYED, name="rolling", refresh=Rolling(at_once=2, max_behind=1))
-TAIL = dataclasses.replace(ROLLING, name="tail", dispatch=TAIL_DISPATCH)
-IN_FLIGHT = dataclasses.replace(TAIL, name="in_flight", in_flight=True)
-MODES = {mode.name: mode for mode in (SYNC, STREAMING, DELAYED, ROLLING, TAIL, IN_FLIGHT)}
+# Sub-step asynchrony: a few workers at a time take new weights, and put them into use between two tokens of what runs.
+ROLLING = Mode("rolling", bound=1, refresh=Rolling(at_once=2, max_behind=1), in_flight=True)
+TAIL = dataclasses.replace(ROLLING, name="tail", tail_lanes=True)
+MODES = {mode.name: mode for mode in (SYNC, STREAMING, DELAYED, ROLLING, TAIL)}
 ASIDE = {
     # Not rungs of the ladder: what a rung does alone.
     mode.name: mode
     for mode in (
-        Mode("rolling_1", bound=1, refresh=Rolling(at_once=1, max_behind=1)),
-        Mode("rolling_3", bound=1, refresh=Rolling(at_once=3, max_behind=1)),
+        dataclasses.replace(ROLLING, name="rolling_drained", in_flight=False),
         Mode("delayed_in_flight", bound=1, in_flight=True),
+        Mode("delayed_tail", bound=1, tail_lanes=True),
     )
 }
 
@@ -87,7 +88,9 @@ class Play:
         """Training begins with the first micro-batch, or, with barriers, when the whole step is there."""
         whole_step = api.GroupCount(self.workload.groups)
         batcher = whole_step if self.mode.barriers else api.TokenBudget(self.workload.micro_batch_tokens)
-        return api.Policies(api.StrictLag(self.mode.bound), self.mode.dispatch, batcher, self.mode.refresh)
+        return api.Policies(
+            api.StrictLag(self.mode.bound), self.mode.dispatch(self.workload), batcher, self.mode.refresh
+        )
 
     def settings(self) -> api.Settings:
         return grpo.settings(self.config())

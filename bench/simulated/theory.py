@@ -5,8 +5,9 @@ Generation is scheduled exactly (every free row takes the next sample, in order)
 * sync: generation, then the scores, then training, then the weights: a sum.
 * streaming: the same generation, with the queues running beside it; a step still ends with its weights.
 * delayed: no worker waits for another, but each drains once a version: the longest of (a worker's own makespan and its
-  load, training, scores). Rolling refresh alone changes nothing about that, and a better dispatch less than it seems.
-* in_flight: weights are put into use between two tokens, so rows can always be full.
+  load, training, scores).
+* rolling, tail: weights are put into use between two tokens, so rows can always be full; then who generates what makes
+  no difference.
 """
 
 import random
@@ -42,9 +43,8 @@ class Step:
             "sync": self.makespan_s + max(self.reference_s, self.reward_s) + self.training_s + self.weights_s,
             "streaming": self.streamed_s + self.weights_s,
             "delayed": drained_s,
-            "rolling": drained_s,
-            "tail": drained_s,
-            "in_flight": max(self.full_rows_s + load_s, *others_s),
+            "rolling": max(self.full_rows_s + load_s, *others_s),
+            "tail": max(self.full_rows_s + load_s, *others_s),
         }
 
 

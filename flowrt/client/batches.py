@@ -1,23 +1,52 @@
 """What a pull brings: leased slots, their tensors and numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from flowrt.transport.rows import Packed
 from flowrt.wire.messages import Grant
+
+
+class Columns(Mapping[str, list[torch.Tensor]]):
+    """Tensor columns, a 1-D tensor for each slot; rows of a packed column are made when first asked for."""
+
+    def __init__(self, columns: Mapping[str, Sequence[torch.Tensor] | Packed]) -> None:
+        self._columns = dict(columns)
+        self._rows: dict[str, list[torch.Tensor]] = {}
+
+    def __getitem__(self, column: str) -> list[torch.Tensor]:
+        if column not in self._rows:
+            rows = self._columns[column]
+            self._rows[column] = list(rows.rows() if isinstance(rows, Packed) else rows)
+        return self._rows[column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def packed(self, column: str) -> Packed:
+        """All rows of a column end to end: as they arrived where they came together, else a copy."""
+        rows = self._columns[column]
+        if not isinstance(rows, Packed):
+            rows = self._columns[column] = Packed(torch.cat(list(rows)), tuple(map(len, rows)))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Leased slots in issue order; slots of one group stand together.
 
-    ``tensors[column][i]`` is the 1-D tensor of slot i (slots of a group share a group column's tensor), and
-    ``inline[column][i]`` its number. ``closed`` says that nothing more will come: of this step for the train stage.
+    ``tensors[column][i]`` is the 1-D tensor of slot i (slots of a group share a group column's tensor),
+    ``tensors.packed(column)`` all of them end to end, and ``inline[column][i]`` its number. ``closed`` says that
+    nothing more will come: of this step for the train stage.
     """
 
     grant: Grant
-    tensors: dict[str, list[torch.Tensor]]
+    tensors: Columns
     inline: dict[str, list[float]]
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ import socket
 
 from flowrt.client.session import Session
 from flowrt.errors import FlowError, LocalProtocolError, WaitExpired
+from flowrt.transport.transports import abilities
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
 
@@ -41,7 +42,7 @@ async def connect(address: str, worker: str, role: str, deadline_s: float) -> Se
         link = ClientLink(receive, failed)
         unless_welcome.callback(link.close)
         link.connect(address)
-        link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid()))
+        link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid(), abilities()))
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await welcome

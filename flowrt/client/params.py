@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flowrt.errors import TransferError
+from flowrt.transport.deltas import Delta
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.relay import Arrival, pieces
 from flowrt.transport.weights import RunningChecksum, Snapshot
@@ -48,6 +49,7 @@ class Params:
         self._spawn = spawn
         self._deadline_s = deadline_s
         self._held: dict[Form, _Held] = {}
+        self._published: dict[str, tuple[Snapshot, int]] = {}  # the last one of each model, and its checksum
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
         # One thread, so that pieces are summed in the order in which they come.
@@ -58,10 +60,27 @@ class Params:
 
         ``divergence`` says how far (KL) earlier versions are from this one, for refresh policies that ask.
         """
-        checksum = await asyncio.to_thread(snapshot.checksum)
-        whole = Weights(model, snapshot.version, NO_BASE, tuple(snapshot.bucket_bytes()), checksum)
-        self._held[model, snapshot.version, NO_BASE] = _Held(snapshot.buckets)
-        self._send(Publish((whole,), tuple((divergence or {}).items())))
+        forms = await asyncio.to_thread(self._forms, model, snapshot)
+        for weights, buckets in forms:
+            self._held[model, snapshot.version, weights.base] = _Held(buckets)
+        self._send(Publish(tuple(weights for weights, _ in forms), tuple((divergence or {}).items())))
+
+    def _forms(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
+        """The version whole and, where that is much smaller, as changes to the one that was published before it."""
+        checksum, version, sizes = snapshot.checksum(), snapshot.version, snapshot.bucket_bytes()
+        forms = [(Weights(model, version, NO_BASE, tuple(sizes), checksum), snapshot.buckets)]
+        before = self._published.get(model)
+        if before is not None and before[0].bucket_bytes() == sizes:
+            base, base_checksum = before
+            delta = Delta.between(
+                base, snapshot, width=snapshot.item_bytes, base_checksum=base_checksum, checksum=checksum
+            )
+            if delta is not None:
+                buffers = delta.buffers()
+                told = tuple(buffer.numel() for buffer in buffers)
+                forms.append((Weights(model, version, base.version, told, checksum), buffers))
+        self._published[model] = snapshot, checksum
+        return forms
 
     def staged(self, model: str = "") -> StagedWeights | None:
         """The newest version of a model (none named: of any) that has arrived and is not in use yet."""
@@ -88,7 +107,7 @@ class Params:
     def serve(self, order: ServeWeights) -> None:
         held = self._held.get((order.model, order.version, order.base))
         outgoing = _gone(order) if held is None else held.outgoing()
-        done = self._lanes.transfer(order.turn, outgoing)
+        done = self._lanes.send_each(order.turn, outgoing)
         done.add_done_callback(seen)
         # A lane that broke in the middle would keep the whole version in memory for as long as it is not replaced.
         done.add_done_callback(lambda _: outgoing.close())
@@ -100,7 +119,7 @@ class Params:
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
-        arrived = self._lanes.transfer(order.turn, incoming)
+        arrived = self._lanes.receive_each(order.turn, incoming)
         arrived.add_done_callback(lambda done: None if done.cancelled() else incoming.close())
         self._spawn(self._stage(order, held, arrived, checksum))
 
@@ -112,7 +131,10 @@ class Params:
         one = order.weights
         try:
             await arrived
-            snapshot = _verified(one, held, await checksum.total())
+            if one.base == NO_BASE:
+                snapshot = _verified(one, held, await checksum.total())
+            else:
+                snapshot = await asyncio.to_thread(self._changed_by, one, held.buckets)
         except TransferError as error:
             assert held.arrival is not None
             held.arrival.fail(str(error))
@@ -126,6 +148,16 @@ class Params:
             self._staged[one.model] = StagedWeights(one.model, snapshot)
             self._changed.set()
         self._send(Staged(one.model, one.version))
+
+    def _changed_by(self, one: Weights, buffers: list[torch.Tensor]) -> Snapshot:
+        """The whole version, from its base and the changes. Raises TransferError when either is not the right one."""
+        base = self._held.get((one.model, one.base, NO_BASE))
+        if base is None:
+            raise TransferError(f"version {one.base} of {one.model}, whose changes came, is not held here")
+        delta = Delta.from_buffers(buffers)
+        if (delta.version, delta.checksum) != (one.version, one.checksum):
+            raise TransferError(f"changes to version {delta.version} came in place of those to {one.version}")
+        return delta.apply(Snapshot(one.base, base.buckets))
 
 
 def _verified(one: Weights, held: _Held, checksum: int) -> Snapshot:

@@ -6,12 +6,11 @@ serve these tensors, and whoever asked may have given up while the answer was on
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from flowrt.errors import LocalProtocolError
-from flowrt.transport.store import TensorStore
+from flowrt.transport.rows import Packed
+from flowrt.transport.store import Rows, TensorStore
 
-Columns = Mapping[str, Sequence[torch.Tensor]]
+Columns = Mapping[str, Rows]
 
 
 class Promised:
@@ -38,21 +37,24 @@ class Promised:
     def _check(self, columns: Columns) -> None:
         for column, rows in columns.items():
             self._store.check(column, rows)
+        self._store.check_room(columns)
 
     def opened(self, request: int, first: int) -> None:
         """The offer is open: its prompts are the groups from ``first`` on (none when it is negative)."""
         for column, rows in self._offers.pop(request, {}).items() if first >= 0 else ():
-            for group, tensor in enumerate(rows, first):
-                self._store.put(column, group, tensor)
+            self._store.put_rows(column, range(first, first + len(rows)), rows, promised=True)
 
     def committed(self, request: int, refused: Sequence[int]) -> None:
         """The commit is accepted; what was refused leaves alone what this worker may have of these slots."""
         slots, columns = self._commits.pop(request, ((), {}))
         void = set(refused)
+        kept = [row for row, slot in enumerate(slots) if slot not in void]
         for column, rows in columns.items():
-            for slot, tensor in zip(slots, rows, strict=True):
-                if slot not in void:
-                    self._store.put(column, slot, tensor)
+            if len(kept) == len(rows):
+                self._store.put_rows(column, slots, rows, promised=True)
+            elif kept:
+                single = rows.rows() if isinstance(rows, Packed) else rows
+                self._store.put_rows(column, [slots[row] for row in kept], [single[row] for row in kept], promised=True)
 
     def refused(self, request: int) -> None:
         """Nothing of it is needed."""

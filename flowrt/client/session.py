@@ -12,22 +12,21 @@ import torch
 
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
-from flowrt.client.batches import Batch
+from flowrt.client.batches import Batch, Columns
 from flowrt.client.params import Params
 from flowrt.client.promised import Promised
 from flowrt.clock import MonotonicClock
 from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError, WaitExpired
 from flowrt.metrics import Timeline
-from flowrt.transport.backends import GlooBackend
 from flowrt.transport.lane import LaneSet, seen
-from flowrt.transport.packets import pack
-from flowrt.transport.store import TensorStore
+from flowrt.transport.rows import lengths_of
+from flowrt.transport.store import Rows, TensorStore
+from flowrt.transport.transports import transports
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
 from flowrt.wire.records import BusySpan, Incoming, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
-LANE_DEADLINE_S = 60.0
 PULL_TRIES = 3
 SILENT_BEATS = 30  # heartbeats without any word from the controller after which it counts as gone
 
@@ -39,13 +38,13 @@ class Session:
         self.worker = worker
         self.welcome = welcome
         self.timeline = Timeline(MonotonicClock())
-        self.store = TensorStore(welcome.columns)
+        self.store = TensorStore(welcome.columns, welcome.store_bytes)
         self._address = address
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, GlooBackend(address), LANE_DEADLINE_S, self._signal)
+        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, self._signal)
         self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
-        self.params = Params(self._lanes, self.send, self._spawn, LANE_DEADLINE_S)
+        self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -77,17 +76,17 @@ class Session:
         prompts: Sequence[int],
         epoch: int = 0,
         members: int = 1,
-        tensors: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        tensors: Mapping[str, Rows] | None = None,
         tags: Mapping[str, Sequence[float]] | None = None,
         at_least: int = 0,
         deadline_s: float | None = None,
     ) -> range | None:
         """Offer prompts, each as a group of ``members`` slots; returns when they are open, all of them at once.
 
-        ``tensors`` are the group columns, one 1-D tensor a prompt; they stay here until their group is done.
-        ``tags`` are inline columns, one number a slot. Returns the ids of the groups, or None when the run needs no
-        more prompts. Raises WaitExpired, with nothing opened, when there is no room within ``deadline_s`` seconds,
-        and LocalProtocolError when a tensor is not what its column takes.
+        ``tensors`` are the group columns, one 1-D tensor a prompt (a list, or `Packed`); they stay here until their
+        group is done. ``tags`` are inline columns, one number a slot. Returns the ids of the groups, or None when the
+        run needs no more prompts. Raises, with nothing opened, WaitExpired when there is no room within ``deadline_s``
+        seconds, OverBudget when there is none in this worker's store, LocalProtocolError for a wrong tensor.
         """
         request = self._asking.number()
         columns = tensors or {}
@@ -99,7 +98,7 @@ class Session:
             epoch,
             members,
             at_least,
-            tuple(Lengths(column, tuple(map(len, rows))) for column, rows in columns.items()),
+            tuple(Lengths(column, lengths_of(rows)) for column, rows in columns.items()),
             tuple(Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()),
         )
         opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
@@ -129,7 +128,7 @@ class Session:
             missing = self.store.missing(grant.parts)
             if not missing:
                 tensors = {part.column: self._rows(part, grant) for part in grant.parts}
-                return Batch(grant, tensors, {values.column: list(values.values) for values in grant.inline})
+                return Batch(grant, Columns(tensors), {values.column: list(values.values) for values in grant.inline})
             self._give_back(grant, stage, reason or "freed on its way")
         raise TransferError(
             f"{self.worker} pulled stage {stage} {PULL_TRIES} times and its tensors never came: {reason}"
@@ -140,18 +139,19 @@ class Session:
         stage: str,
         slots: Sequence[int],
         leases: Sequence[int],
-        tensors: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        tensors: Mapping[str, Rows] | None = None,
         inline: Mapping[str, Sequence[float]] | None = None,
         spans: Sequence[tuple[int, ...]] = (),
     ) -> tuple[int, ...]:
         """Say that the stage is done for these slots; returns the slots that were refused.
 
-        Tensor columns stay in this worker's store, inline columns travel with the message. Raises LocalProtocolError,
-        with nothing said or kept, when a tensor is not what its column takes.
+        Tensor columns stay in this worker's store, inline columns travel with the message. A column is a list of 1-D
+        tensors, or `Packed`. Raises, with nothing said or kept, LocalProtocolError when a tensor is not what its column
+        takes, OverBudget when the store has no room for them.
         """
         request, columns = self._asking.number(), tensors or {}
         self._promised.commit(request, slots, columns)
-        parts = tuple(Part(column, tuple(slots), tuple(map(len, rows))) for column, rows in columns.items())
+        parts = tuple(Part(column, tuple(slots), lengths_of(rows)) for column, rows in columns.items())
         values = tuple(Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items())
         commit = m.Commit(request, stage, tuple(slots), tuple(leases), parts, values, tuple(spans))
         done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
@@ -240,9 +240,8 @@ class Session:
             case m.Refused(request):
                 self._promised.refused(request)
                 self._asking.answer(request, message)
-            case m.Serve(turn, parts):
-                packet = pack(self.store, parts, turn.sequence)
-                self._lanes.transfer(turn, [packet]).add_done_callback(seen)
+            case m.Serve():
+                self._arrivals.serve(message)
             case m.Free(columns, slots, groups):
                 self.store.free(columns, slots, groups)
             case m.Signal(peer, lane, key, value):
@@ -260,9 +259,8 @@ class Session:
             case _:
                 raise RemoteProtocolError(f"the controller sent {type(message).__name__}, which only workers say")
 
-    def _rows(self, part: Part, grant: m.Grant) -> list[torch.Tensor]:
-        ids = grant.groups if self.store.scope(part.column) == "group" else grant.slots
-        return [self.store.get(part.column, item) for item in ids]
+    def _rows(self, part: Part, grant: m.Grant) -> Rows:
+        return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
 
     def _undelivered(self, incoming: Incoming, reason: str) -> None:
         if not self._ended.done():

@@ -22,11 +22,11 @@ class Core:
     """All state of a run."""
 
     def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
-        self._settings = settings
+        self.settings = settings
         self._policies = policies
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
-        lanes = Lanes()
+        lanes = Lanes(settings.lanes)
         self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
         self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
         self.ended: End | None = None
@@ -43,8 +43,9 @@ class Core:
         match event:
             case Said(worker, message):
                 self._said(worker, message, now)
-            case Joined(worker, role, host):
+            case Joined(worker, role, host, lanes):
                 self.roster.join(worker, role, host, now)
+                self.samples.lanes.join(worker, lanes)
             case Gone(worker, reason):
                 self._gone(worker, reason)
             case _:
@@ -122,7 +123,7 @@ class Core:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
         self.samples.forget(worker)
         self.models.forget(worker)
-        if member.role in self._settings.vital_roles and (reason or not member.finished):
+        if member.role in self.settings.vital_roles and (reason or not member.finished):
             self._end(f"{worker}: {reason or 'left before its part was complete; see its log'}", EXIT_FAILED)
 
     def _tick(self, now: float) -> None:
@@ -132,16 +133,16 @@ class Core:
             self._gone(member.id, reason)
         self.samples.retreat.expire_leases(now)
         idle_s = now - (now if self._progress_s is None else self._progress_s)
-        if idle_s > self._settings.stall_s:
+        if idle_s > self.settings.stall_s:
             waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.waiting())
             self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
 
     def _finish_if_complete(self) -> None:
         self.roster.changed = False
-        members = [member for member in self.roster.members() if member.role in self._settings.finishers]
+        members = [member for member in self.roster.members() if member.role in self.settings.finishers]
         if (
-            self._settings.finishers
-            and {member.role for member in members if member.finished} == set(self._settings.finishers)
+            self.settings.finishers
+            and {member.role for member in members if member.finished} == set(self.settings.finishers)
             and all(member.finished for member in members)
         ):
             self._end("the run is complete", EXIT_OK)

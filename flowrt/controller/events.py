@@ -13,6 +13,7 @@ class Joined:
     worker: WorkerId
     role: str
     host: str
+    lanes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long

@@ -11,8 +11,8 @@ from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes, find_holding, lose_copies
 from flowrt.ids import LeaseId, SlotId, WorkerId
-from flowrt.wire.messages import Abandon, Free
-from flowrt.wire.records import Incoming
+from flowrt.wire.messages import Abandon, Free, Signal
+from flowrt.wire.records import GONE, Incoming
 
 ALONE = 2
 """A group whose policy is to train the rest needs so many: a lone sample has nothing to be compared with."""
@@ -132,6 +132,7 @@ class Retreat:
         for slot in list(group.slots):
             if slot.id in self._board.slots:
                 self._make_again(slot)
+        self._drop_sourceless(group)
 
     # ---- tensors that are not where they should be
 
@@ -149,7 +150,8 @@ class Retreat:
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: its leases come back, columns that only it held are made again."""
-        self._lanes.forget(worker)
+        for peer in self._lanes.forget(worker):
+            self._out.append(Send(peer, Signal(worker, "", GONE, b"")))
         for lease in [lease for lease in self._board.leases.values() if lease.worker == worker]:
             self._give_back_all(lease.id)
         for slot in list(self._board.slots.values()):
@@ -158,9 +160,14 @@ class Retreat:
                 self._make_again(slot)
         for group in list(self._board.groups.values()):
             lose_copies(group.tensors, worker)
-            if group.id not in self._window.taken and not all(one.owners for one in group.tensors.values()):
-                self.dropped["its source left"] += 1
-                self._give_up(group, "its source left")
+            self._drop_sourceless(group)
+
+    def _drop_sourceless(self, group: Group) -> None:
+        """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
+        owned = all(one.owners for one in group.tensors.values())
+        if not owned and group.id in self._board.groups and group.id not in self._window.taken:
+            self.dropped["its source left"] += 1
+            self._give_up(group, "its source left")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""

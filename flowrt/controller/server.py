@@ -151,6 +151,8 @@ class Server:
             refusal = f"a worker named {hello.worker} is here already; give each its own --name"
         elif self._core.ended is not None:
             refusal = f"the run has ended: {self._core.ended.reason}"
+        elif hello.role != OBSERVER:
+            refusal = self._core.samples.lanes.fault(hello.lanes)
         if refusal:
             self._link.send(peer, m.Refused(0, refusal))
             return
@@ -158,9 +160,17 @@ class Server:
         self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
         self._incarnations += 1
         log.info("%s joined (%s on %s, pid %d)", worker, hello.role, hello.host, hello.pid)
-        welcome = m.Welcome(self._incarnations, self._heartbeat_s, self._wait_s, self._columns, self._config)
+        welcome = m.Welcome(
+            self._incarnations,
+            self._heartbeat_s,
+            self._wait_s,
+            self._core.settings.lane_s,
+            self._core.settings.store_bytes,
+            self._columns,
+            self._config,
+        )
         self._send(worker, welcome)
-        self._handle(Joined(worker, hello.role, hello.host))
+        self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
 
     def _handle(self, event: Event) -> None:
         if self._core.ended is not None and not isinstance(event, Said):

@@ -85,4 +85,7 @@ class Settings:
     budget_bytes: int = 0  # the same for the bytes of their tensors, wherever they are; 0: no limit
     lease_s: float = 600.0
     silence_s: float = 30.0
+    lanes: str = "auto"  # or the name of the one transport to use
+    lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
+    store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
     stall_s: float = 300.0

@@ -1,12 +1,13 @@
 """Who sends what to whom, in which order: lanes and their turns.
 
 A lane is a (sender, receiver, kind) pair with its own order; the controller numbers its transfers, so both ends
-issue the same sequence. A lane that failed is never used again: the next transfer opens a new incarnation.
+issue the same sequence. A lane that failed is never used again: the next transfer opens a new incarnation. Which
+transport an incarnation uses is decided here, from what its two ends said they can do.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flowrt.controller.board import Board
 from flowrt.controller.slots import Holding, Slot
@@ -14,31 +15,77 @@ from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.wire.records import Incoming, LaneTurn, Part
 
 LaneKey = tuple[WorkerId, WorkerId, str]
+AUTO = "auto"
+EVERYWHERE = "gloo"
+"""The transport that any two workers can do."""
 
 
 class Lanes:
-    """The current incarnation and next sequence number of every lane."""
+    """The current incarnation, next sequence number and transport of every lane."""
 
-    def __init__(self) -> None:
-        self._state: dict[LaneKey, tuple[int, int]] = {}
+    def __init__(self, forced: str = AUTO) -> None:
+        self._forced = forced
+        self._able: dict[WorkerId, tuple[str, ...]] = {}
+        self._state: dict[LaneKey, tuple[int, int, str]] = {}
+        self._failed: Counter[tuple[str, str]] = Counter()
         self._incarnations = itertools.count()
+
+    def fault(self, lanes: Sequence[str]) -> str:
+        """Why a worker that can do these lanes cannot come in; empty when it can."""
+        if self._forced == AUTO:
+            return ""
+        forced = [one for one in lanes if _name(one) == self._forced]
+        if not forced:
+            return f"lanes are forced to be {self._forced}, and it can only do {', '.join(map(_name, lanes))}"
+        if any(forced[0] not in able for able in self._able.values()):
+            return f"lanes are forced to be {self._forced}, and it is not on the host of the others; use lanes = 'auto'"
+        return ""
+
+    def join(self, worker: WorkerId, lanes: tuple[str, ...]) -> None:
+        """The worker is in and can do these, best first. One that moves no tensors says none."""
+        if lanes:
+            self._able[worker] = lanes
 
     def next_turn(self, sender: WorkerId, receiver: WorkerId, kind: str) -> LaneTurn:
         key = (sender, receiver, kind)
-        incarnation, sequence = self._state.get(key) or (next(self._incarnations), 0)
-        self._state[key] = (incarnation, sequence + 1)
-        return LaneTurn(sender, receiver, kind, incarnation, sequence)
+        incarnation, sequence, transport = self._state.get(key) or (
+            next(self._incarnations),
+            0,
+            self._choose(sender, receiver),
+        )
+        self._state[key] = (incarnation, sequence + 1, transport)
+        return LaneTurn(sender, receiver, kind, incarnation, sequence, transport)
+
+    def _choose(self, sender: WorkerId, receiver: WorkerId) -> str:
+        theirs = self._able.get(receiver, ())
+        both = [_name(one) for one in self._able.get(sender, ()) if one in theirs]
+        return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
+
+    def best(self, owners: Collection[WorkerId], receiver: WorkerId) -> WorkerId:
+        """Who of these shall serve: the one whose lanes to the receiver have failed least."""
+        return min(owners, key=lambda owner: (self._failed[owner, receiver], owner))
 
     def abandon(self, turn: LaneTurn) -> None:
         """This turn's lane is broken: the next turn opens a new incarnation, unless one is open already."""
         key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
-        if self._state.get(key, (-1, 0))[0] == turn.incarnation:
+        state = self._state.get(key)
+        if state is not None and state[0] == turn.incarnation:
+            self._failed[turn.sender, turn.receiver] += 1
             del self._state[key]
 
-    def forget(self, worker: WorkerId) -> None:
-        """The worker is gone, and all its lanes with it."""
-        for key in [key for key in self._state if worker in key[:2]]:
+    def forget(self, worker: WorkerId) -> list[WorkerId]:
+        """The worker is gone, and all its lanes with it; returns those at their other ends."""
+        self._able.pop(worker, None)
+        for pair in [pair for pair in self._failed if worker in pair]:
+            del self._failed[pair]
+        keys = [key for key in self._state if worker in key[:2]]
+        for key in keys:
             del self._state[key]
+        return sorted({end for key in keys for end in key[:2] if end != worker})
+
+
+def _name(lane: str) -> str:
+    return lane.partition(":")[0]
 
 
 def find_holding(board: Board, column: str, item: int) -> Holding | None:
@@ -74,7 +121,9 @@ def plan(
         parts.append(_part(name, list(holdings.items())))
         for item, holding in holdings.items():
             if receiver not in holding.owners and receiver not in holding.sent:
-                wanted[min(holding.owners)][name].append((item, holding))
+                owners = holding.owners
+                owner = next(iter(owners)) if len(owners) == 1 else lanes.best(owners, receiver)
+                wanted[owner][name].append((item, holding))
     incoming = []
     for owner, packed in wanted.items():
         turn = lanes.next_turn(owner, receiver, "samples")

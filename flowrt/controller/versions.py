@@ -82,6 +82,10 @@ class ModelVersions:
     doomed: set[WorkerId] = field(default_factory=set)  # they fetch what will not come whole to whoever sends it
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
     whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not use changes
+    behind: dict[WorkerId, None] = field(default_factory=dict)  # without the latest version, and not fetching
+    serving: Counter[tuple[WorkerId, int]] = field(default_factory=Counter)  # fetches from a holder, by version
+    loose: set[WorkerId] = field(default_factory=set)  # holders that may have something to let go of
+    held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
     changed: bool = False  # since it was last asked who shall fetch
 
     # ---- what workers say
@@ -96,12 +100,25 @@ class ModelVersions:
         self.latest, self.publisher, self.divergence = version, worker, divergence
         self.published[version] = forms
         for form in forms:
-            self.holders[version, form.base] = {worker}
+            self._hold(worker, version, form.base)
+        self.behind = {who: None for who in self.receivers if who not in self.fetching}
 
     def applied(self, worker: WorkerId, version: int) -> None:
         self.changed = True
         before = self.receivers.get(worker, Receiver(worker, version, version))
-        self.receivers[worker] = Receiver(worker, version, max(before.staged, version))
+        self._received(Receiver(worker, version, max(before.staged, version)))
+
+    def _received(self, receiver: Receiver) -> None:
+        self.receivers[receiver.worker] = receiver
+        if receiver.staged < self.latest and receiver.worker not in self.fetching:
+            self.behind[receiver.worker] = None
+        else:
+            self.behind.pop(receiver.worker, None)
+
+    def _hold(self, worker: WorkerId, version: int, base: int) -> None:
+        self.holders.setdefault((version, base), set()).add(worker)
+        self.held[worker].add((version, base))
+        self.loose.add(worker)
 
     def applied_version(self, worker: WorkerId) -> int:
         """The version that a worker generates with; 0 before it said anything."""
@@ -113,11 +130,11 @@ class ModelVersions:
             raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
         fetch = self._end_fetch(worker, version)
         receiver = self.receivers[worker]
-        self.receivers[worker] = Receiver(worker, receiver.applied, max(receiver.staged, version))
+        self._received(Receiver(worker, receiver.applied, max(receiver.staged, version)))
         self.whole_next.discard(worker)
         # Also if this fetch was thought to be over: whoever is not known to hold it is never told to let go of it.
         for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
-            self.holders.setdefault((version, base), set()).add(worker)
+            self._hold(worker, version, base)
 
     def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights) -> None:
         """Its fetch of this version is over; the late word of another one changes nothing."""
@@ -137,7 +154,14 @@ class ModelVersions:
         if fetch is None or fetch.weights.version != version:
             return None
         self.doomed.discard(worker)
-        return self.fetching.pop(worker)
+        self.loose.add(fetch.holder)
+        del self.fetching[worker]
+        self.serving[fetch.holder, version] -= 1
+        if not self.serving[fetch.holder, version]:
+            del self.serving[fetch.holder, version]
+        if worker in self.receivers and self.receivers[worker].staged < self.latest:
+            self.behind[worker] = None
+        return fetch
 
     def _doom_behind(self, worker: WorkerId, weights: Weights) -> None:
         """What the worker was passing on will not come: neither to its receivers nor to those that they serve.
@@ -157,17 +181,22 @@ class ModelVersions:
         """The worker is gone: it neither holds nor fetches anything."""
         self.changed = True
         self.receivers.pop(worker, None)
+        self.behind.pop(worker, None)
         self.whole_next.discard(worker)
         ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
         for fetch in ended:
             self._end_fetch(fetch.receiver, fetch.weights.version)
         for fetch in ended:
             self._doom_behind(fetch.receiver, fetch.weights)
-        for form in list(self.holders):
-            self.holders[form].discard(worker)
-            if not self.holders[form]:
-                del self.holders[form]
+        for form in self.held.pop(worker, set()):
+            self._let_go(worker, form)
+        self.loose.discard(worker)
         self._forget_unheld()
+
+    def _let_go(self, worker: WorkerId, form: Form) -> None:
+        self.holders[form].discard(worker)
+        if not self.holders[form]:
+            del self.holders[form]
 
     def _forget_unheld(self) -> None:
         """The latest is kept in mind in any case: somebody may be about to have it whole."""
@@ -178,16 +207,17 @@ class ModelVersions:
 
     def begin_fetches(self, refresh: Refresh, gated: Collection[WorkerId]) -> list[Fetching]:
         """Start what the policy wants, and what those need that admission keeps from starting."""
-        if self.latest not in self.published:
+        if self.latest not in self.published or not self.behind:
             return []
         idle = [
             receiver._replace(divergence=self.divergence.get(receiver.applied))
             for receiver in self.receivers.values()
             if receiver.worker not in self.fetching
         ]
-        behind = {receiver.worker for receiver in idle if receiver.staged < self.latest}
-        due = refresh.due(self.latest, idle, len(self.fetching))
-        due += [worker for worker in gated if worker in behind and worker not in due]
+        due = dict.fromkeys(refresh.due(self.latest, idle, len(self.fetching)))
+        due |= dict.fromkeys(worker for worker in gated if worker in self.behind)
+        if not due:
+            return []
         sources = {weights.base: self._sources(weights) for weights in self.published[self.latest]}
         started = []
         for worker in due:
@@ -195,6 +225,8 @@ class ModelVersions:
                 if sources[weights.base] and self._can_use(worker, weights):
                     fetch = Fetching(worker, _least_reluctant(sources[weights.base], worker), weights)
                     self.fetching[worker] = fetch
+                    self.serving[fetch.holder, weights.version] += 1
+                    self.behind.pop(worker, None)
                     started.append(fetch)
                     break
         return started
@@ -227,19 +259,20 @@ class ModelVersions:
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(holder, version) pairs to drop: where a newer version is, and nobody fetches the old one."""
-        wanted = {(fetch.holder, fetch.weights.version) for fetch in self.fetching.values()}
-        newest: dict[WorkerId, int] = {}
-        for (version, _), holders in self.holders.items():
-            for worker in holders:
-                newest[worker] = max(version, newest.get(worker, version))
+        if not self.loose:
+            return []
         retired = set()
-        for (version, base), holders in list(self.holders.items()):
-            old = {worker for worker in holders if newest[worker] > version and (worker, version) not in wanted}
-            retired |= {(worker, version) for worker in old}
-            holders -= old
-            if not holders:
-                del self.holders[version, base]
-        self._forget_unheld()
+        for worker in self.loose:
+            newest = max((version for version, _ in self.held.get(worker, ())), default=0)
+            for form in [
+                one for one in self.held.get(worker, ()) if one[0] < newest and not self.serving[worker, one[0]]
+            ]:
+                self.held[worker].remove(form)
+                self._let_go(worker, form)
+                retired.add((worker, form[0]))
+        self.loose.clear()
+        if retired:
+            self._forget_unheld()
         self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
         return sorted(retired)
 

@@ -128,6 +128,12 @@ class ControllerConfig:
     """How long a worker may work on a slot."""
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
+    lanes: str = "auto"
+    """How tensors move: auto (shared memory on one host, else by device, else TCP), or gloo, shm, nccl or hccl."""
+    lane_s: float = 60.0
+    """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
+    store_gb: float = 0.0
+    """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
     stall_s: float = 300.0
     """A run without any progress for this long ends, saying who waits for what."""
     join_s: float = 120.0

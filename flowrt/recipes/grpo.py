@@ -75,5 +75,8 @@ def settings(config: RunConfig) -> Settings:
         lost_member=LostMember(config.lost_member),
         lease_s=config.controller.lease_s,
         silence_s=config.controller.silence_s,
+        lanes=config.controller.lanes,
+        lane_s=config.controller.lane_s,
+        store_bytes=int(config.controller.store_gb * 1e9),
         stall_s=config.controller.stall_s,
     )

@@ -29,6 +29,7 @@ ABOVE_ZERO = (
     "controller.heartbeat_s",
     "controller.silence_s",
     "controller.lease_s",
+    "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
     "controller.join_s",
@@ -47,7 +48,9 @@ ZERO_OR_ABOVE = (
     "loss.clip_low",
     "loss.clip_high",
     "loss.kl_coef",
+    "controller.store_gb",
 )
+LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 BELOW_ONE = ("trainer.beta1", "trainer.beta2")
 
 
@@ -68,6 +71,8 @@ def check_limits(config: RunConfig) -> None:
     if not config.loss.correction_cap >= 1:
         raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
     times = config.controller
+    if times.lanes not in LANES:
+        raise ConfigError(f"controller.lanes is {times.lanes!r}; use one of {', '.join(LANES)}")
     if times.silence_s <= times.heartbeat_s:
         raise ConfigError(
             f"controller.silence_s is {times.silence_s}, no longer than heartbeat_s ({times.heartbeat_s}): workers "

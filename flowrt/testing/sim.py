@@ -179,6 +179,8 @@ class Cluster:
                 turns: list[LaneTurn] = [one.turn for one in message.incoming]
             case m.Serve(turn) | m.Fetch(turn) | m.ServeWeights(turn):
                 turns = [turn]
+            case m.Signal():
+                return  # that a peer is gone: the lanes here fail by themselves
             case _:
                 turns = []
         for turn in turns:

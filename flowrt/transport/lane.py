@@ -1,31 +1,34 @@
 """Lanes: ordered streams of tensors between two workers, each with a thread of its own.
 
-gloo's waits block a thread and cannot be cancelled, and a send is a rendezvous: it does not complete before the
-other end receives. So every lane has its own thread and its own two-rank group; a peer that hangs stops one lane, and
-its deadline turns that into an error with a name. A lane that failed stays failed: the controller opens a new
-incarnation.
+Transports block, and some cannot be woken. So every lane has its own thread and its own channel; a peer that hangs
+stops one lane, and its deadline turns that into an error with a name. A lane that failed stays failed and closes its
+channel, which frees the other end: the controller opens a new incarnation.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
-from flowrt.errors import TransferError
-from flowrt.transport.backends import RECEIVER_RANK, SENDER_RANK, GlooBackend, SignalStore
-from flowrt.wire.records import LaneTurn
+from flowrt.errors import FlowError, TransferError
+from flowrt.transport.channel import Channel, Transport
+from flowrt.transport.pieces import Run
+from flowrt.transport.rendezvous import SignalStore
+from flowrt.wire.records import GONE, LaneTurn
 
 CLOSE_S = 0.5
+REST_S = 10.0
+"""A lane that moved nothing for so long gives back the memory that it keeps warm."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    tensors: Iterable[torch.Tensor]
-    done: asyncio.Future[None]
+class _Turn:
+    act: Callable[[Channel], Any]
+    done: asyncio.Future[Any]
 
 
 def lane_name(turn: LaneTurn) -> str:
@@ -36,74 +39,120 @@ def lane_name(turn: LaneTurn) -> str:
 class Lane:
     """One direction between this worker and a peer."""
 
-    def __init__(self, name: str, rank: int, make_group: Callable[[], ProcessGroup]) -> None:
+    def __init__(self, name: str, incarnation: int, rest_s: float, open_channel: Callable[[], Channel]) -> None:
         self.name = name
-        self._rank = rank
-        self._make_group = make_group
+        self.incarnation = incarnation
+        self._rest_s = rest_s
+        self._open_channel = open_channel
+        self._channel: Channel | None = None
         self._loop = asyncio.get_running_loop()
-        self._transfers: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
+        self._waiting: set[asyncio.Future[Any]] = set()
         self._broken: str | None = None
         self._next_sequence = 0
         # A daemon: a thread inside gloo cannot be woken, and must not keep a finished worker alive.
         self._thread = threading.Thread(target=self._run, name=f"lane {name}", daemon=True)
         self._thread.start()
 
-    def transfer(self, sequence: int, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
-        """Send (or fill, at the receiving end) these contiguous tensors after all earlier turns.
+    @property
+    def alive(self) -> bool:
+        """Its thread still runs."""
+        return self._thread.is_alive()
 
-        They are taken one by one, on the lane's thread: the next is asked for when the one before has moved.
-        """
-        done: asyncio.Future[None] = self._loop.create_future()
+    def take(self, sequence: int, act: Callable[[Channel], Any]) -> asyncio.Future[Any]:
+        """Do this with the channel after all earlier turns; the future brings what it returns, or TransferError."""
+        done: asyncio.Future[Any] = self._loop.create_future()
         if self._broken is None and sequence != self._next_sequence:
             self._broken = f"turn {sequence} came where {self._next_sequence} was due"
         if self._broken is not None:
-            done.set_exception(TransferError(f"lane {self.name} is broken: {self._broken}"))
+            done.set_exception(self._error())
+            self._turns.put(None)
             return done
         self._next_sequence += 1
-        self._transfers.put(_Transfer(tensors, done))
+        self._waiting.add(done)
+        done.add_done_callback(self._after)
+        self._turns.put(_Turn(act, done))
         return done
+
+    def _after(self, done: asyncio.Future[Any]) -> None:
+        self._waiting.discard(done)
+        if not done.cancelled() and done.exception() is not None:
+            # Nothing is queued after this: the thread of a broken lane ends, whatever the controller does next.
+            self._turns.put(None)
+
+    def fail(self, reason: str) -> None:
+        """The other end is gone or this incarnation is void: whoever waits is freed now, the thread when it can be."""
+        if self._broken is None:
+            self._broken = reason
+        for done in list(self._waiting):
+            _settle(done, None, self._error())
+        self._turns.put(None)
+        if self._channel is not None:
+            self._channel.interrupt()
 
     def close(self) -> None:
         """No further transfer; the thread ends after those that are queued."""
-        self._transfers.put(None)
+        self._turns.put(None)
 
     def join(self, deadline_s: float) -> None:
         """Wait for the thread: a group that is still open when the interpreter exits aborts the process."""
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        group: ProcessGroup | None = None
-        while (transfer := self._transfers.get()) is not None:
-            if self._broken is None:
-                try:
-                    group = group or self._make_group()
-                    self._move(group, transfer.tensors)
-                except (RuntimeError, TransferError) as error:
-                    self._broken = str(error).splitlines()[0]
-                    group = None  # its connection closes, and the other end learns of it at once
-            self._report(transfer.done)
-            del transfer  # else its tensors stay in memory until there is another
-
-    def _move(self, group: ProcessGroup, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if self._rank == SENDER_RANK:
-                group.send([tensor], RECEIVER_RANK, 0).wait()
-            else:
-                group.recv([tensor], SENDER_RANK, 0).wait()
-
-    def _report(self, done: asyncio.Future[None]) -> None:
-        error = None if self._broken is None else TransferError(f"lane {self.name} failed: {self._broken}")
         try:
-            self._loop.call_soon_threadsafe(_settle, done, error)
+            while (turn := self._next()) is not None:
+                result = self._do(turn)
+                self._report(turn.done, result)
+                # What was moved belongs to whoever asked; a thread that waits must not hold on to it.
+                del turn, result
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _next(self) -> _Turn | None:
+        while True:
+            try:
+                return self._turns.get(timeout=self._rest_s)
+            except queue.Empty:
+                if self._channel is None:
+                    continue
+                try:
+                    self._channel.rest()
+                except TransferError as error:
+                    self._break(str(error))
+                    return None
+
+    def _do(self, turn: _Turn) -> Any:
+        if self._broken is None:
+            try:
+                self._channel = self._channel or self._open_channel()
+                return turn.act(self._channel)
+            except (RuntimeError, OSError, FlowError) as error:
+                self._break(str(error).splitlines()[0])
+        return None
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        if self._channel is not None:
+            # At once, not when the lane is dropped: the other end may be waiting for this one.
+            self._channel.close()
+
+    def _error(self) -> TransferError:
+        return TransferError(f"lane {self.name} failed: {self._broken}")
+
+    def _report(self, done: asyncio.Future[Any], result: Any) -> None:
+        error = None if self._broken is None else self._error()
+        try:
+            self._loop.call_soon_threadsafe(_settle, done, result, error)
         except RuntimeError:
             return  # the loop is closed: nobody is left to tell
 
 
-def _settle(done: asyncio.Future[None], error: TransferError | None) -> None:
+def _settle(done: asyncio.Future[Any], result: Any, error: TransferError | None) -> None:
     if done.done():
         return
     if error is None:
-        done.set_result(None)
+        done.set_result(result)
     else:
         done.set_exception(error)
 
@@ -112,44 +161,108 @@ class LaneSet:
     """All lanes of this worker, made as their first turn comes."""
 
     def __init__(
-        self, worker: str, backend: GlooBackend, deadline_s: float, signal: Callable[[str, str, str, bytes], None]
+        self,
+        worker: str,
+        transports: Mapping[str, Transport],
+        deadline_s: float,
+        signal: Callable[[str, str, str, bytes], None],
+        rest_s: float = REST_S,
     ) -> None:
         self._worker = worker
-        self._backend = backend
+        self._transports = transports
         self._deadline_s = deadline_s
         self._signal = signal
+        self._rest_s = rest_s
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._stores: dict[str, SignalStore] = {}
+        self._retired: list[Lane] = []
 
-    def transfer(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
-        """Take this turn: send the tensors if this worker is the sender, else receive into them."""
-        key = (turn.sender, turn.receiver, turn.kind)
-        lane = self._lanes.get(key)
-        if lane is None or lane.name != lane_name(turn):
-            if lane is not None:
-                lane.close()
-                self._stores.pop(lane.name, None)
-            lane = self._lanes[key] = self._open(turn)
-        return lane.transfer(turn.sequence, tensors)
+    def send(self, turn: LaneTurn, runs: Sequence[Run]) -> asyncio.Future[None]:
+        """Send one message. Its rows must not change before that is done; they are not copied until it moves."""
+        return self._take(turn, lambda channel: channel.send(runs))
+
+    def receive(self, turn: LaneTurn, sizes: Sequence[Sequence[int]]) -> asyncio.Future[list[torch.Tensor]]:
+        """Receive one message: for each run the sizes in bytes of its rows. Brings the bytes of each run."""
+        return self._take(turn, lambda channel: channel.receive(sizes))
+
+    def send_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
+        """Send tensors one by one. They are asked for on the lane's thread, the next when the one before has moved."""
+
+        def send(channel: Channel) -> None:
+            for tensor in tensors:
+                channel.send([Run.of(tensor)])
+
+        return self._take(turn, send)
+
+    def receive_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> asyncio.Future[None]:
+        """The other end of `send_each`: fill these byte tensors, one by one."""
+
+        def receive(channel: Channel) -> None:
+            for tensor in tensors:
+                (received,) = channel.receive([(tensor.nbytes,)])
+                tensor.copy_(received)
+
+        return self._take(turn, receive)
+
+    def refuse(self, turn: LaneTurn, reason: str) -> None:
+        """This turn cannot be taken here: its lane fails at both ends."""
+
+        def refuse(channel: Channel) -> None:  # noqa: ARG001
+            raise TransferError(reason)
+
+        self._take(turn, refuse).add_done_callback(seen)
 
     def deliver(self, peer: str, lane: str, key: str, value: bytes) -> None:
-        """A rendezvous key from the other end, possibly before our first turn."""
-        self._store(peer, lane).deliver(key, value)
+        """A rendezvous key from the other end, possibly before our first turn; or word that the peer is gone."""
+        if key != GONE:
+            self._store(peer, lane).deliver(key, value)
+            return
+        for ends in [ends for ends in self._lanes if peer in ends[:2]]:
+            gone = self._lanes.pop(ends)
+            self._drop(gone, f"{peer} has left the run")
 
     async def close(self) -> None:
-        """Close every lane; one that is stuck with its peer is left to its deadline."""
-        for lane in self._lanes.values():
+        """Close every lane; those that are stuck with their peer are left to their deadline."""
+        lanes = [*self._lanes.values(), *self._retired]
+        for lane in lanes:
             lane.close()
-        for lane in self._lanes.values():
-            await asyncio.to_thread(lane.join, CLOSE_S)
+        end_s = self._loop.time() + CLOSE_S
+        for lane in lanes:
+            await asyncio.to_thread(lane.join, max(end_s - self._loop.time(), 0.0))
+
+    def _take(self, turn: LaneTurn, act: Callable[[Channel], Any]) -> asyncio.Future[Any]:
+        key = (turn.sender, turn.receiver, turn.kind)
+        lane = self._lanes.get(key)
+        if lane is not None and turn.incarnation < lane.incarnation:
+            stale: asyncio.Future[Any] = self._loop.create_future()
+            stale.set_exception(TransferError(f"lane {lane_name(turn)} is stale: {lane.name} has taken its place"))
+            return stale
+        if lane is None or turn.incarnation > lane.incarnation:
+            if lane is not None:
+                self._drop(lane, "it was made anew")
+            lane = self._lanes[key] = self._open(turn)
+        return lane.take(turn.sequence, act)
+
+    def _drop(self, lane: Lane, reason: str) -> None:
+        store = self._stores.pop(lane.name, None)
+        if store is not None:
+            store.close(reason)
+        lane.fail(reason)
+        self._retired = [*(one for one in self._retired if one.alive), lane]
 
     def _open(self, turn: LaneTurn) -> Lane:
         name = lane_name(turn)
         sending = turn.sender == self._worker
-        rank, peer = (SENDER_RANK, turn.receiver) if sending else (RECEIVER_RANK, turn.sender)
-        store = self._store(peer, name)
-        return Lane(name, rank, lambda: self._backend.make_group(store, rank, self._deadline_s))
+        peer = turn.receiver if sending else turn.sender
+        store, transport = self._store(peer, name), self._transports.get(turn.transport)
+
+        def open_channel() -> Channel:
+            if transport is None:
+                raise TransferError(f"this worker has no transport {turn.transport!r}")
+            return transport.open(store, sending, self._deadline_s)
+
+        return Lane(name, turn.incarnation, self._rest_s, open_channel)
 
     def _store(self, peer: str, lane: str) -> SignalStore:
         if lane not in self._stores:
@@ -161,7 +274,7 @@ class LaneSet:
         return self._stores[lane]
 
 
-def seen(done: asyncio.Future[None]) -> None:
+def seen(done: asyncio.Future[Any]) -> None:
     """For transfers whose other end reports a failure: asyncio need not complain that nobody looked at this one."""
     if not done.cancelled():
         done.exception()

@@ -11,14 +11,16 @@ from flowrt.errors import TransferError
 from flowrt.transport.checksums import Crc32, crc32
 
 BUCKET_BYTES = 64 * 1024 * 1024
+NARROW_BYTES = 2
 
 
 class Snapshot:
     """One version in host memory: buckets of at most BUCKET_BYTES (a larger tensor has one to itself)."""
 
-    def __init__(self, version: int, buckets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, version: int, buckets: Sequence[torch.Tensor], item_bytes: int = 2) -> None:
         self.version = version
         self.buckets = list(buckets)
+        self.item_bytes = item_bytes  # of most elements; what has changed is found in units of it
 
     @classmethod
     def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
@@ -29,6 +31,8 @@ class Snapshot:
     def take(cls, version: int, tensors: Mapping[str, torch.Tensor]) -> "Snapshot":
         """Copy the tensors (any device) into fresh host buckets, in the mapping's order."""
         snapshot = cls.empty(version, [sum(t.nbytes for t in group) for group in _grouped(tensors)])
+        narrow = sum(t.nbytes for t in tensors.values() if t.element_size() <= NARROW_BYTES)
+        snapshot.item_bytes = 2 if 2 * narrow >= sum(snapshot.bucket_bytes()) else 4
         for bucket, group in zip(snapshot.buckets, _grouped(tensors), strict=True):
             offset = 0
             for tensor in group:

@@ -1,8 +1,7 @@
 """The whole protocol: every message that workers and the controller exchange.
 
-Workers speak to the controller only; tensors go from worker to worker over lanes that the controller orders. A worker
-begins with `Hello` and hears `Welcome` or `Refused`; a ``request`` is answered once, by a message with the same number,
-possibly much later: a pull or an offer that cannot be served yet is parked."""
+Workers speak to the controller only; tensors go from worker to worker over lanes that it orders. `Hello` is answered by
+`Welcome` or `Refused`, a ``request`` once by a message with its number: at once, or later when it had to be parked."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -21,6 +20,7 @@ class Hello:
     role: str
     host: str
     pid: int
+    lanes: tuple[str, ...]  # what it can do, best first: "gloo", or "shm:PLACE" for what works in one place only
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Welcome:
     incarnation: int
     heartbeat_s: float
     wait_s: float
+    lane_s: float  # a lane on which nothing moved for so long has failed
+    store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
     config: str  # the run's resolved configuration, TOML
 
@@ -285,11 +287,9 @@ class Status:
 
 
 # fmt: off
-Message = (
-    Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant | Withdraw
-    | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
-    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
-)
+Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
+    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
+    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)
 # fmt: on
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL

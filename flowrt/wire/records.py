@@ -80,6 +80,10 @@ class Weights:
     checksum: int  # of the whole version, however it travels
 
 
+GONE = "gone"
+"""The key of a `Signal` from the controller itself: the peer has left the run, and all lanes with it are void."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneTurn:
     """The next transfer of a lane: both ends issue transfers in the order of ``sequence``."""
@@ -89,6 +93,7 @@ class LaneTurn:
     kind: str  # "samples" or "weights"
     incarnation: int  # grows each time the lane is made anew
     sequence: int
+    transport: str  # "shm", "gloo", "nccl" or "hccl": the same for a whole incarnation
 
 
 @dataclass(frozen=True, slots=True)

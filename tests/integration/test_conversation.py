@@ -60,7 +60,7 @@ async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
 
 async def test_another_protocol_version_is_refused_with_both_numbers(controller: tuple[api.Server, str]) -> None:
     stranger = Stranger(controller[1])
-    stranger.say(encode(m.Hello(m.PROTOCOL + 1, "new", "reward", "host", 1)))
+    stranger.say(encode(m.Hello(m.PROTOCOL + 1, "new", "reward", "host", 1, ("gloo",))))
     answer = await stranger.hear()
     stranger.close()
     assert isinstance(answer, m.Refused)
@@ -86,7 +86,7 @@ async def test_garbage_is_counted_and_disturbs_nobody(controller: tuple[api.Serv
     for data in rubbish:
         stranger.say(data)
     stranger.say(b"two", b"frames")
-    stranger.say(encode(m.Hello(m.PROTOCOL, "late", "reward", "host", 1)))
+    stranger.say(encode(m.Hello(m.PROTOCOL, "late", "reward", "host", 1, ("gloo",))))
     answers = [await stranger.hear() for _ in range(3)]  # in order, so all before the last have been looked at
     assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # what could be read is answered
     stranger.close()

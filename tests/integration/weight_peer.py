@@ -59,11 +59,12 @@ class Wire:
         self.sent_bytes = 0
         self.fetches = 0
 
-    def transfer(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "Future[None]":
-        if turn.receiver == self._worker:
-            self.fetches += 1
-            return self._lanes.transfer(turn, tensors)
-        return self._lanes.transfer(turn, self._outgoing(tensors))
+    def receive_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "Future[None]":
+        self.fetches += 1
+        return self._lanes.receive_each(turn, tensors)
+
+    def send_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "Future[None]":
+        return self._lanes.send_each(turn, self._outgoing(tensors))
 
     def limit(self, pieces: int | None) -> None:
         """Send no more than so many pieces of each transfer, until this is changed."""

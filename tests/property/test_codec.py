@@ -101,7 +101,7 @@ def test_any_shape_behind_a_tag_raises_nothing_else(tag: int, fields: list[Any])
         encode(decode(msgpack.packb([tag, *fields])))
 
 
-TURN = LaneTurn("a", "b", "samples", 0, 0)
+TURN = LaneTurn("a", "b", "samples", 0, 0, "gloo")
 WRONG = {
     "text for a number": m.Opened("1", 2),  # type: ignore[arg-type]
     "truth for a number": m.Opened(True, 2),

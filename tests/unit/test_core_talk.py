@@ -102,7 +102,7 @@ def test_a_step_ends_once_and_only_when_it_is_full() -> None:
     talk.assert_illegal("trainer0", m.StepDone(0, ()))
 
 
-TURN = LaneTurn("trainer0", "rollout1", "weights", 0, 0)
+TURN = LaneTurn("trainer0", "rollout1", "weights", 0, 0, "gloo")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_an_evaluation_is_opened_past_training_prompts_that_wait_for_admission()
 
 def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
     talk = Talk()
-    talk.core._settings = dataclasses.replace(talk.core._settings, stall_s=10.0)
+    talk.core.settings = dataclasses.replace(talk.core.settings, stall_s=10.0)
     talk.offer()
     talk.now = 11.0
     assert [type(command) for command in talk.event(Tick())] == [End]
@@ -283,14 +283,18 @@ def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
     talk.say("rollout1", m.Applied(MODEL, 0))
     publish(talk, 1)
     talk.say("rollout0", m.Staged(MODEL, 1))
-    talk.say("rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0), whole(1), "lane broke"))
+    talk.say(
+        "rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0, "gloo"), whole(1), "lane broke")
+    )
     holder = talk.core.weights.fetching[WorkerId("rollout1")].holder
     assert holder == "rollout0"
     talk.event(Gone(WorkerId("rollout0"), ""))
     assert talk.core.weights.fetching[WorkerId("rollout1")].holder == "trainer0"
     publish(talk, 2)
     again = talk.heard(
-        talk.say("rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0), whole(1), "lane broke")),
+        talk.say(
+            "rollout1", m.FetchFailed(LaneTurn("trainer0", "rollout1", "weights", 0, 0, "gloo"), whole(1), "lane broke")
+        ),
         m.Fetch,
     )
     assert len(again) <= 1

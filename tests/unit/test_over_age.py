@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from flowrt.controller.events import Record
+from flowrt.controller.events import Gone, Record
 from flowrt.controller.settings import LostMember
+from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, offered_lengths, whole
 from flowrt.testing.talk import Talk
 from flowrt.wire import messages as m
@@ -85,3 +86,15 @@ def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> 
         offer = m.Offer(number, "train", prompts, 0, 1, 0, offered_lengths(4, 1, prompts=2), ())
         assert len(talk.heard(talk.say("source0", offer), m.Opened)) == 1
     assert talk.heard(talk.offer(prompt=5), m.Opened) == []
+
+
+def test_a_prompt_that_nobody_can_send_any_more_is_dropped_when_the_trainer_gives_it_back() -> None:
+    talk = Talk()
+    talk.ready_to_train()
+    grant = talk.pull("trainer0", "train", 0)
+    assert grant is not None
+    for holder in ("source0", "rollout0"):
+        talk.event(Gone(WorkerId(holder), ""))
+    talk.undelivered("trainer0", "train", grant)
+    assert talk.core.samples.board.groups == {}
+    assert talk.core.samples.retreat.dropped == {"its source left": 1}

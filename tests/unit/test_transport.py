@@ -1,4 +1,4 @@
-"""Packets, stores and snapshots: bytes exact, mistakes named."""
+"""Stores and snapshots: bytes exact, mistakes named."""
 
 import asyncio
 
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, TransferError
-from flowrt.transport.packets import pack, packet_bytes, unpack
 from flowrt.transport.store import TensorStore
 from flowrt.transport.weights import BUCKET_BYTES, Snapshot
 from flowrt.wire.records import Column, Part
@@ -19,37 +18,6 @@ COLUMNS = [Column(dtype, dtype, "slot") for dtype in DTYPES]
 
 def random_tensor(dtype: str, length: int) -> torch.Tensor:
     return torch.randint(0, 2, (length,)).to(getattr(torch, dtype))
-
-
-@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=6)), unique_by=lambda t: t[0]))
-def test_ragged_columns_survive_a_packet(columns: list[tuple[str, list[int]]]) -> None:
-    sender, receiver, parts = TensorStore(COLUMNS), TensorStore(COLUMNS), []
-    for dtype, lengths in columns:
-        for item, length in enumerate(lengths):
-            sender.put(dtype, item, random_tensor(dtype, length))
-        parts.append(Part(dtype, tuple(range(len(lengths))), tuple(lengths)))
-    packet = pack(sender, parts, sequence=7)
-    assert len(packet) == packet_bytes(receiver, parts)
-    for column, item, tensor in unpack(receiver, parts, 7, packet):
-        receiver.put(column, item, tensor)
-    for part in parts:
-        for item in part.ids:
-            assert torch.equal(sender.get(part.column, item), receiver.get(part.column, item))
-
-
-def test_another_turn_of_the_lane_is_noticed() -> None:
-    store = TensorStore(COLUMNS)
-    store.put("int32", 1, torch.arange(3, dtype=torch.int32))
-    parts = [Part("int32", (1,), (3,))]
-    with pytest.raises(TransferError, match="received message 4"):
-        unpack(store, parts, 5, pack(store, parts, 4))
-
-
-def test_a_length_that_was_not_announced_is_noticed() -> None:
-    store = TensorStore(COLUMNS)
-    store.put("int32", 1, torch.arange(3, dtype=torch.int32))
-    with pytest.raises(TransferError, match="3 elements where 4 were announced"):
-        pack(store, [Part("int32", (1,), (4,))], 0)
 
 
 def test_a_store_refuses_another_dtype_or_shape_and_keeps_what_it_has() -> None:
@@ -83,7 +51,7 @@ async def test_a_cancelled_waiter_leaves_the_arrival_to_others() -> None:
     impatient.cancel()
     with pytest.raises(asyncio.CancelledError):
         await impatient
-    store.arrive("int32", 1, torch.zeros(1, dtype=torch.int32), arrival)
+    store.arrive(parts[0], torch.zeros(4, dtype=torch.uint8), arrival)
     arrival.set_result(None)
     await patient
 
@@ -94,8 +62,7 @@ async def test_what_was_freed_on_its_way_is_not_kept_and_shows_as_missing() -> N
     arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     store.expect(parts, arrival)
     store.free((), slots=(1,), groups=())
-    for item in (1, 2):
-        store.arrive("int32", item, torch.zeros(1, dtype=torch.int32), arrival)
+    store.arrive(parts[0], torch.zeros(8, dtype=torch.uint8), arrival)
     assert store.missing(parts) == (Part("int32", (1,), (1,)),)
 
 

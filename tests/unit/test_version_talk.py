@@ -70,7 +70,7 @@ def test_what_came_whole_from_a_holder_that_is_gone_can_be_fetched_and_retired()
 
 def test_a_transfer_that_fails_for_ever_is_no_progress() -> None:
     talk = Talk()
-    talk.core._settings = dataclasses.replace(talk.core._settings, stall_s=10.0)
+    talk.core.settings = dataclasses.replace(talk.core.settings, stall_s=10.0)
     order = published(talk)[FIRST]
     while talk.core.ended is None:
         talk.now += 1.0

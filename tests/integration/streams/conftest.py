@@ -20,7 +20,7 @@ from flowrt import api
 from flowrt.controller.events import Event, Said
 from flowrt.wire import messages as m
 
-PROGRAM = Path(__file__).with_name("stream_process.py")
+PROGRAM = Path(__file__).with_name("nursery.py")
 ANSWER_S = 30.0
 GONE_S = 5.0
 CHECKED_ROWS = 500

@@ -1,18 +1,11 @@
-"""Producers, consumers and controllers as processes of their own, driven line by line.
-
-Run as a script it is a nursery: for each request on its socket it forks a child (Python and torch are loaded once),
-whose standard input and output are pipes to the test. A child reads orders and writes answers, JSON lines both.
-"""
+"""What the processes of these tests do: they read orders on standard input and write answers, JSON lines both."""
 
 import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -272,42 +265,3 @@ def left_over() -> dict[str, Any]:
 
 
 ROLES: dict[str, Callable[..., Awaitable[None]]] = {"puppet": puppet, "controller": controller, "dataset": dataset}
-
-
-def child(role: str, options: dict[str, Any]) -> None:
-    """What a forked process does; it never returns."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        api.run_loop(ROLES[role](**options))
-        code = 0
-    finally:
-        if code:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def nursery(requests: socket.socket) -> None:
-    """Fork a child for each request, until the test closes the socket."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: their pipes close when they end
-    while True:
-        data, pipes, _, _ = socket.recv_fds(requests, 65536, 2)
-        if not data:
-            return
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            os.dup2(pipes[0], 0)
-            os.dup2(pipes[1], 1)
-        for pipe in pipes:
-            os.close(pipe)
-        if pid == 0:
-            child(**json.loads(data))
-        requests.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    nursery(socket.socket(fileno=int(sys.argv[1])))

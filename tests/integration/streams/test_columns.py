@@ -23,7 +23,7 @@ class RawClient:
         self._heard: asyncio.Queue[m.Message] = asyncio.Queue()
         self._link = ClientLink(self._heard.put_nowait, self._heard.put_nowait)  # type: ignore[arg-type]
         self._link.connect(address)
-        self.say(m.Hello(m.PROTOCOL, name, "raw", "host", 1))
+        self.say(m.Hello(m.PROTOCOL, name, "raw", "host", 1, ("gloo",)))
 
     def say(self, message: m.Message) -> None:
         self._link.send(message)

@@ -1,4 +1,4 @@
-"""Two-rank process groups made on demand, their rendezvous carried by the controller's own channel.
+"""The rendezvous of a lane's two ends, carried by the controller's own channel.
 
 torch.distributed asks a Store for a few small keys when a group is made. Ours sends each key to the other end as a
 `Signal` through the controller, so a lane needs no store server, no fixed port and no world group, and whoever the
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed import Store
 
 from flowrt.errors import TransferError
 
@@ -26,11 +26,12 @@ class SignalStore(Store):
 
     def __init__(self, lane: str, post: Callable[[str, bytes], None], deadline_s: float) -> None:
         super().__init__()
-        self._lane = lane
+        self.lane = lane
         self._post = post
         self._deadline_s = deadline_s
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._closed = ""
 
     def deliver(self, key: str, value: bytes) -> None:
         """The other end has set a key."""
@@ -50,27 +51,28 @@ class SignalStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline_s = self._deadline_s if timeout is None else min(self._deadline_s, timeout.total_seconds())
         with self._changed:
-            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), deadline_s):
-                raise TransferError(f"lane {self._lane}: the other end did not come within {deadline_s:.0f} s")
+            if not self._changed.wait_for(lambda: self._closed or self._has(keys), deadline_s):
+                raise TransferError(f"lane {self.lane}: the other end did not come within {deadline_s:.0f} s")
+            if not self._has(keys):
+                raise TransferError(f"lane {self.lane}: {self._closed}")
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
-            return all(key in self._values for key in keys)
+            return self._has(keys)
 
+    def take(self, key: str) -> bytes:
+        """Wait for a key and forget it."""
+        self.wait([key])
+        return self._values.pop(key)
 
-class GlooBackend:
-    """Groups over TCP on CPU; one device and so one listening thread for all groups of this process."""
+    def close(self, reason: str) -> None:
+        """The other end will not come: whoever waits for it is told."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
 
-    def __init__(self, address: str) -> None:
-        self._device = ProcessGroupGloo.create_device(hostname=local_address(address))
-
-    def make_group(self, store: Store, rank: int, deadline_s: float) -> ProcessGroup:
-        """Meet the other rank and connect. Blocks; raises RuntimeError when it does not come in time."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._device]
-        options._threads = 1
-        options._timeout = timedelta(seconds=deadline_s)
-        return ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
+    def _has(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
 
 
 def local_address(controller: str) -> str:

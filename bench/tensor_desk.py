@@ -1,0 +1,67 @@
+"""The controller of `bench/tensors.py`: real messages over real links, and no board."""
+
+import asyncio
+
+from flowrt.controller.transfers import Lanes
+from flowrt.ids import WorkerId
+from flowrt.wire import messages as m
+from flowrt.wire.link import ServerLink
+from flowrt.wire.records import Incoming
+
+PRODUCER, CONSUMER = "producer", "consumer"
+TRANSPORTS = ("shm", "gloo")
+
+
+class Desk:
+    """The controller's answers, without its board: whatever was committed last is granted to whoever pulls."""
+
+    def __init__(self) -> None:
+        self._link = ServerLink(self._receive, self._garbled, lambda: None)
+        self.address = self._link.bind("tcp://127.0.0.1:0")
+        self._peer_of: dict[str, bytes] = {}
+        self._name_of: dict[bytes, str] = {}
+        self._lanes = {name: Lanes(name) for name in TRANSPORTS}
+        self._offered: m.Commit | None = None
+        self.everybody = asyncio.Event()
+
+    def _garbled(self, peer: bytes, reason: str) -> None:
+        raise RuntimeError(f"{peer!r}: {reason}")
+
+    def _receive(self, peer: bytes, message: m.Message) -> None:
+        match message:
+            case m.Hello():
+                self._peer_of[message.worker], self._name_of[peer] = peer, message.worker
+                for lanes in self._lanes.values():
+                    lanes.join(WorkerId(message.worker), message.lanes)
+                if len(self._peer_of) == 2:
+                    self.everybody.set()
+            case m.Signal(other, lane, key, value):
+                self._link.send(self._peer_of[other], m.Signal(self._name_of[peer], lane, key, value))
+            case m.Commit():
+                self._offered = message
+                self._link.send(peer, m.Committed(message.request, (), ""))
+            case m.Pull():
+                self._grant(peer, message)
+
+    def _grant(self, peer: bytes, pull: m.Pull) -> None:
+        commit = self._offered
+        assert commit is not None
+        # A kind of lane for each transport: they stay open beside each other.
+        turn = self._lanes[pull.stage].next_turn(WorkerId(PRODUCER), WorkerId(CONSUMER), pull.stage)
+        slots, zeros = commit.slots, (0,) * len(commit.slots)
+        incoming = (Incoming(turn, commit.parts),)
+        flows = ("data",)
+        self._link.send(
+            peer,
+            m.Grant(
+                0, 0, slots, flows, slots, zeros, slots, zeros, zeros, (), (), commit.parts, incoming, closed=False
+            ),
+        )
+        self._link.send(self._peer_of[PRODUCER], m.Serve(turn, commit.parts))
+
+    def free(self, slots: tuple[int, ...]) -> None:
+        for peer in self._peer_of.values():
+            self._link.send(peer, m.Free((), slots, ()))
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,257 @@
+"""The tensor plane: put, then get in another process, on shared memory and on gloo, beside what the machine can do.
+
+    python bench/tensors.py [--quick] [--json PATH] [--peer-python PYTHON]
+
+``--peer-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``). A put brings rows into the
+producer's store and their ids and lengths to the controller; a get is the controller's answer to a pull and the rows
+it announces, until they can be read. The messages are the real ones over real links, but the controller here keeps no
+board: what that costs is measured by `bench/metadata.py`. GB/s are bytes over the seconds of put and get together, the
+median of the repeats after one that warms up; the sides that are compared take turns. Every row is checked. Memory is
+what all processes hold at the peak (shared pages counted once), above the same processes before, over the payload.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tensor_desk import CONSUMER, PRODUCER, TRANSPORTS, Desk
+from tensor_raw import run_gloo, run_shm, run_tcp
+
+from flowrt.wire.loops import serve_loop
+
+FOLDER = Path(__file__).parent
+KB, MB, GB = 10**3, 10**6, 10**9
+SIZES = {"1kb": (KB, 4096), "100kb": (100 * KB, 512), "1mb": (MB, 128), "16mb": (16 * MB, 16), "64mb": (64 * MB, 4)}
+RAGGED = ("100kb", "1mb")
+PEER_SIZES = ("1kb", "100kb", "1mb", "16mb")
+PEER = "peer"
+MEMORY_ROWS = 512
+SAMPLE_S = 0.005
+
+
+def sizes_of(case: str) -> list[int]:
+    """Bytes of each row of a case, such as ``1mb`` or ``1mb_ragged`` (half to one and a half times as much)."""
+    size, count = SIZES[case.removesuffix("_ragged")]
+    if not case.endswith("_ragged"):
+        return [size] * count
+    dice = random.Random(7)
+    return [dice.randrange(size // 2, size * 3 // 2) for _ in range(count)]
+
+
+class Child:
+    """A process that obeys JSON lines."""
+
+    def __init__(self, *command: str) -> None:
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._popen.pid
+
+    def hear(self) -> Any:
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._popen.args} has ended")
+        return json.loads(line)
+
+    def ask(self, order: str, *arguments: Any) -> Any:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(json.dumps([order, arguments]) + "\n")
+        self._popen.stdin.flush()
+        return self.hear()
+
+    def close(self) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        try:
+            self._popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class Ours:
+    """Two ends and the desk between them."""
+
+    def __init__(self, desk: Desk, producer: Child, consumer: Child) -> None:
+        self._desk, self._producer, self._consumer = desk, producer, consumer
+        self._first = self._next = self.held = 0
+
+    async def make(self, sizes: list[int]) -> None:
+        self._first += 1
+        await asyncio.to_thread(self._producer.ask, "make", sizes, self._first)
+
+    async def once(self, transport: str, count: int, verify: bool = True) -> tuple[float, float]:
+        """Seconds of one put and one get."""
+        # New ids each time: nothing orders the word that the last ones are free before the next put.
+        ids = tuple(range(self._next, self._next + count))
+        self._next += count
+        put_s = await asyncio.to_thread(self._producer.ask, "put", ids[0])
+        get_s = await asyncio.to_thread(self._consumer.ask, "get", transport, self._first, verify)
+        self.held = held_bytes((self._producer.pid, self._consumer.pid))
+        self._desk.free(ids)
+        return put_s, get_s
+
+    async def peak_x(self, transport: str) -> float:
+        """Peak memory of both processes for rows of 1 MB, over their bytes."""
+        ends = (self._producer.pid, self._consumer.pid)
+        await self.make([MB] * 4)
+        await self.once(transport, 4)
+        await asyncio.to_thread(self._producer.ask, "drop")
+        before, peak, done = held_bytes(ends), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(SAMPLE_S):
+                peak[0] = max(peak[0], held_bytes(ends))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            await self.make([MB] * MEMORY_ROWS)
+            await self.once(transport, MEMORY_ROWS, verify=False)
+            peak[0] = max(peak[0], self.held)
+        finally:
+            done.set()
+            watcher.join()
+        await asyncio.to_thread(self._producer.ask, "drop")
+        return (peak[0] - before) / (MEMORY_ROWS * MB)
+
+
+def held_bytes(pids: tuple[int, ...]) -> int:
+    """Memory of these processes; a page that several of them map is counted once."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+class Peer:
+    """TransferQueue, its producer and its consumer."""
+
+    def __init__(self, python: str) -> None:
+        script = str(FOLDER / "tensor_peer.py")
+        self._queue = Child(python, script, "queue")
+        address = self._queue.hear()
+        self._producer, self._consumer = (Child(python, script, "client", address) for _ in range(2))
+        for client in (self._producer, self._consumer):
+            client.hear()
+        self._part = 0
+
+    def make(self, sizes: list[int]) -> None:
+        self._producer.ask("make", sizes, 1000)
+
+    def once(self, count: int) -> tuple[float, float]:
+        self._part += 1
+        part = f"part{self._part}"
+        seconds = self._producer.ask("put", part), self._consumer.ask("get", part, count, 1000)
+        self._producer.ask("clear", part)
+        return seconds
+
+    def close(self) -> None:
+        for child in (self._producer, self._consumer, self._queue):
+            child.close()
+
+
+def rate(metrics: dict[str, float], name: str, case: str, size: int, seconds: list[tuple[float, float]]) -> None:
+    metrics[f"{name}_gbps_{case}"] = size / GB / statistics.median(map(sum, seconds))
+    metrics[f"{name}_get_gbps_{case}"] = size / GB / statistics.median(get_s for _, get_s in seconds)
+
+
+async def measure(ours: Ours, peer: Peer | None, repeats: int, console: Console) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for case in [*SIZES, *(f"{case}_ragged" for case in RAGGED)]:
+        sizes = sizes_of(case)
+        await ours.make(sizes)
+        peer_too = peer is not None and case.removesuffix("_ragged") in PEER_SIZES
+        if peer is not None and peer_too:
+            await asyncio.to_thread(peer.make, sizes)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*TRANSPORTS, PEER)}
+        for _ in range(repeats + 1):
+            for transport in TRANSPORTS:
+                seconds[transport].append(await ours.once(transport, len(sizes)))
+            if peer is not None and peer_too:
+                seconds[PEER].append(await asyncio.to_thread(peer.once, len(sizes)))
+        for name, some in seconds.items():
+            if some:
+                rate(metrics, name, case, sum(sizes), some[1:])
+        if not case.endswith("_ragged"):
+            size, count = SIZES[case]
+            metrics[f"raw_gloo_gbps_{case}"] = await asyncio.to_thread(run_gloo, size, count)
+            metrics[f"raw_tcp_gbps_{case}"] = await asyncio.to_thread(run_tcp, size, count)
+            metrics[f"raw_shm_gbps_{case}"] = await asyncio.to_thread(run_shm, size, count)
+        console.print(case, {name: round(value, 3) for name, value in metrics.items() if name.endswith(f"_{case}")})
+    return metrics
+
+
+async def measure_memory() -> dict[str, float]:
+    """Each transport with processes of its own: what another left warm would count as there before."""
+    metrics = {}
+    for transport in TRANSPORTS:
+        async with two_ends() as ours:
+            metrics[f"peak_memory_x_{transport}"] = await ours.peak_x(transport)
+    return {**metrics, "peak_memory_x": max(metrics.values())}
+
+
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[Ours]:
+    desk = Desk()
+    with contextlib.ExitStack() as stack:
+        script = str(FOLDER / "tensor_ends.py")
+        ends = [Child(sys.executable, script, desk.address, name) for name in (PRODUCER, CONSUMER)]
+        for end in ends:
+            stack.callback(end.close)
+        await asyncio.wait_for(desk.everybody.wait(), 30)
+        yield Ours(desk, *ends)
+    desk.close()
+
+
+def ratios(metrics: dict[str, float]) -> dict[str, float]:
+    """What the targets are set on, where both sides were measured."""
+    pairs = {f"shm_times_peer_{case}": (f"shm_gbps_{case}", f"peer_gbps_{case}") for case in PEER_SIZES}
+    pairs |= {f"gloo_times_peer_{case}": (f"gloo_gbps_{case}", f"peer_gbps_{case}") for case in PEER_SIZES}
+    pairs |= {f"gloo_over_raw_{case}": (f"gloo_get_gbps_{case}", f"raw_gloo_gbps_{case}") for case in ("1mb", "64mb")}
+    pairs["shm_over_raw_16mb"] = ("shm_gbps_16mb", "raw_shm_gbps_16mb")
+    return {name: metrics[one] / metrics[other] for name, (one, other) in pairs.items() if other in metrics}
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    console = Console(width=150)
+    metrics = await measure_memory()
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if arguments.peer_python:
+            peer = await asyncio.to_thread(Peer, arguments.peer_python)
+            stack.callback(peer.close)
+        async with two_ends() as ours:
+            metrics |= await measure(ours, peer, 3 if arguments.quick else 9, console)
+    metrics |= ratios(metrics)
+    table = Table("metric", "value", title="the tensor plane")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.3g}")
+    console.print(table)
+    if arguments.json:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="3 repeats in place of 9")
+    parser.add_argument("--peer-python", default="", help="a Python that has TransferQueue")
+    serve_loop(main(parser.parse_args()))

@@ -1,0 +1,175 @@
+"""Lanes between accelerators: a two-rank nccl or hccl group for each, made on demand.
+
+Both libraries ignore tags and order messages by issue alone; the controller's turns give both ends the same order. A
+send that is issued early would occupy the device, so it waits until the receiver has said that it is ready. Rows in
+host memory are staged through device memory piece by piece; rows that are on the device are sent from where they are.
+
+Neither library can be waited for with a deadline of our own: whether a piece is complete is looked at in short turns,
+and a group whose peer hangs is aborted.
+
+nccl is written against torch's interface and HAS NOT RUN BETWEEN TWO CUDA DEVICES YET; its tests run where there are
+two. hccl is written against torch_npu's interface, a test compares names and signatures with torch_npu's sources, and
+IT HAS NOT RUN ON AN NPU.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from flowrt.errors import TransferError
+from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
+from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
+from flowrt.transport.warm import WarmMemory
+
+LOOK_S = 0.0002
+GROUP_PATIENCE = 4
+"""The library's own timeout ends processes; ours, which only ends the lane, must come first by far."""
+_environment = threading.Lock()
+
+
+def has_cuda() -> bool:
+    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
+    return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
+
+
+def has_npu() -> bool:
+    """This process works on an NPU. torch_npu is never imported just to look."""
+    npu = getattr(torch, "npu", None)
+    return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
+
+
+class NcclTransport:
+    """Groups on the CUDA device that is current where this is made, if any is."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device() if has_cuda() else None
+
+    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+        if self._device is None:
+            raise TransferError(
+                f"lane {store.lane}: nccl needs a CUDA device that is in use before the worker connects"
+            )
+        rank = SENDER_RANK if sending else RECEIVER_RANK
+        kind: Any = torch.distributed.ProcessGroupNCCL
+        options = kind.Options()
+        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        # A lane's thread has a current device of its own.
+        torch.cuda.set_device(self._device)
+        with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+            group = kind(store, rank, 2, options)
+        return DeviceChannel(group, store, torch.device("cuda", self._device), deadline_s)
+
+
+class HcclTransport:
+    """Groups on the NPU that is current where this is made, if any is."""
+
+    def __init__(self) -> None:
+        self._device: int | None = None
+        if has_npu():
+            import torch_npu
+
+            self._device = torch_npu.npu.current_device()
+
+    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+        if self._device is None:
+            raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
+        import torch_npu
+
+        rank = SENDER_RANK if sending else RECEIVER_RANK
+        kind: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        options = kind.Options()
+        options.is_high_priority_stream = False
+        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
+        # A communicator has 200 MB of buffers unless it is told otherwise.
+        options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
+        torch_npu.npu.set_device(self._device)
+        with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
+            group = kind(store, rank, 2, options)
+        return DeviceChannel(group, store, torch.device("npu", self._device), deadline_s)
+
+
+@contextmanager
+def _errors_stay_here(variable: str) -> Iterator[None]:
+    """Groups made in here abort their communicator on an error in place of ending the process; others are untouched."""
+    with _environment:
+        before = os.environ.get(variable)
+        os.environ[variable] = "2"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
+
+
+class DeviceChannel:
+    """One end of a group; what arrives is staged back to host memory."""
+
+    def __init__(self, group: Any, store: SignalStore, device: torch.device, deadline_s: float) -> None:
+        self._group = group
+        self._store = store
+        self._device = device
+        self._deadline_s = deadline_s
+        self._message = 0
+        self._memory = WarmMemory()
+        self._interrupted = threading.Event()
+
+    def send(self, runs: Sequence[Run]) -> None:
+        self._store.take(self._ready())
+        for run in runs:
+            for piece in cut(run.sizes, PIECE_BYTES):
+                self._complete(self._group.send([self._on_device(run, piece)], RECEIVER_RANK, 0).is_completed)
+
+    def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        self._store.set(self._ready(), b"1")
+        received = []
+        for rows in sizes:
+            flat = self._memory.take(sum(rows))
+            for piece in cut(rows, PIECE_BYTES):
+                staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
+                self._complete(self._group.recv([staged], SENDER_RANK, 0).is_completed)
+                flat[piece.start : piece.start + piece.size].copy_(staged)
+            received.append(flat)
+        return received
+
+    def rest(self) -> None:
+        self._memory.rest()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _ready(self) -> str:
+        self._message += 1
+        return f"ready/{self._message}"
+
+    def _on_device(self, run: Run, piece: Piece) -> torch.Tensor:
+        found = run.in_place(piece)
+        if found is not None and found.device == self._device:
+            return found
+        staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
+        if found is not None:
+            staged.copy_(found)
+            return staged
+        gathered = torch.empty(piece.size, dtype=torch.uint8)
+        run.copy(piece, gathered)
+        return staged.copy_(gathered)
+
+    def _complete(self, is_completed: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + self._deadline_s
+        while not is_completed():
+            if time.monotonic() > end_s or self._interrupted.wait(LOOK_S):
+                raise TransferError(f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left")

@@ -1,0 +1,37 @@
+"""A worker in a process of its own: makes ``response`` for as many rows as it is told, then serves them."""
+
+import asyncio
+import sys
+
+import torch
+
+from flowrt import api
+
+
+def response_of(slot: int) -> torch.Tensor:
+    return torch.full((50_000 + slot,), float(slot))
+
+
+async def make(session: api.Session, rows: int) -> None:
+    made = 0
+    while made < rows:
+        batch = await session.pull("rollout", rows - made)
+        responses = [response_of(slot) for slot in batch.slots]
+        await session.commit("rollout", batch.slots, batch.leases, {"response": responses})
+        made += len(batch)
+
+
+async def main(address: str, name: str, rows: int) -> None:
+    session = await api.connect(address, name, "rollout", 20)
+    await make(session, rows)
+    sys.stdout.write("made\n")
+    sys.stdout.flush()
+    try:
+        await session.wait_stopped()
+    except api.FlowError:
+        await session.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

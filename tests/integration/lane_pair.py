@@ -1,0 +1,133 @@
+"""Two ends of lanes for tests: one here, one in a process of its own, and a relay for their signals between them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrt.transport.lane import LaneSet, lane_name
+from flowrt.wire.records import LaneTurn
+
+PEER = Path(__file__).with_name("lane_peer.py")
+HERE, THERE = "here", "there"
+NOT_HERE = {"hccl": "hccl needs two NPUs; it has never run on one"}
+if torch.cuda.device_count() < 2:
+    NOT_HERE["nccl"] = "nccl needs two CUDA devices"
+
+
+class Pair:
+    """``deadline_s`` is that of the lanes at both ends."""
+
+    def __init__(self, transport: str, deadline_s: float, ends: dict[str, Any], rest_s: float) -> None:
+        self.transport = transport
+        self.deadline_s, self.rest_s = deadline_s, rest_s
+        self.lanes = LaneSet(HERE, ends, deadline_s, self._signal, rest_s)
+        self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
+        self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._process: asyncio.subprocess.Process | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(PEER),
+            THERE,
+            str(self.deadline_s),
+            str(self.rest_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(30):
+            assert json.loads(await self._process.stdout.readline()) == {"ready": THERE}
+        self._listener = asyncio.create_task(self._listen())
+
+    def turn(self, sending: bool, sequence: int = 0, incarnation: int = 0, kind: str = "samples") -> LaneTurn:
+        ends = (HERE, THERE) if sending else (THERE, HERE)
+        return LaneTurn(*ends, kind, incarnation, sequence, self.transport)
+
+    def order(self, turn: LaneTurn, columns: Any, seed: int = 0) -> asyncio.Future[dict[str, Any]]:
+        """Have the peer take its side of this turn; brings what it says of it."""
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[lane_name(turn), turn.sequence] = answer
+        fields = [turn.sender, turn.receiver, turn.kind, turn.incarnation, turn.sequence, turn.transport]
+        self._say(turn=fields, columns=columns, seed=seed)
+        return answer
+
+    async def issued(self, turn: LaneTurn) -> None:
+        """The peer has begun its side of this turn."""
+        async with asyncio.timeout(20):
+            await self._issued[lane_name(turn), turn.sequence].wait()
+
+    def forget(self) -> None:
+        """Have the peer let go of all that it received."""
+        self._say(forget=True)
+
+    def kill(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    async def close(self) -> None:
+        await self.lanes.close()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if self._process.returncode is None:
+            self.kill(signal.SIGCONT)
+            self._process.stdin.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), 10)
+            except TimeoutError:
+                self._process.kill()
+                raise
+        if self._listener is not None:
+            await self._listener
+        await self._process.wait()
+
+    def _say(self, **words: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+
+    def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
+        self._say(signal=[HERE, lane, key, value.hex()])
+
+    async def _listen(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            heard = json.loads(line)
+            if "signal" in heard:
+                _, lane, key, value = heard["signal"]
+                self.lanes.deliver(THERE, lane, key, bytes.fromhex(value))
+            elif "issued" in heard:
+                self._issued[tuple(heard["issued"])].set()
+            else:
+                answer = self._answers.pop(tuple(heard["done"]))
+                if not answer.done():
+                    answer.set_result(heard)
+
+
+def lane_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lane ")]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> int:
+    """Segments that are mapped into this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:flowrt-lane")
+
+
+def flat_bytes(message: list[list[torch.Tensor]]) -> list[bytes]:
+    return [b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows) for rows in message]

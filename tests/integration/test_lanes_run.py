@@ -1,0 +1,140 @@
+"""Lanes in a run: an owner that dies or hangs, whose rows come from somebody else or are made again; a full store."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt import api
+from flowrt.errors import LocalProtocolError, OverBudget, TransferError
+
+FOLDER = str(Path(__file__).parent)
+if FOLDER not in sys.path:  # what the other process runs as a script
+    sys.path.insert(0, FOLDER)
+
+import lane_maker  # noqa: E402
+
+COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
+STAGES = (
+    api.Stage("rollout", needs=("prompt",), makes=("response",)),
+    api.Stage("reward", needs=("response",), makes=("score",)),
+    api.Stage("read", needs=("response", "score"), makes=()),
+)
+FLOW = api.Dataflow(COLUMNS, STAGES)
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+ROWS = 4
+LANE_S, SILENCE_S = 2.0, 3.0
+
+
+class Run:
+    """A controller, a source here, and a process that made all responses and serves them."""
+
+    def __init__(self, address: str, maker: asyncio.subprocess.Process, stack: contextlib.AsyncExitStack) -> None:
+        self.address = address
+        self.maker = maker
+        self._stack = stack
+
+    async def join(self, name: str) -> api.Session:
+        session = await api.connect(self.address, name, name, 10)
+        self._stack.push_async_callback(session.close)
+        return session
+
+    def kill(self, number: signal.Signals) -> None:
+        os.kill(self.maker.pid, number)
+
+
+@asynccontextmanager
+async def running(folder: Path, lanes: str, **numbers: Any) -> AsyncIterator[Run]:
+    settings = api.Settings(lanes=lanes, lane_s=LANE_S, silence_s=SILENCE_S, **numbers)
+    async with contextlib.AsyncExitStack() as stack:
+        _, address = await stack.enter_async_context(api.controller(FLOW, settings, POLICIES, folder))
+        source = await api.connect(address, "source", "source", 10)
+        stack.push_async_callback(source.close)
+        await source.offer_many("data", range(ROWS), tensors={"prompt": [torch.zeros(2, dtype=torch.int32)] * ROWS})
+        maker = await asyncio.create_subprocess_exec(
+            sys.executable, lane_maker.__file__, address, "a-maker", str(ROWS), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert maker.stdout is not None
+            async with asyncio.timeout(30):
+                assert await maker.stdout.readline() == b"made\n"
+            yield Run(address, maker, stack)
+        finally:
+            if maker.returncode is None:
+                maker.kill()
+            await maker.wait()
+
+
+def check(batch: api.Batch) -> None:
+    assert len(batch) == ROWS
+    for slot, response in zip(batch.slots, batch.tensors["response"], strict=True):
+        assert torch.equal(response, lane_maker.response_of(slot))
+
+
+@pytest.mark.parametrize("lanes", ["gloo", "shm", "auto"])
+async def test_rows_come_over_the_transport_that_was_chosen(tmp_path: Path, lanes: str) -> None:
+    async with running(tmp_path, lanes) as run:
+        reward = await run.join("reward")
+        batch = await reward.pull("reward", ROWS, deadline_s=10)
+        check(batch)
+        assert [one.turn.transport for one in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
+        packed = batch.tensors.packed("response")
+        assert torch.equal(packed.values, torch.cat(batch.tensors["response"]))
+
+
+@pytest.mark.parametrize("lanes", ["gloo", "shm"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_rows_of_an_owner_that_is_gone_are_made_again(tmp_path: Path, lanes: str, number: signal.Signals) -> None:
+    async with running(tmp_path, lanes) as run:
+        reward, spare = await run.join("reward"), await run.join("spare")
+        run.kill(number)
+        begin_s = time.monotonic()
+        pulling = asyncio.create_task(reward.pull("reward", ROWS, deadline_s=20))
+        async with asyncio.timeout(20):
+            await lane_maker.make(spare, ROWS)
+            check(await pulling)
+        assert time.monotonic() - begin_s < (SILENCE_S + 3.0 if number == signal.SIGSTOP else 3.0)
+
+
+@pytest.mark.parametrize("lanes", ["gloo", "shm"])
+async def test_rows_of_an_owner_that_hangs_come_from_another(tmp_path: Path, lanes: str) -> None:
+    async with running(tmp_path, lanes) as run:
+        reward, reader = await run.join("reward"), await run.join("reader")
+        scored = await reward.pull("reward", ROWS, deadline_s=10)
+        await reward.commit("reward", scored.slots, scored.leases, inline={"score": [1.0] * ROWS})
+        run.kill(signal.SIGSTOP)  # and the controller does not know it yet
+        async with asyncio.timeout(SILENCE_S):
+            batch = await reader.pull("read", ROWS, deadline_s=10)
+        check(batch)
+        assert {one.turn.sender for one in batch.grant.incoming} == {"reward"}
+
+
+async def test_rows_over_the_budget_are_refused_by_name_and_can_be_pulled_in_smaller_turns(tmp_path: Path) -> None:
+    row = 4 * 50_004
+    async with running(tmp_path, "auto", store_bytes=ROWS * row + row) as run:
+        reward = await run.join("reward")
+        reward.store.put("response", 10**9, torch.zeros(75_000))
+        with pytest.raises(TransferError, match="do not fit into this worker's store: 300000 are held"):
+            await reward.pull("reward", ROWS, deadline_s=10)
+        for _ in range(ROWS):
+            batch = await reward.pull("reward", 1, deadline_s=10)
+            check_one = lane_maker.response_of(batch.slots[0])
+            assert torch.equal(batch.tensors["response"][0], check_one)
+            reward.store.free(("response",), batch.slots, ())
+        with pytest.raises(OverBudget, match=r"raise controller\.store_gb"):
+            await reward.commit("reward", (1,), (1,), {"response": [torch.zeros(10**6)]})
+
+
+async def test_forced_lanes_that_a_worker_cannot_do_are_refused(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(lanes="hccl"), POLICIES, tmp_path) as (_, address):
+        with pytest.raises(LocalProtocolError, match="lanes are forced to be hccl, and it can only do shm, gloo"):
+            await api.connect(address, "worker", "worker", 10)

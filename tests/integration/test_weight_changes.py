@@ -1,0 +1,104 @@
+"""Versions that differ little travel as changes, to whoever has their base, and arrive bit for bit."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrt import api
+from flowrt.wire import messages as m
+from flowrt.wire.records import NO_BASE
+
+ELEMENTS = 2_000_000
+FLOW = api.Dataflow(
+    (api.Column("prompt", "int32", "group"),), (api.Stage("rollout", needs=("prompt",), makes=(), generates=True),)
+)
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, found):
+        yield found
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """bf16 weights of which one in two hundred moves with each version."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(ELEMENTS, generator=generator) * 0.02
+    moved = torch.arange(ELEMENTS) % 200 < version
+    return {"w": (values * (1 + 0.01 * moved)).to(torch.bfloat16)}
+
+
+class Receiver:
+    """A session that takes every version and remembers how it came."""
+
+    def __init__(self, session: api.Session) -> None:
+        self.session = session
+        self.bases: list[int] = []
+        hear = session.receive
+
+        def receive(message: m.Message) -> None:
+            if isinstance(message, m.Fetch):
+                self.bases.append(message.weights.base)
+            hear(message)
+
+        session._link._receive = receive  # type: ignore[attr-defined]
+
+    async def take(self, version: int) -> None:
+        """Wait for the version, see that it is right, put it into use."""
+        async with asyncio.timeout(20):
+            staged = await self.session.params.wait_staged()
+            while staged.snapshot.version < version:
+                await asyncio.sleep(0)
+                staged = await self.session.params.wait_staged()
+        found = {"w": torch.zeros(ELEMENTS, dtype=torch.bfloat16)}
+        staged.snapshot.restore(found)
+        assert torch.equal(found["w"].view(torch.int16), weights(version)["w"].view(torch.int16))
+        self.session.params.applied("policy", version)
+
+
+async def join(address: str, name: str, version: int) -> Receiver:
+    """A worker that has read this version from somewhere else."""
+    session = await api.connect(address, name, "rollout", 10)
+    session.params.applied("policy", version)
+    return Receiver(session)
+
+
+async def test_changes_go_to_whoever_has_their_base_and_the_whole_to_anybody_else(address: str) -> None:
+    trainer = await api.connect(address, "trainer", "trainer", 10)
+    early = await join(address, "early", 0)
+    for version in (1, 2, 3):
+        await trainer.params.publish("policy", api.Snapshot.take(version, weights(version)))
+        await early.take(version)
+    assert early.bases == [NO_BASE, 1, 2]  # nobody held version 0 as it was published
+    late = await join(address, "late", 0)
+    await late.take(3)
+    assert late.bases == [NO_BASE]
+    # It says that it has version 4, which it did not get from anybody here: changes to it are no use, the whole is.
+    await trainer.params.publish("policy", api.Snapshot.take(4, weights(4)))
+    await asyncio.gather(early.take(4), late.take(4))
+    guest = await join(address, "guest", 4)
+    await trainer.params.publish("policy", api.Snapshot.take(5, weights(5)))
+    await asyncio.gather(early.take(5), late.take(5), guest.take(5))
+    assert (early.bases[-1], late.bases[-1], guest.bases) == (4, 4, [4, NO_BASE])
+    for session in (trainer, early.session, late.session, guest.session):
+        await session.close()
+
+
+async def test_weights_that_changed_all_over_travel_whole(address: str) -> None:
+    trainer = await api.connect(address, "trainer", "trainer", 10)
+    one = await join(address, "one", 0)
+    for version in (1, 2):
+        generator = torch.Generator().manual_seed(version)
+        values = {"w": torch.randn(ELEMENTS, generator=generator).to(torch.bfloat16)}
+        await trainer.params.publish("policy", api.Snapshot.take(version, values))
+        async with asyncio.timeout(20):
+            while (await one.session.params.wait_staged()).snapshot.version < version:
+                await asyncio.sleep(0)
+        one.session.params.applied("policy", version)
+    assert one.bases == [NO_BASE, NO_BASE]
+    for session in (trainer, one.session):
+        await session.close()
