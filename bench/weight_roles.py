@@ -85,7 +85,7 @@ def publishing() -> Orders:
 
     async def publish(version: int) -> float:
         """Returns when it was begun, on the clock that all processes share."""
-        for tensor in tensors.values():  # everything changes: what is measured is the whole version on its way
+        for tensor in tensors.values():  # every element changes, so it travels whole
             if tensor.is_floating_point():
                 tensor += 1e-4 * torch.randn_like(tensor)
             else:

@@ -66,7 +66,7 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
 
 
 def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
-    """A worker generates while a version comes every PERIOD_S seconds, in each of the WAYS, and without any before."""
+    """A worker generates; a version comes every PERIOD_S seconds, in each of the WAYS (none for a while before)."""
     linked = bool(mbit_s)
     peers = [Peer(controlling, CONTROLLER if linked else 0)]
     try:
@@ -82,8 +82,8 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
         worker.ask("start")
         worker.ask("measure", seconds=PERIOD_S, way="boundary")  # warm
         seconds = versions * PERIOD_S
-        quiet = worker.ask("measure", seconds=seconds / 2, way="boundary")
         for turn, way in enumerate(WAYS):
+            quiet = worker.ask("measure", seconds=seconds / 2, way=way)
             worker.tell("measure", seconds=seconds, way=way)
             trainer.ask("publish_every", period_s=PERIOD_S, versions=versions, first=1 + turn * versions)
             found = worker.answer()
@@ -122,7 +122,7 @@ def main() -> None:
         links, host = 0.0, "127.0.0.1"
     else:
         metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
-    metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (8, 400)))
+    metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (5, 400)))
     table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
