@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
-STEPS, SAMPLES = 2, 256
+STEPS, SAMPLES = 4, 256
+LEAST_STEPS = 3  # of modes in which nothing overlaps from step to step
 BOUNDS = {"sync": 0, "streaming": 0, "tail": 1}
 
 
@@ -29,7 +30,8 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @pytest.mark.parametrize("mode", BOUNDS)
 def test_a_simulated_run_loses_nothing_and_keeps_the_bound(metrics: dict[str, float], mode: str) -> None:
-    assert metrics[f"samples_{mode}_paper"] == STEPS * SAMPLES
+    steps = LEAST_STEPS if BOUNDS[mode] == 0 else STEPS
+    assert metrics[f"samples_{mode}_paper"] == steps * SAMPLES
     assert metrics[f"prompts_lost_{mode}_paper"] == metrics[f"prompts_trained_twice_{mode}_paper"] == 0
     assert metrics[f"dropped_{mode}_paper"] == 0
     assert metrics[f"staleness_max_{mode}_paper"] <= BOUNDS[mode]

