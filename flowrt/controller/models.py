@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from flowrt.controller.events import Command, Send
-from flowrt.controller.transfers import Lanes
+from flowrt.controller.transfers import Lanes, check_receiver
 from flowrt.controller.versions import ModelVersions, Refresh
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -33,6 +33,7 @@ class Models:
             case m.Applied(model, version):
                 self._named(worker, model).applied(worker, version)
             case m.FetchFailed(turn, weights):
+                check_receiver(worker, turn)
                 self._named(worker, weights.model).failed(worker, WorkerId(turn.sender), weights)
                 self._lanes.abandon(turn)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flowrt.controller.board import Board
 from flowrt.controller.slots import Holding, Slot
+from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.wire.records import Incoming, LaneTurn, Part
 
@@ -32,13 +33,20 @@ class Lanes:
     def abandon(self, turn: LaneTurn) -> None:
         """This turn's lane is broken: the next turn opens a new incarnation, unless one is open already."""
         key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
-        if self._state.get(key, (-1, 0))[0] == turn.incarnation:
+        state = self._state.get(key)
+        if state is not None and state[0] == turn.incarnation:
             del self._state[key]
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone, and all its lanes with it."""
         for key in [key for key in self._state if worker in key[:2]]:
             del self._state[key]
+
+
+def check_receiver(worker: WorkerId, turn: LaneTurn) -> None:
+    """Raises RemoteProtocolError when a worker speaks of the end of a lane that is another's."""
+    if turn.receiver != worker:
+        raise RemoteProtocolError(f"{worker} gave up a lane to {turn.receiver!r}; a worker can only give up its own")
 
 
 def find_holding(board: Board, column: str, item: int) -> Holding | None:
