@@ -28,7 +28,7 @@ async def serve(keys: str) -> None:
     """Echo until the input ends."""
     link = ServerLink(
         lambda peer, message: link.send(peer, message) and None,
-        lambda peer, reason: None,
+        lambda *_: None,
         lambda: None,
         controller_keys(Path(keys)) if keys else None,
     )
@@ -44,7 +44,7 @@ async def trips(address: str, keys: str, message: m.Message) -> list[float]:
     came: asyncio.Queue[float] = asyncio.Queue()
     link = ClientLink(
         lambda _: came.put_nowait(time.perf_counter()),
-        lambda error: came.put_nowait(float("nan")),
+        lambda _: came.put_nowait(float("nan")),
         worker_keys(Path(keys), "worker") if keys else None,
     )
     link.connect(address)
