@@ -43,7 +43,8 @@ class Noise:
 
     def changed(self, message: Any) -> Any:
         """The same record with one field made anew."""
-        fields = _fields(type(message))
+        kind: Any = type(message)
+        fields = _fields(kind)
         if not fields:
             return message
         name, hint = self.random.choice(fields)
@@ -91,8 +92,13 @@ class Noise:
             return tuple(self._value(one) for one in arguments)
         if NoneType in arguments:
             return None if draw.random() < 0.5 else self._value(arguments[0])
-        simple = {int: self._whole, float: self._real, str: lambda: draw.choice(WORDS)}
-        return simple[hint]() if hint in simple else draw.random() < 0.5 if hint is bool else draw.randbytes(3)
+        if hint is str:
+            return draw.choice(WORDS)
+        if hint is bytes:
+            return draw.randbytes(3)
+        if hint is bool:
+            return draw.random() < 0.5
+        return self._whole() if hint is int else self._real()
 
     def _count(self) -> int:
         return self.random.choice((0, 1, 1, 1, 2, _MOST))

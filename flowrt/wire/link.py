@@ -164,12 +164,8 @@ def new_pair() -> Pair:
 def check_free(address: str, keyed: bool) -> None:
     """Bind and let go. Raises ConfigError when the address is malformed, taken, or open to others without keys."""
     check_address(address, keyed)
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.ROUTER) as socket:
-            _bind(socket, address)
-    finally:
-        context.term()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        _bind(socket, address)
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
