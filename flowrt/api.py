@@ -31,6 +31,7 @@ from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
 from flowrt.transport.rows import Packed
 from flowrt.transport.weights import Snapshot
+from flowrt.wire.keys import controller_keys, worker_keys
 from flowrt.wire.loops import run_loop, serve_loop
 from flowrt.wire.records import Column, Stage
 
@@ -77,6 +78,7 @@ __all__ = [
     "run_roles",
     "serve_loop",
     "stream",
+    "worker_keys",
 ]
 
 JOIN_S = 10.0
@@ -93,14 +95,16 @@ async def controller(
     run_dir: Path,
     address: str = "tcp://127.0.0.1:0",
     config: str = "",
+    keys: Path | None = None,
 ) -> AsyncIterator[tuple[Server, str]]:
     """A controller on this event loop; gives the server and the address that workers connect to.
 
     ``config`` is handed to every worker as `Session.welcome.config`. The ledger and metrics go to ``run_dir``, which
-    must exist. Leaving the block ends the run and waits until its workers have gone. Raises ConfigError when the
-    address is taken.
+    must exist. Leaving the block ends the run and waits until its workers have gone. ``keys`` is a directory that
+    ``flowrt keys`` made; without one only this machine is listened to. Raises ConfigError when the address is taken.
     """
-    server = Server(Core(settings, flow, policies), flow.columns, config, run_dir, heartbeat_s=1.0, wait_s=600.0)
+    core, known = Core(settings, flow, policies), None if keys is None else controller_keys(keys)
+    server = Server(core, flow.columns, config, run_dir, heartbeat_s=1.0, wait_s=600.0, keys=known)
     bound = server.bind(address)
     async with server.running():
         yield server, bound

@@ -1,18 +1,46 @@
 """The ``flowrt`` command."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
+       flowrt keys DIR [NAME ...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
   flowrt run [RECIPE] --help               every knob, one sentence each
+  flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
 """
+KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
+
+
+def _run(words: list[str]) -> int:
+    # Imported late: `flowrt --help` should not wait for what a run needs.
+    from flowrt.launch.local import run
+    from flowrt.recipes.load import parse
+
+    code: int = run(parse(words), Console())
+    return code
+
+
+def _keys(words: list[str]) -> int:
+    from flowrt.wire.keys import write_keys
+    from flowrt.wire.link import new_pair
+
+    if not words or any(word.startswith("-") for word in words):
+        raise ConfigError("flowrt keys takes a new directory, and names of workers if each is to have its own key")
+    write_keys(Path(words[0]), words[1:], new_pair)
+    sys.stdout.write(f"keys in {words[0]}: use them with flowrt run --controller.keys {words[0]}, or {KEYS_HINT}\n")
+    return 0
+
+
+# In the order of the messages that name them.
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,16 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if words else EXIT_BAD_INPUT
-    if words[0] != "run":
-        errors.print(f"flowrt: there is no command {words[0]!r}; there is: run", highlight=False, markup=False)
+    if words[0] not in COMMANDS:
+        there_is = ", ".join(COMMANDS)
+        errors.print(f"flowrt: there is no command {words[0]!r}; there is: {there_is}", highlight=False, markup=False)
         return EXIT_BAD_INPUT
-    # Imported late: `flowrt --help` should not wait for what a run needs.
-    from flowrt.launch.local import run
-    from flowrt.recipes.load import parse
-
     try:
-        code: int = run(parse(words[1:]), Console())
-        return code
+        return COMMANDS[words[0]](words[1:])
     except ConfigError as error:
         errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT

@@ -6,6 +6,7 @@ writes it to ``--ready-fd``, so that whoever starts workers need not guess when 
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
@@ -29,7 +31,9 @@ def make_server(config: RunConfig, text: str) -> Server:
     flow = grpo.dataflow(config)
     core = Core(grpo.settings(config), flow, grpo.policies(config))
     times = config.controller
-    return Server(core, flow.columns, text, Path(config.run_dir), times.heartbeat_s, times.wait_s)
+    Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    keys = controller_keys(Path(times.keys)) if times.keys else None
+    return Server(core, flow.columns, text, Path(config.run_dir), times.heartbeat_s, times.wait_s, keys=keys)
 
 
 async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
@@ -39,7 +43,8 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
-    log.info("listening on %s", address)
+    only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
+    log.info("listening on %s, %s", address, only)
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
@@ -62,11 +67,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="flowrt controller")
     parser.add_argument("--config", required=True, help="the run's config.toml")
     parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor to write the address to")
+    parser.add_argument(
+        "--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory that flowrt keys made (controller.keys)"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         text = Path(arguments.config).read_text()
-        return serve_loop(serve(from_toml(text), text, arguments.ready_fd))
+        config = from_toml(text)
+        if arguments.keys:
+            config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
+        return serve_loop(serve(config, text, arguments.ready_fd))
     except (FlowError, OSError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT

@@ -19,8 +19,10 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.subjects import subject
+from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
+OBSERVER = "observer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
@@ -39,13 +41,17 @@ def place(config: RunConfig) -> RunConfig:
     if data.path:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
     model = str(Path(config.model).absolute()) if config.model else ""
-    return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model)
+    keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
+    controller = dataclasses.replace(config.controller, keys=str(Path(keys).absolute()) if keys else "")
+    return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model, controller=controller)
 
 
 def run(config: RunConfig, console: Console) -> int:
     """Run to the end; returns the exit code. Raises ConfigError, with nothing written, on bad input."""
     config = place(config)
-    check_free(config.controller.bind)
+    if config.controller.keys:
+        controller_keys(Path(config.controller.keys))
+    check_free(config.controller.bind, bool(config.controller.keys))
     subject(config)  # reads and checks the data before anything is written
     return asyncio.run(LocalRun(config, console).run())
 
@@ -64,8 +70,16 @@ class LocalRun:
         (self._run_dir / "config.toml").write_text(to_toml(config))
         threads = str(config.threads)
         self._children = Children(
-            self._run_dir / "logs", {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+            self._run_dir / "logs",
+            {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "HF_HUB_OFFLINE": "1",
+                KEYS_VARIABLE: config.controller.keys,
+            },
         )
+        keys = config.controller.keys
+        self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
         self._interrupted = asyncio.Event()
         self._failure = ""
         self._controller: Child | None = None
@@ -114,7 +128,7 @@ class LocalRun:
                 return EXIT_FAILED
         controller, address = await self._start_controller()
         self._controller = controller
-        observer = Observer(address, view.show)
+        observer = Observer(address, view.show, self._keys)
         view.say(f"controller at {address}")
         workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
         watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]

@@ -8,15 +8,16 @@ from typing import Any
 
 from flowrt.errors import FlowError
 from flowrt.wire import messages as m
+from flowrt.wire.keys import WorkerKeys
 from flowrt.wire.link import ClientLink
 
 
 class Observer:
     """Calls ``show`` with every status of the run, a dictionary as `Server.status` makes it."""
 
-    def __init__(self, address: str, show: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, address: str, show: Callable[[dict[str, Any]], None], keys: WorkerKeys | None) -> None:
         self._show = show
-        self._link = ClientLink(self._receive, self._failed)
+        self._link = ClientLink(self._receive, self._failed, keys)
         self._link.connect(address)
         name = f"observer-{socket.gethostname()}-{os.getpid()}"
         self._link.send(m.Hello(m.PROTOCOL, name, "observer", socket.gethostname(), os.getpid(), ()))

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.wire.keys import KEYS_VARIABLE, worker_keys
 from flowrt.wire.loops import run_loop
 
 log = logging.getLogger("flowrt")
@@ -28,6 +30,11 @@ def main(role: str, run: Role) -> NoReturn:
     parser.add_argument("--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT")
     parser.add_argument("--name", default="", help=f"a name that no other worker has (default: {role}-RANK)")
     parser.add_argument("--join-s", type=float, default=JOIN_S, help="how long to look for the controller, in seconds")
+    parser.add_argument(
+        "--keys",
+        default=os.environ.get(KEYS_VARIABLE, ""),
+        help="directory that flowrt keys made, or a copy of my part",
+    )
     arguments = parser.parse_args()
     if not arguments.controller:
         parser.error("--controller tcp://HOST:PORT is needed (or FLOWRT_CONTROLLER in the environment)")
@@ -37,7 +44,7 @@ def main(role: str, run: Role) -> NoReturn:
         die_with_parent()  # torchrun cannot take its ranks along when it is killed
     name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
     try:
-        code = run_loop(_live(arguments.controller, name, role, arguments.join_s, run))
+        code = run_loop(_live(arguments, name, role, run))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.stdout.flush()
@@ -46,9 +53,10 @@ def main(role: str, run: Role) -> NoReturn:
     os._exit(code)
 
 
-async def _live(controller: str, name: str, role: str, join_s: float, run: Role) -> int:
+async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) -> int:
     try:
-        session = await connect(controller, name, role, join_s)
+        keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
+        session = await connect(arguments.controller, name, role, arguments.join_s, keys)
     except FlowError as refused:
         log.error("%s", refused)
         return EXIT_BAD_INPUT

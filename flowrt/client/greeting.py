@@ -9,13 +9,15 @@ from flowrt.client.session import Session
 from flowrt.errors import FlowError, LocalProtocolError, WaitExpired
 from flowrt.transport.transports import abilities
 from flowrt.wire import messages as m
+from flowrt.wire.keys import WorkerKeys
 from flowrt.wire.link import ClientLink
 
 
-async def connect(address: str, worker: str, role: str, deadline_s: float) -> Session:
+async def connect(address: str, worker: str, role: str, deadline_s: float, keys: WorkerKeys | None = None) -> Session:
     """Greet the controller at ``tcp://HOST:PORT`` and wait to be let in.
 
-    Raises WaitExpired when nobody answers within ``deadline_s`` seconds, LocalProtocolError when refused.
+    Raises WaitExpired when nobody answers within ``deadline_s`` seconds, LocalProtocolError when refused, ConfigError
+    when it and this worker do not have keys that fit.
     """
     loop = asyncio.get_running_loop()
     welcome: asyncio.Future[m.Welcome] = loop.create_future()
@@ -39,7 +41,7 @@ async def connect(address: str, worker: str, role: str, deadline_s: float) -> Se
             welcome.set_exception(error)
 
     with contextlib.ExitStack() as unless_welcome:
-        link = ClientLink(receive, failed)
+        link = ClientLink(receive, failed, keys)
         unless_welcome.callback(link.close)
         link.connect(address)
         link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid(), abilities()))

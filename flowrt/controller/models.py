@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from flowrt.controller.events import Command, Send
-from flowrt.controller.transfers import Lanes
+from flowrt.controller.transfers import Lanes, check_receiver
 from flowrt.controller.versions import ModelVersions, Refresh
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -35,6 +35,7 @@ class Models:
             case m.Applied(model, version):
                 self._named(worker, model).applied(worker, version)
             case m.FetchFailed(turn, weights):
+                check_receiver(worker, turn)
                 versions = self._named(worker, weights.model)
                 if self._turns.get((weights.model, worker)) == turn:  # else another was ordered in its place already
                     versions.failed(worker, WorkerId(turn.sender), weights)

@@ -10,6 +10,9 @@ from flowrt.ids import WorkerId
 from flowrt.wire.messages import Offer, Opened
 from flowrt.wire.records import ITEM_BYTES
 
+MOST_ROWS = 1_000_000
+"""Of one offer to train on: what is opened takes memory here, row by row."""
+
 
 class Opening:
     """Turns offers into groups, or says what keeps them waiting."""
@@ -63,6 +66,8 @@ class Opening:
     def _too_large(self, offer: Offer) -> str:
         count = len(offer.prompts)
         if offer.flow == self._flow.train_flow:
+            if count * offer.members > MOST_ROWS:
+                return f"{_name(offer)} has {count * offer.members} rows, over {MOST_ROWS}; offer fewer at a time"
             if not self._policies.admission.may_open(count - 1, self._settings.groups_per_step):
                 return f"{_name(offer)} has {count} groups, more than admission ever lets live at once; offer fewer"
             return ""

@@ -9,7 +9,8 @@ from flowrt.controller.events import Command, Record, Send
 from flowrt.controller.settings import Dataflow, LostMember, Settings
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
-from flowrt.controller.transfers import Lanes, find_holding, lose_copies
+from flowrt.controller.transfers import Lanes, check_receiver, find_holding, lose_copies
+from flowrt.errors import RemoteProtocolError
 from flowrt.ids import LeaseId, SlotId, WorkerId
 from flowrt.wire.messages import Abandon, Free, Signal
 from flowrt.wire.records import GONE, Incoming
@@ -95,6 +96,10 @@ class Retreat:
 
     def abandon(self, worker: WorkerId, message: Abandon) -> None:
         """The worker gives leases back, or says that it cannot make these samples."""
+        if len(message.slots) != len(message.leases):
+            raise RemoteProtocolError(
+                f"{worker} gave back {len(message.slots)} slots of {len(message.leases)} leases; there is one for each"
+            )
         for slot_id, lease_id in zip(message.slots, message.leases, strict=True):
             lease = self._board.find_lease(lease_id, worker)
             slot = lease.slots.get(SlotId(slot_id)) if lease is not None else None
@@ -138,6 +143,10 @@ class Retreat:
 
     def undelivered(self, worker: WorkerId, incoming: Incoming) -> None:
         """What this turn was to bring never came: the worker does not hold it after all."""
+        unknown = [part.column for part in incoming.parts if part.column not in self._board.columns]
+        if unknown:
+            raise RemoteProtocolError(f"{worker} did not receive columns {unknown[:3]}, which do not exist")
+        check_receiver(worker, incoming.turn)
         self._lanes.abandon(incoming.turn)
         for part in incoming.parts:
             for item in part.ids:

@@ -55,6 +55,7 @@ class Samples:
     # ---- requests
 
     def offer(self, worker: WorkerId, message: Offer, now: float) -> None:
+        self.room.check_new(worker, message.request)
         fault = self.opening.fault(message)
         if fault:
             self._send(worker, Refused(message.request, fault))
@@ -63,6 +64,7 @@ class Samples:
         self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
+        self.room.check_new(worker, message.request)
         training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:

@@ -16,6 +16,8 @@ from flowrt.controller.ledger import Ledger
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
+from flowrt.wire.gate import Complaints
+from flowrt.wire.keys import ControllerKeys
 from flowrt.wire.link import ServerLink
 from flowrt.wire.records import Column
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
+LONGEST_NAME = 200
 NOT_IN = "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection"
 
 
@@ -39,6 +42,7 @@ class Server:
         wait_s: float,
         clock: Clock | None = None,
         ledger: Ledger | None = None,
+        keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
         self._columns = columns
@@ -48,7 +52,7 @@ class Server:
         self._clock = clock or MonotonicClock()
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self.journal = Journal(run_dir, self._clock.now())
-        self._link = ServerLink(self._receive, self._garbled, self._somebody_left)
+        self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
         self._worker_of: dict[bytes, WorkerId] = {}
         self._peer_of: dict[WorkerId, bytes] = {}
         self._role_of: dict[WorkerId, str] = {}
@@ -56,7 +60,17 @@ class Server:
         self._incarnations = 0
         self._ended = asyncio.Event()
         self._alone = asyncio.Event()
-        self.refused_messages = 0
+        self._complaints = Complaints()
+
+    @property
+    def refused_messages(self) -> int:
+        """Messages that were malformed, illegal, or of somebody who is not in."""
+        return self._complaints.count
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections whose handshake failed: with keys, everybody who does not have the right ones."""
+        return self._link.gate.refused.count
 
     @property
     def ended(self) -> End | None:
@@ -64,7 +78,7 @@ class Server:
         return self._core.ended
 
     def bind(self, address: str) -> str:
-        """Listen; returns the address with its real port. Raises ConfigError when it is taken."""
+        """Listen; returns the address with its real port. Raises ConfigError when it cannot be listened on."""
         return self._link.bind(address)
 
     async def run(self) -> End:
@@ -129,9 +143,9 @@ class Server:
         if isinstance(message, m.Hello):
             self._greet(peer, message)
         elif worker is None:
-            self._garbled(peer, f"{type(message).__name__} from somebody who did not say hello")
+            self._complain(peer, f"{type(message).__name__} from somebody who did not say hello")
             # Perhaps a worker that was away for so long that it counts as gone: it must not wait for an answer.
-            self._link.send(peer, m.Stop(NOT_IN, EXIT_FAILED))
+            self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
                 self.journal.report(worker, self._role_of[worker], message)
@@ -140,13 +154,29 @@ class Server:
                 self._forget(worker)
 
     def _garbled(self, peer: bytes, reason: str) -> None:
-        self.refused_messages += 1
-        log.warning("refused a message of %s: %s", self._worker_of.get(peer, peer.hex()), reason)
+        """Malformed bytes cost the sender its connection."""
+        self._complain(peer, reason)
+        self._link.hang_up(peer)
+        worker = self._worker_of.get(peer)
+        if worker is not None:
+            self._forget(worker)
+            self._handle(Gone(worker, f"it sent what is no message: {reason}"))
+
+    def _complain(self, peer: bytes, reason: str) -> None:
+        self._complaints.say("refused a message of %s: %s", self._worker_of.get(peer, peer.hex()), reason)
+
+    def _answer_stranger(self, peer: bytes, answer: m.Message) -> None:
+        if self._link.gate.bears(peer):
+            self._link.send(peer, answer)
+        else:
+            self._link.hang_up(peer)
 
     def _greet(self, peer: bytes, hello: m.Hello) -> None:
         refusal = ""
         if hello.protocol != m.PROTOCOL:
             refusal = f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
+        elif not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
+            refusal = f"a name or role is empty, not printable or over {LONGEST_NAME} characters; choose another"
         elif hello.worker in self._peer_of or peer in self._worker_of:
             refusal = f"a worker named {hello.worker} is here already; give each its own --name"
         elif self._core.ended is not None:
@@ -154,12 +184,15 @@ class Server:
         elif hello.role != OBSERVER:
             refusal = self._core.samples.lanes.fault(hello.lanes)
         if refusal:
-            self._link.send(peer, m.Refused(0, refusal))
+            if peer in self._worker_of:
+                self._send(self._worker_of[peer], m.Refused(0, refusal))
+            else:
+                self._answer_stranger(peer, m.Refused(0, refusal))
             return
         worker = WorkerId(hello.worker)
         self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
         self._incarnations += 1
-        log.info("%s joined (%s on %s, pid %d)", worker, hello.role, hello.host, hello.pid)
+        log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
         welcome = m.Welcome(
             self._incarnations,
             self._heartbeat_s,
@@ -179,8 +212,7 @@ class Server:
         try:
             commands = self._core.handle(event, now)
         except RemoteProtocolError as error:
-            self.refused_messages += 1
-            log.warning("refused: %s", error)
+            self._complaints.say("refused: %s", error)
             if isinstance(event, Said):
                 self.end(f"{event.worker}: {error}")
             return

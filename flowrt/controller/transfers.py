@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flowrt.controller.board import Board
 from flowrt.controller.slots import Holding, Slot
+from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, SlotId, WorkerId
 from flowrt.wire.records import Incoming, LaneTurn, Part
 
@@ -86,6 +87,12 @@ class Lanes:
 
 def _name(lane: str) -> str:
     return lane.partition(":")[0]
+
+
+def check_receiver(worker: WorkerId, turn: LaneTurn) -> None:
+    """Raises RemoteProtocolError when a worker speaks of the end of a lane that is another's."""
+    if turn.receiver != worker:
+        raise RemoteProtocolError(f"{worker} gave up a lane to {turn.receiver!r}; a worker can only give up its own")
 
 
 def find_holding(board: Board, column: str, item: int) -> Holding | None:

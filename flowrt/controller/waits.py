@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Offer, Pull
 
@@ -28,6 +29,11 @@ class WaitingRoom:
         self._pulls: dict[str, dict[RequestId, Parked[Pull]]] = defaultdict(dict)
         self._offers: dict[RequestId, Parked[Offer]] = {}
         self._of: dict[WorkerId, dict[int, Parked[Pull] | Parked[Offer]]] = defaultdict(dict)
+
+    def check_new(self, worker: WorkerId, request: int) -> None:
+        """Raises RemoteProtocolError when this worker waits under that number already: one of the two would be lost."""
+        if request in self._of[worker]:
+            raise RemoteProtocolError(f"{worker} asked under number {request}, under which it is still waiting")
 
     def park_pull(self, parked: Parked[Pull]) -> None:
         self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked

@@ -119,7 +119,9 @@ class ControllerConfig:
     """Addresses and deadlines."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Where the controller listens; port 0 takes any free one."""
+    """Where the controller listens; port 0 takes any free one (without keys: on this machine only)."""
+    keys: str = ""
+    """Directory that `flowrt keys` made: only its keys may take part in the run (else FLOWRT_KEYS)."""
     heartbeat_s: float = 1.0
     """How often a worker says that it is there."""
     silence_s: float = 30.0

@@ -4,8 +4,7 @@ Bytes from a peer are never trusted: sizes are limited before anything is alloca
 message's declared types raises RemoteProtocolError with the path of the field. Nothing is ever unpickled.
 
 The controller spends much of its time here, so each kind of record gets a straight-line encoder and decoder of its own,
-compiled from its declaration when it is first used, the way dataclasses make their ``__init__``. A path is only put
-together once a field is wrong.
+compiled from its declaration when it is first used. A path is only put together once a field is wrong.
 """
 
 import dataclasses
@@ -18,16 +17,17 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
+from flowrt.wire.bounds import MAX_ITEMS, check_bounds
 from flowrt.wire.messages import MESSAGES, Message
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_ITEMS = 1_000_000
 
 Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any], Any]
 _TAGS: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
 _ITEM_BYTES = 8
 _KEEP_BYTES = 1024 * 1024
+_LEAST = -(2**63)
 _SCALARS = (int, float, str, bytes, bool)
 _TEXT = {str}
 _NO_BYTES = b""
@@ -63,6 +63,7 @@ def decode(data: bytes) -> Message:
     size = len(data)
     if size > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    check_bounds(data)
     try:
         raw = msgpack.unpackb(
             data,
@@ -79,10 +80,9 @@ def decode(data: bytes) -> Message:
         raise RemoteProtocolError("a message must be an array that begins with a known tag")
     kind: type = MESSAGES[raw[0]]
     try:
-        message: Message = _record_decoder(kind)(raw)
+        return _record_decoder(kind)(raw)  # type: ignore[no-any-return]
     except _Misfit as misfit:
         raise RemoteProtocolError(f"{kind.__name__}{misfit.path} must be {misfit.expected}") from None
-    return message
 
 
 class _Misfit(Exception):
@@ -139,8 +139,9 @@ def _record_decoder(kind: type) -> Decoder:
     for number, (name, hint) in enumerate(fields):
         if hint in _SCALARS:
             scope[f"type{number}"] = hint
+            over = f" or not {_LEAST} <= item{number} < {-_LEAST}" if hint is int else ""
             lines += [
-                f"    if type(item{number}) is not type{number}:",
+                f"    if type(item{number}) is not type{number}{over}:",
                 f"        raise misfit_of(item{number}, type{number}).within('.{name}')",
             ]
         else:
@@ -185,9 +186,7 @@ def _wrong(value: Any, hint: type) -> None:
 def _scalar(value: Any, hint: type) -> Any:
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
-        _wrong(value, hint)
-    return value
+    return value if type(value) is hint else _wrong(value, hint)
 
 
 def _sequence(values: Any) -> Any:
@@ -227,7 +226,8 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
 
 
 def _misfit_of(raw: Any, hint: type) -> _Misfit:
-    return _Misfit(f"{hint.__name__}, not {type(raw).__name__}")
+    bits = " of 64 bits" if hint is int else ""
+    return _Misfit(f"{hint.__name__}{bits}, not {type(raw).__name__}")
 
 
 def _decoder(hint: Any) -> Decoder:
@@ -243,7 +243,7 @@ def _decoder(hint: Any) -> Decoder:
         return lambda raw: None if raw is None else inner(raw)
 
     def decode_scalar(raw: Any) -> Any:
-        if type(raw) is not hint:
+        if type(raw) is not hint or (hint is int and not _LEAST <= raw <= -_LEAST - 1):
             raise _misfit_of(raw, hint)
         return raw
 

@@ -7,8 +7,8 @@ queues is bounded by what workers asked for) and a full queue of a worker is an 
 """
 
 import asyncio
-import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,24 @@ from zmq.backend import Socket as BareSocket
 from zmq.backend import zmq_poll
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
+from flowrt.wire.addresses import check_address
 from flowrt.wire.codec import MAX_MESSAGE_BYTES, decode, encode
+from flowrt.wire.gate import Doorstep, Failure, Gate
+from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
 from flowrt.wire.messages import Message
 
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
-_ALIVE_EVERY_MS = 1000
-_ALIVE_WITHIN_MS = 5000
-_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5})")
-_LARGEST_PORT = 65535
+_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 5000, 5000
+_UNREAD_AT_MOST = 1000  # messages of one peer that wait to be read; a peer that sends faster has to wait
+_ASK_KEYS = "inproc://zeromq.zap.01"
+_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failure.UNKNOWN_KEY,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Failure.OTHER_WAYS,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Failure.SILENT,
+}
+_EVENT = struct.Struct("=HI")
 
 # As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
 _NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -35,8 +43,9 @@ _NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN
 class _Socket:
     """What both ends share: a socket that calls back for every multipart message."""
 
-    def __init__(self, kind: int) -> None:
-        self._context = zmq.Context()
+    def __init__(self, kind: int, beside: "_Socket | None" = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context() if beside is None else beside._context
+        self._shared = beside is not None
         self.socket = self._context.socket(kind)
         self._descriptor = int(self.socket.getsockopt(zmq.FD))
         self.socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -51,6 +60,7 @@ class _Socket:
         whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
         self._receive_whole: Callable[[], zmq.Frame] = whole
         self._look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
+        self.latest: zmq.Frame | None = None
         self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[list[bytes]], None] | None = None
@@ -99,6 +109,7 @@ class _Socket:
             while frame.more:
                 frame = receive_whole()
                 frames.append(frame.bytes)
+            self.latest = frame
             receive(frames)
             if self._closed:
                 return True
@@ -110,28 +121,33 @@ class _Socket:
         self._closed = True
         self._loop.remove_reader(self._descriptor)
         self.socket.close()
-        self._context.term()
+        if not self._shared:
+            self._context.term()
 
 
-class _Disconnections:
-    """Calls back when a connection of a socket has closed; ZeroMQ does not say whose."""
+class _Monitor:
+    """Calls back for events of a socket's connections; ZeroMQ says the descriptor at best, never the peer."""
 
-    def __init__(self, socket: zmq.Socket[bytes], closed: Callable[[], None]) -> None:
-        self._watched = socket
-        self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_event: Mapping[zmq.Event, Callable[[int], None]],
+        failed: Callable[[Failure], None],
+    ) -> None:
+        self._watched, self._on_event, self._failed = socket, on_event, failed
+        self._events = socket.get_monitor_socket(sum(on_event) + sum(_FAILURES))
         self._descriptor = int(self._events.getsockopt(zmq.FD))
-        self._report = closed
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._drain)
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        seen = False
         while not self._events.closed and int(self._events.getsockopt(zmq.EVENTS)) & _POLLIN:
-            self._events.recv_multipart(zmq.NOBLOCK)
-            seen = True
-        if seen:
-            self._report()
+            event, value = _EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
+            if event in _FAILURES:
+                self._failed(_FAILURES[event])
+            else:
+                self._on_event[event](value)
 
     def close(self) -> None:
         self._loop.remove_reader(self._descriptor)
@@ -139,23 +155,20 @@ class _Disconnections:
         self._events.close(linger=0)
 
 
-def check_free(address: str) -> None:
-    """Bind and let go. Raises ConfigError when the address is malformed or taken."""
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.ROUTER) as socket:
-            _bind(socket, address)
-    finally:
-        context.term()
+def new_pair() -> Pair:
+    """A fresh CURVE key pair."""
+    public, secret = zmq.curve_keypair()
+    return Pair(public.decode(), secret.decode())
+
+
+def check_free(address: str, keyed: bool) -> None:
+    """Bind and let go. Raises ConfigError when the address is malformed, taken, or open to others without keys."""
+    check_address(address, keyed)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        _bind(socket, address)
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found[1]) > _LARGEST_PORT:
-        # ZeroMQ takes 70000 for 4464.
-        raise ConfigError(
-            f"controller address {address!r} is malformed; write tcp://HOST:PORT, port 0 for any free one"
-        )
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -175,21 +188,36 @@ class ServerLink:
         receive: Callable[[bytes, Message], None],
         garbled: Callable[[bytes, str], None],
         closed: Callable[[], None],
+        keys: ControllerKeys | None = None,
     ) -> None:
-        self._receive = receive
-        self._garbled = garbled
+        self._receive, self._garbled = receive, garbled
+        self._keyed = keys is not None
         self._raw = _Socket(zmq.ROUTER)
+        self._raw.socket.setsockopt(zmq.RCVHWM, _UNREAD_AT_MOST)
+        self._raw.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.gate = Gate({} if keys is None else keys.admitted, closed)
+        self._asked: _Socket | None = None
+        if keys is not None:
+            # Before anybody can connect: where nobody answers for the keys, ZeroMQ lets every key in.
+            asked = self._asked = _Socket(zmq.ROUTER, self._raw)
+            asked.socket.bind(_ASK_KEYS)
+            asked.start(lambda frames: asked.send(self.gate.answer(frames)))
+            self._raw.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
         self._raw.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are.
         self._raw.socket.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_EVERY_MS)
         self._raw.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ALIVE_WITHIN_MS)
-        self._disconnections = _Disconnections(self._raw.socket, closed)
+        on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
+        self._monitor = _Monitor(self._raw.socket, on_event, self.gate.failed)
 
     def bind(self, address: str) -> str:
         """Listen on ``tcp://HOST:PORT`` (port 0: any free one); returns the address with its real port.
 
-        Raises ConfigError when the address is malformed or taken.
+        Raises ConfigError when the address is malformed, taken, or not loopback without keys.
         """
+        check_address(address, self._keyed)
         _bind(self._raw.socket, address)
         self._raw.start(self._on_frames)
         return str(self._raw.socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -205,10 +233,19 @@ class ServerLink:
         return True
 
     def close(self) -> None:
-        self._disconnections.close()
+        self._monitor.close()
+        if self._asked is not None:
+            self._asked.close()
         self._raw.close()
 
+    def hang_up(self, peer: bytes) -> None:
+        """End the connection of the peer that sent the latest message."""
+        if self._raw.latest is not None:
+            self.gate.shun(peer, int(self._raw.latest.get(zmq.SRCFD)))
+
     def _on_frames(self, frames: list[bytes]) -> None:
+        if self.gate.is_shunned(frames[0]):
+            return
         if len(frames) != 2:
             self._garbled(frames[0], f"a message of {len(frames)} frames, expected 2")
             return
@@ -223,13 +260,21 @@ class ServerLink:
 class ClientLink:
     """A worker's end: one DEALER socket to the controller."""
 
-    def __init__(self, receive: Callable[[Message], None], failed: Callable[[FlowError], None]) -> None:
-        self._receive = receive
-        self._failed = failed
+    def __init__(
+        self, receive: Callable[[Message], None], failed: Callable[[FlowError], None], keys: WorkerKeys | None = None
+    ) -> None:
+        self._receive, self._failed = receive, failed
         self._raw = _Socket(zmq.DEALER)
+        if keys is not None:
+            self._raw.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
+            self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
+            self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+        self._doorstep = Doorstep(keys, failed)
+        self._monitor = _Monitor(self._raw.socket, {}, self._doorstep.failed)
 
     def connect(self, address: str) -> None:
         """Begin connecting (ZeroMQ keeps trying). Raises ConfigError on a malformed address."""
+        self._doorstep.address = address
         try:
             self._raw.socket.connect(address)
         except zmq.ZMQError as error:
@@ -242,6 +287,7 @@ class ClientLink:
         self._raw.send([encode(message)])
 
     def close(self) -> None:
+        self._monitor.close()
         self._raw.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:

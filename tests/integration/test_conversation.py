@@ -38,10 +38,16 @@ class Stranger:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
     def say(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
+
+    async def hung_up(self) -> None:
+        """Wait until the other side has ended the connection."""
+        assert await asyncio.to_thread(self._ends.poll, 5000), "still connected after 5 s"
+        self._ends.recv_multipart()
 
     async def hear(self) -> m.Message:
         readable = await asyncio.to_thread(self._socket.poll, 5000)
@@ -49,6 +55,8 @@ class Stranger:
         return decode(self._socket.recv())
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._ends.close()
         self._socket.close()
         self._context.term()
 
@@ -79,18 +87,21 @@ async def test_nobody_home_is_said_after_the_deadline() -> None:
         await api.connect("tcp://127.0.0.1:9", "reward", "reward", 0.3)
 
 
-async def test_garbage_is_counted_and_disturbs_nobody(controller: tuple[api.Server, str]) -> None:
+async def test_garbage_costs_the_connection_and_disturbs_nobody(controller: tuple[api.Server, str]) -> None:
     server, address = controller
+    rubbish = [(b"",), (b"\xc1",), (b"\xc1" + os.urandom(300),), (b"two", b"frames")]
+    for frames in rubbish:
+        stranger = Stranger(address)
+        stranger.say(*frames)
+        await stranger.hung_up()
+        stranger.close()
     stranger = Stranger(address)
-    rubbish = [b"", b"\xc1", os.urandom(300), encode(m.Heartbeat()), encode(m.StepDone(0, ()))]
-    for data in rubbish:
-        stranger.say(data)
-    stranger.say(b"two", b"frames")
-    stranger.say(encode(m.Hello(m.PROTOCOL, "late", "reward", "host", 1, ("gloo",))))
-    answers = [await stranger.hear() for _ in range(3)]  # in order, so all before the last have been looked at
+    for message in (m.Heartbeat(), m.StepDone(0, ()), m.Hello(m.PROTOCOL, "late", "reward", "host", 1, ("gloo",))):
+        stranger.say(encode(message))
+    answers = [await stranger.hear() for _ in range(3)]
     assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # what could be read is answered
     stranger.close()
-    assert server.refused_messages == len(rubbish) + 1
+    assert server.refused_messages == len(rubbish) + 2
     assert server.ended is None
     worker = await api.connect(address, "reward", "reward", 5)
     assert worker.welcome.config == "seed = 1"

@@ -1,0 +1,94 @@
+"""What CURVE costs: round trips over the product's own links, with keys and without, in turns.
+
+python bench/curve.py --json bench/results/curve.json
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from children import Child, cpu_s, reply
+
+from flowrt.wire import messages as m
+from flowrt.wire.keys import controller_keys, worker_keys, write_keys
+from flowrt.wire.link import ClientLink, ServerLink, new_pair
+from flowrt.wire.loops import run_loop
+
+MESSAGES = {"pull": m.Pull(1, "rollout", 1, 0, -1), "commit_1000": m.Committed(1, tuple(range(1000)), "")}
+TRIPS, WARM, REPEATS = 4000, 400, 5
+
+
+async def serve(keys: str) -> None:
+    """Echo until the input ends."""
+    link = ServerLink(
+        lambda peer, message: link.send(peer, message) and None,
+        lambda *_: None,
+        lambda: None,
+        controller_keys(Path(keys)) if keys else None,
+    )
+    reply(link.bind("tcp://127.0.0.1:0"))
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, ended.set)
+    await ended.wait()
+    link.close()
+
+
+async def trips(address: str, keys: str, message: m.Message) -> list[float]:
+    """Seconds of each round trip, one after the other."""
+    came: asyncio.Queue[float] = asyncio.Queue()
+    link = ClientLink(
+        lambda _: came.put_nowait(time.perf_counter()),
+        lambda _: came.put_nowait(float("nan")),
+        worker_keys(Path(keys), "worker") if keys else None,
+    )
+    link.connect(address)
+    seconds = []
+    for _ in range(WARM + TRIPS):
+        start_s = time.perf_counter()
+        link.send(message)
+        seconds.append(await came.get() - start_s)
+    link.close()
+    return seconds[WARM:]
+
+
+def measure() -> dict[str, Any]:
+    results: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_keys(Path(folder) / "keys", [], new_pair)
+        for _ in range(REPEATS):
+            for way, keys in (("plain", ""), ("curve", f"{folder}/keys")):
+                server = Child("curve.py", "--serve", keys or "-")
+                address = server.wait_ready()
+                for name, message in MESSAGES.items():
+                    before_s = cpu_s(server.pid)
+                    seconds = run_loop(trips(address, keys, message))
+                    spent_s = cpu_s(server.pid) - before_s
+                    results.setdefault(f"{name}_{way}_p50_us", []).append(1e6 * statistics.median(seconds))
+                    results.setdefault(f"{name}_{way}_server_us", []).append(1e6 * spent_s / (WARM + TRIPS))
+                server.leave()
+    return {name: round(statistics.median(values), 1) for name, values in results.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        run_loop(serve(arguments.serve.strip("-")))
+        return
+    numbers = measure()
+    for name, value in numbers.items():
+        print(f"{name:32} {value}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

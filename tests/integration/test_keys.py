@@ -1,0 +1,160 @@
+"""Keys with real processes: a run with them completes, and whoever has the wrong ones gets a clear error and code 2."""
+
+import dataclasses
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.load import defaults, to_toml
+from flowrt.wire.addresses import check_address, is_loopback
+from flowrt.wire.keys import controller_keys, raw_key, worker_keys
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+SMALL = "--steps 2 --prompts-per-step 2 --group-size 2 --data.eval-prompts 0 --rollout.workers 1 --loss.kl-coef 0"
+WORKER_S = 60.0
+
+
+def flowrt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(FLOWRT), *map(str, arguments)], timeout=60, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two controllers' keys, and one that mixes them: our controller's public key, the other's worker."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("ours", "theirs"):
+        made = flowrt("keys", folder / name)
+        assert made.returncode == 0, made.stderr
+    shutil.copytree(folder / "theirs", folder / "mixed")
+    shutil.copy(folder / "ours" / "controller.pub", folder / "mixed" / "controller.pub")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def listening(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A controller process with our keys; its address and its log."""
+    config = defaults("arithmetic")
+    config = dataclasses.replace(config, run_dir=str(folder / "run"))
+    (folder / "config.toml").write_text(to_toml(config))
+    log = folder / "controller.log"
+    read_fd, write_fd = os.pipe()
+    command = ["-m", "flowrt.launch.controller", "--config", str(folder / "config.toml"), "--ready-fd", str(write_fd)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--keys", str(folder / "ours")], stderr=output, pass_fds=[write_fd]
+        )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as ready:
+        yield ready.readline().strip(), log
+    process.terminate()
+    assert process.wait(20) == 130
+
+
+# ---- making keys
+
+
+def test_keys_are_for_their_owner_only(folder: Path) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder / "ours").iterdir()}
+    assert modes == dict.fromkeys(("controller.key", "controller.pub", "worker.key", "workers.toml"), 0o600)
+    assert stat.S_IMODE((folder / "ours").stat().st_mode) == 0o700
+
+
+def test_keys_are_never_overwritten(folder: Path) -> None:
+    before = (folder / "ours" / "controller.key").read_text()
+    again = flowrt("keys", folder / "ours")
+    assert again.returncode == 2
+    assert "never overwritten" in again.stderr
+    assert (folder / "ours" / "controller.key").read_text() == before
+
+
+@pytest.mark.parametrize("names", [["../x"], ["controller"], ["a", "a"], ["--force"], ["a/b"]])
+def test_names_that_cannot_be(tmp_path: Path, names: list[str]) -> None:
+    assert flowrt("keys", tmp_path / "keys", *names).returncode == 2
+    assert not (tmp_path / "keys").exists()
+
+
+def test_each_name_gets_a_key_and_finds_it(tmp_path: Path) -> None:
+    assert flowrt("keys", tmp_path / "keys", "rollout-0", "trainer").returncode == 0
+    assert sorted(controller_keys(tmp_path / "keys").admitted.values()) == ["rollout-0", "trainer"]
+    assert worker_keys(tmp_path / "keys", "trainer").path.name == "trainer.key"
+    for stranger in ("reward", "controller", "../keys/trainer"):
+        with pytest.raises(ConfigError, match="has no key for"):
+            worker_keys(tmp_path / "keys", stranger)
+
+
+def test_a_secret_that_others_can_read_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ours", tmp_path / "keys")
+    (tmp_path / "keys" / "worker.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        worker_keys(tmp_path / "keys", "worker")
+
+
+@pytest.mark.parametrize("text", ["", "x" * 39, "~" * 40, "#" * 40])
+def test_what_is_no_key(text: str) -> None:
+    with pytest.raises(ConfigError, match="no CURVE key"):
+        raw_key(text, Path("somewhere"))
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "10.1.2.3", "[::]", "eth0", "example.org", "127.0.0.1.example.org"])
+def test_without_keys_only_loopback(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"flowrt keys DIR and set controller.keys, or listen on 127.0.0.1"):
+        check_address(f"tcp://{host}:0", keyed=False)
+    check_address(f"tcp://{host}:0", keyed=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+    check_address(f"tcp://{host}:0", keyed=False)
+
+
+def test_a_run_on_all_interfaces_without_keys_is_refused(refused: Callable[..., Any]) -> None:
+    assert "flowrt keys DIR" in refused("--controller.bind", "tcp://*:0").sentence()
+
+
+def test_keys_that_are_not_there_are_named(refused: Callable[..., Any]) -> None:
+    assert "workers.toml" in refused("--controller.keys", "nowhere").sentence()
+
+
+# ---- who is let in
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("", "lets nobody in without keys"),
+        ("mixed", "does not know the key"),
+        ("theirs", "controller.pub the key of this controller?"),
+        ("nowhere", "cannot be read"),
+    ],
+)
+def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], keys: str, said: str) -> None:
+    address, log = listening
+    command = [sys.executable, "-m", "flowrt.workers.reward", "--controller", address]
+    command += ["--keys", str(folder / keys)] if keys else []
+    ended = subprocess.run(command, timeout=WORKER_S, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert said in " ".join(ended.stderr.split())
+    assert keys == "nowhere" or "refused a connection from 127.0.0.1:" in log.read_text()
+    assert "for the keys of" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_with_keys_completes(folder: Path, launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), "--controller.keys", str(folder / "ours"), *SMALL.split())
+    assert run.wait(120) == 0, run.output
+    assert "for the keys of" in run.log("controller")
+    assert "refused" not in run.log("controller")
+    assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
+    run.assert_gone(10)

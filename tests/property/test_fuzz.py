@@ -1,0 +1,247 @@
+"""Noise against the codec, the mind and a live controller: nothing crashes or grows, a refusal changes nothing."""
+
+import asyncio
+import contextlib
+import dataclasses
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+import psutil
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt import api
+from flowrt.controller.events import Said, Send
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.testing.noise import NAMES, Noise
+from flowrt.testing.scenario import grpo_dataflow, offered_lengths, whole
+from flowrt.testing.talk import Talk
+from flowrt.wire import bounds
+from flowrt.wire import messages as m
+from flowrt.wire.codec import decode, encode
+from flowrt.wire.gate import STRANGE_WORDS
+from flowrt.wire.keys import controller_keys, worker_keys, write_keys
+from flowrt.wire.link import new_pair
+from flowrt.wire.records import Incoming, LaneTurn, Part
+
+WORKERS = NAMES[:6]
+GROWN_BYTES = 64 * 2**20
+TURN = LaneTurn("source0", "rollout0", "samples", 0, 0)
+SENSIBLE: tuple[m.Message, ...] = (
+    m.Offer(1, "train", (3,), 0, 2, 0, offered_lengths(4, 1), ()),
+    m.Offer(2, "eval", (3,), 0, 1, 0, offered_lengths(4, 1), ()),
+    m.Pull(3, "rollout", 1, 0, -1),
+    m.Pull(4, "reward", 1, 0, -1),
+    m.Pull(5, "train", 0, 0, 0),
+    m.Publish((whole(1),), ()),
+    m.Applied("policy", 0),
+    m.StepDone(0, ()),
+    m.Undelivered(Incoming(TURN, (Part("prompt", (0,), (4,)),)), ""),
+)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=300)
+def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
+    noise = Noise(seed)
+    for _ in range(10):
+        data = noise.data()
+        with contextlib.suppress(RemoteProtocolError):
+            encode(decode(data))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=300)
+def test_what_the_mind_refuses_changes_nothing(seed: int) -> None:
+    noise, talk = Noise(seed), Talk(members=2, groups_per_step=2)
+    draw, sensible = noise.random, list(SENSIBLE)
+    for _ in range(25):
+        base = draw.choice(sensible)
+        message = draw.choice((base, noise.changed(base), noise.message()))
+        if isinstance(message, m.Offer) and message.members > 64:
+            continue  # what a source may do, and slow to compare
+        before = talk.snapshot()
+        try:
+            commands = talk.core.handle(Said(WorkerId(draw.choice(WORKERS)), message), talk.now)
+        except RemoteProtocolError:
+            assert talk.snapshot() == before, f"{message} was refused and changed something"
+            continue
+        talk.core.check()
+        said = [command.message for command in commands if isinstance(command, Send)]
+        sensible += [talk.generated(one) for one in said if isinstance(one, m.Grant) and len(one.slots) == 1]
+        for one in said:
+            decode(encode(one))
+        if talk.core.ended:
+            return
+
+
+# ---- what noise has found
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("rollout1", m.Abandon("rollout", (3, 1), (2,), True, "")),
+        ("rollout0", m.Undelivered(Incoming(dataclasses.replace(TURN, receiver="rollout1"), ()), "")),
+        ("rollout0", m.Undelivered(Incoming(TURN, (Part("no such column", (0,), (1,)),)), "")),
+        ("rollout1", m.FetchFailed(TURN, whole(0), "")),
+    ],
+    ids=["leases for some of the slots", "lane of another", "column that is not there", "fetch of another"],
+)
+def test_found_by_noise_in_the_mind(worker: str, message: m.Message) -> None:
+    talk = Talk()
+    talk.ready_to_train()
+    talk.assert_illegal(worker, message)
+
+
+def test_a_lane_that_never_was_can_be_given_up() -> None:
+    talk = Talk()
+    talk.say("rollout0", m.Undelivered(Incoming(LaneTurn("x", "rollout0", "samples", -1, 0), ()), ""))
+
+
+def test_a_number_is_not_waited_under_twice() -> None:
+    talk = Talk()
+    talk.say("trainer0", m.Pull(1, "rollout", 1, 0, -1))
+    talk.assert_illegal("trainer0", m.Pull(1, "reward", 1, 0, -1))
+    talk.say("trainer0", m.Bye("gone"))
+    talk.offer()  # its pull was parked twice and forgotten once: this was leased to somebody who had left
+
+
+def test_whole_numbers_have_64_bits() -> None:
+    epoch = msgpack.packb([m.MESSAGES.index(m.Opened), 2**64 - 1, 0])
+    with pytest.raises(RemoteProtocolError, match="64 bits"):
+        decode(epoch)  # msgpack takes it, the ledger's SQLite does not: its commit killed the controller's ticker
+
+
+def peak_bytes(data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_nested_claims_cost_no_more_than_the_bytes_that_back_them() -> None:
+    assert peak_bytes((b"\xdd" + struct.pack(">I", 10_000)) * 1000 + bytes(5000)) < 2**20  # 78 MiB, once
+
+
+@pytest.mark.parametrize("item", [b"\x91\xc0", b"\x80", b"\xa2ab"], ids=["arrays of one", "empty maps", "short texts"])
+def test_a_large_message_of_tiny_items_is_refused_before_they_are_made(item: bytes) -> None:
+    count = 600_000
+    array = b"\xdd" + struct.pack(">I", count) + item * count
+    assert peak_bytes(b"\x93\x04" + array + array) < 2**20
+
+
+def test_a_large_message_of_many_real_items_passes() -> None:
+    slots = tuple(range(40_000))
+    commit = m.Commit(1, "rollout", slots, slots, (), (), tuple((slot, 1) for slot in slots))
+    assert len(encode(commit)) > bounds._COUNT_FROM_BYTES
+    assert decode(encode(commit)) == commit
+
+
+# ---- a live controller
+
+
+class Peer:
+    """A bare DEALER, with a valid key."""
+
+    def __init__(self, address: str, keys: Path) -> None:
+        own = worker_keys(keys, "worker")
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt_string(zmq.CURVE_SERVERKEY, own.controller)
+        self.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.own.public)
+        self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.own.secret)
+        self.socket.connect(address)
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    write_keys(tmp_path / "keys", [], new_pair)
+    return tmp_path / "keys"
+
+
+def controller(keys: Path) -> "contextlib.AbstractAsyncContextManager[tuple[api.Server, str]]":
+    assert controller_keys(keys).admitted
+    flow = grpo_dataflow(reference=False)
+    policies = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+    return api.controller(flow, api.Settings(steps=2), policies, keys.parent, keys=keys)
+
+
+async def test_noise_of_a_stranger_changes_nothing(keys: Path) -> None:
+    noise = Noise(1)
+    async with controller(keys) as (server, address):
+        worker = await api.connect(address, "reward0", "reward", 5, worker_keys(keys, "reward0"))
+        before = server.status() | {"waits": []}
+        grown = psutil.Process().memory_info().rss
+        for _ in range(60):
+            peer, seen = Peer(address, keys), server.refused_messages
+            for _ in range(20):
+                message = noise.message()
+                data = encode(message) if noise.random.random() < 0.3 else noise.mangled(encode(message))
+                with contextlib.suppress(RemoteProtocolError):
+                    if isinstance(decode(data), m.Hello):
+                        continue
+                peer.socket.send(data)
+            await until(lambda seen=seen: server.refused_messages > seen)
+            peer.close()
+        assert server.ended is None
+        assert server.status() | {"waits": []} == before
+        assert psutil.Process().memory_info().rss - grown < GROWN_BYTES
+        await worker.close()
+
+
+async def test_a_stranger_that_never_reads_is_cut_off(keys: Path) -> None:
+    async with controller(keys) as (server, address):
+        peer = Peer(address, keys)
+        ends = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for _ in range(STRANGE_WORDS + 1):
+            peer.socket.send(encode(m.Heartbeat()))
+        await until(lambda: ends.poll(0))
+        assert server.refused_messages == STRANGE_WORDS + 1
+        peer.socket.disable_monitor()
+        ends.close()
+        peer.close()
+
+
+async def test_a_worker_that_sends_no_messages_loses_its_connection_by_name(keys: Path) -> None:
+    async with controller(keys) as (server, address):
+        peer = Peer(address, keys)
+        peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
+        await until(lambda: "liar" in server.status()["workers"])
+        peer.socket.send(b"\xc1")
+        await until(lambda: "liar" not in server.status()["workers"])
+        assert server.ended is None
+        peer.close()
+
+
+async def test_noise_of_a_worker_ends_the_run_by_name_or_is_taken(keys: Path) -> None:
+    for seed in range(8):
+        noise = Noise(seed)
+        async with controller(keys) as (server, address):
+            peer = Peer(address, keys)
+            peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
+            await until(lambda server=server: "liar" in server.status()["workers"])
+            for _ in range(50):
+                peer.socket.send(encode(noise.message()))
+            await until(lambda server=server: server.ended is not None or "liar" not in server.status()["workers"])
+            peer.close()
