@@ -32,7 +32,7 @@ from flowrt.wire.records import Incoming, LaneTurn, Part
 
 WORKERS = NAMES[:6]
 GROWN_BYTES = 64 * 2**20
-TURN = LaneTurn("source0", "rollout0", "samples", 0, 0)
+TURN = LaneTurn("source0", "rollout0", "samples", 0, 0, "gloo")
 SENSIBLE: tuple[m.Message, ...] = (
     m.Offer(1, "train", (3,), 0, 2, 0, offered_lengths(4, 1), ()),
     m.Offer(2, "eval", (3,), 0, 1, 0, offered_lengths(4, 1), ()),
@@ -102,7 +102,7 @@ def test_found_by_noise_in_the_mind(worker: str, message: m.Message) -> None:
 
 def test_a_lane_that_never_was_can_be_given_up() -> None:
     talk = Talk()
-    talk.say("rollout0", m.Undelivered(Incoming(LaneTurn("x", "rollout0", "samples", -1, 0), ()), ""))
+    talk.say("rollout0", m.Undelivered(Incoming(LaneTurn("x", "rollout0", "samples", -1, 0, "gloo"), ()), ""))
 
 
 def test_a_number_is_not_waited_under_twice() -> None:
