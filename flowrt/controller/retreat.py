@@ -1,5 +1,6 @@
 """What happens to a slot when work is lost: leases given back, columns made again, samples too old dropped."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -111,8 +112,15 @@ class Retreat:
 
     def expire_leases(self, now: float) -> None:
         """Give back what was not done by its deadline."""
-        for lease in [lease for lease in self._board.leases.values() if lease.deadline_s <= now]:
-            self._give_back_all(lease.id)
+        expired = []
+        # In order of their deadlines: each lasts equally long, but for those of trainers, which have none.
+        for lease in self._board.leases.values():
+            if lease.deadline_s <= now:
+                expired.append(lease.id)
+            elif not math.isinf(lease.deadline_s):
+                break
+        for lease_id in expired:
+            self._give_back_all(lease_id)
 
     def _give_back_all(self, lease_id: LeaseId) -> None:
         while (lease := self._board.leases.get(lease_id)) is not None:

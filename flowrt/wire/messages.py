@@ -11,7 +11,7 @@ from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Leng
 PROTOCOL = 3  # said in the greeting; both sides must speak the same one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hello:
     """worker: I am here."""
 
@@ -23,7 +23,7 @@ class Hello:
     lanes: tuple[str, ...]  # what it can do, best first: "gloo", or "shm:PLACE" for what works in one place only
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Welcome:
     """controller: you are in; everything else you need to know is in here."""
 
@@ -36,24 +36,24 @@ class Welcome:
     config: str  # the run's resolved configuration, TOML
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Heartbeat:
     """worker: still here (the controller answers with the same)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """worker: my part of the run is complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bye:
     """worker: leaving; ``error`` is empty when all is well."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stop:
     """controller: the run is over, leave with this exit code; observer: end the run."""
 
@@ -61,7 +61,7 @@ class Stop:
     code: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refused:
     """controller: request not granted, and why."""
 
@@ -69,7 +69,7 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Offer:
     """source: prompts, each to become a group of ``members`` slots; all open at once, or the offer is parked."""
 
@@ -83,14 +83,14 @@ class Offer:
     tags: tuple[Values, ...]  # inline columns, a number a slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exhausted:
     """source: all my prompts of this flow are open; an offer to train after this waits for the last step's end."""
 
     flow: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
     """controller: the offer is now the groups from ``first`` on; -1 when the run needs no more prompts."""
 
@@ -98,7 +98,7 @@ class Opened:
     first: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pull:
     """worker: room for ``slots`` slots or ``tokens`` tokens of a stage. Parked until there are some."""
 
@@ -109,7 +109,7 @@ class Pull:
     step: int  # the optimiser step the puller works on; -1 outside training
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
     """controller: these slots are leased to you; ``incoming`` brings what you do not hold yet."""
 
@@ -129,14 +129,14 @@ class Grant:
     closed: bool  # nothing more will come: of this step (train stage), of the stream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Withdraw:
     """worker: forget this pull or offer if it is still parked (then it is refused, with what it waited for)."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """worker: the stage is done for these slots; tensors stay with me, their lengths are in ``parts``."""
 
@@ -149,7 +149,7 @@ class Commit:
     spans: tuple[Ints, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Committed:
     """controller: accepted, except the refused slots (their leases had ended)."""
 
@@ -158,7 +158,7 @@ class Committed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Abandon:
     """worker: I give these leases back; ``lost``: nobody can make these samples, the run's policy decides."""
 
@@ -169,7 +169,7 @@ class Abandon:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Free:
     """controller: drop these columns (empty: all) that you hold of these slots and groups."""
 
@@ -178,7 +178,7 @@ class Free:
     groups: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepDone:
     """trainer: the optimiser has stepped; everything leased to this step is trained."""
 
@@ -186,7 +186,7 @@ class StepDone:
     metrics: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Serve:
     """controller to owner: send these parts over this turn of a lane."""
 
@@ -194,7 +194,7 @@ class Serve:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Undelivered:
     """receiver: this turn of a lane failed, its parts are not here."""
 
@@ -202,7 +202,7 @@ class Undelivered:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Signal:
     """worker to worker, through the controller: one key of a lane's rendezvous."""
 
@@ -212,7 +212,7 @@ class Signal:
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Publish:
     """trainer: a new version is in my store, whole, and perhaps as changes to an earlier version too."""
 
@@ -220,7 +220,7 @@ class Publish:
     divergence: tuple[tuple[int, float], ...]  # KL of earlier versions from this one, where it was measured
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServeWeights:
     """controller to holder: send this version over this turn of a lane, as its buckets arrive if need be."""
 
@@ -230,7 +230,7 @@ class ServeWeights:
     base: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetch:
     """controller to receiver: this version is coming over this turn of a lane; stage it."""
 
@@ -238,7 +238,7 @@ class Fetch:
     weights: Weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Staged:
     """receiver: the version arrived whole and its checksum is right; others may fetch it from me."""
 
@@ -246,7 +246,7 @@ class Staged:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FetchFailed:
     """receiver: the version did not arrive over this turn; the old one is whole and in use."""
 
@@ -255,7 +255,7 @@ class FetchFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Applied:
     """receiver: I generate with this version from now on."""
 
@@ -263,7 +263,7 @@ class Applied:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retire:
     """controller to holder: nobody will ask for this version again."""
 
@@ -271,7 +271,7 @@ class Retire:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
     """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
 
@@ -279,7 +279,7 @@ class Report:
     numbers: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Status:
     """controller to observers: the state of the run, JSON."""
 
