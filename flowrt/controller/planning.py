@@ -1,11 +1,11 @@
 """Steps that are looked at as a whole before any of them is trained: shared among ranks, cut to a budget of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from flowrt.controller.batchers import Batcher, FixedTokens
 from flowrt.controller.sharing import Sharing
 from flowrt.controller.slots import NO_STEP, Group, Slot
-from flowrt.ids import WorkerId
+from flowrt.ids import GroupId, WorkerId
 
 
 class StepPlan:
@@ -26,16 +26,23 @@ class StepPlan:
         return self._sharing.whole_step or self._cut is not None
 
     def make(self, step: int, groups: Sequence[Group], tokens_of: Callable[[Group], int]) -> None:
-        """All groups of the step are ready."""
-        self.step = step
+        """All groups of the step are ready.
+
+        What is planned anew in the same step goes to whoever asks: some ranks may have been told that they are done.
+        """
+        again, self.step = self.step == step, step
         groups = sorted(groups, key=lambda group: group.id)
-        shares = self._sharing.split(groups, [tokens_of(group) for group in groups])
+        shares = None if again else self._sharing.split(groups, [tokens_of(group) for group in groups])
         self._shared = shares is not None
         self._shares = [list(groups)] if shares is None else shares
         if self._cut is not None:
             slots = [slot for group in groups for slot in group.slots]
             kept = self._cut.kept([_generated(slot) for slot in slots], step)
             self._kept = {slot.id: count for slot, count in zip(slots, kept, strict=True)}
+
+    def holds(self, step: int, groups: Container[GroupId]) -> bool:
+        """The step is planned, and every group of the plan is still there."""
+        return self.step == step and all(group.id in groups for share in self._shares for group in share)
 
     def share_of(self, worker: WorkerId) -> list[Group]:
         """The groups of this step that the worker is to train, in order of issue."""

@@ -86,7 +86,7 @@ class Training:
     def _planned(self, worker: WorkerId) -> list[Group] | None:
         """The worker's next micro-batch of a step that is planned as a whole; None when its share is done."""
         plan, window = self._plan, self._window
-        if plan.step != window.step:
+        if not plan.holds(window.step, self._board.groups):
             whole = self._streamed(GroupCount(window.places))
             if not whole:
                 return []

@@ -12,6 +12,7 @@ from flowrt.controller.decode_cost import DecodeCost
 from flowrt.controller.events import Send
 from flowrt.controller.priority import Priority
 from flowrt.controller.refresh import Divergence, EveryN, Rolling
+from flowrt.controller.settings import LostMember
 from flowrt.controller.sharing import Balanced
 from flowrt.controller.slots import Slot
 from flowrt.controller.sticky import Sticky
@@ -70,6 +71,12 @@ def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario
 def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None:
     scenario = data.draw(scenarios(kills=1, broken_lanes=1, **POLICIES[name]))
     assert_sound(Cluster(scenario).run())
+
+
+@given(scenario=scenarios(lost_member=LostMember.DROP, kills=8, steps=6, **POLICIES["both"]))
+@RUNS
+def test_a_planned_step_goes_on_without_a_group_that_was_dropped(scenario: Scenario) -> None:
+    Cluster(scenario).run()
 
 
 @given(scenario=scenarios(cut=FixedTokens(10**9), in_order=True))
