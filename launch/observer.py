@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrt.errors import FlowError
+from flowrt.waiting import Lifesign
 from flowrt.wire import messages as m
 from flowrt.wire.keys import WorkerKeys
 from flowrt.wire.link import ClientLink
@@ -15,8 +16,14 @@ from flowrt.wire.link import ClientLink
 class Observer:
     """Calls ``show`` with every status of the run, a dictionary as `Server.status` makes it."""
 
-    def __init__(self, address: str, show: Callable[[dict[str, Any]], None], keys: WorkerKeys | None) -> None:
+    def __init__(
+        self, address: str, show: Callable[[dict[str, Any]], None], keys: WorkerKeys | None, silence_s: float
+    ) -> None:
         self._show = show
+        self.heard = Lifesign(silence_s)
+        """Given with every status: a controller that says nothing for so long is stuck."""
+        self.ended = ""
+        """Why the run has ended, once it has."""
         self._link = ClientLink(self._receive, self._failed, keys)
         self._link.connect(address)
         name = f"observer-{socket.gethostname()}-{os.getpid()}"
@@ -33,7 +40,11 @@ class Observer:
     def _receive(self, message: m.Message) -> None:
         if isinstance(message, m.Status):
             self._link.send(m.Heartbeat())
-            self._show(json.loads(message.text))
+            self.heard.give()
+            status = json.loads(message.text)
+            if status["ended"] is not None:
+                self.ended = status["ended"][0]
+            self._show(status)
 
     def _failed(self, error: FlowError) -> None:
         raise error

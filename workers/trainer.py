@@ -22,9 +22,11 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import Guard, until
 from flowrt.wire.records import KEPT_TOKENS
 
 UNIFORM = Uniform()
+RANKS = Guard("the timeout of torch.distributed")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -35,7 +37,8 @@ async def run(session: Session, config: RunConfig) -> None:
     with session.timeline.busy("load"):
         if ranks > 1:
             deadline = timedelta(seconds=config.controller.stall_s)
-            await asyncio.to_thread(dist.init_process_group, "gloo", timeout=deadline)
+            meeting = asyncio.to_thread(dist.init_process_group, "gloo", timeout=deadline)
+            await until(meeting, RANKS, "the meeting of all ranks", "the other ranks")
         model = await asyncio.to_thread(load_model, model_dir(config))
         loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
         engine = TorchTrainer(
@@ -48,7 +51,7 @@ async def run(session: Session, config: RunConfig) -> None:
     for step in range(config.steps):
         await train_step(session, config, engine, step)
         with session.timeline.busy("step"):
-            metrics = await asyncio.to_thread(engine.step)
+            metrics = await until(asyncio.to_thread(engine.step), RANKS, f"step {step} on all ranks", "the other ranks")
         if not metrics:
             break
         if rank == 0:

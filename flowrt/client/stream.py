@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
+from flowrt.transport.lane import seen
+from flowrt.waiting import CONTROLLER, Guard, all_of
 
 
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncIterator[Batch]:
@@ -41,4 +43,5 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
         for one in leftover:
             session.give_back(stage, one)
         if committing is not None:
-            await asyncio.gather(committing, return_exceptions=True)
+            await all_of([committing], Guard("its own deadline"), "the answer to the last commit", CONTROLLER)
+            seen(committing)

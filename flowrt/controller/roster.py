@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 from flowrt.ids import WorkerId
+from flowrt.wire.records import OpenWait
+
+MOST_WAITS = 8
+"""Of one worker that are remembered."""
+LONGEST_WORDS = 160
 
 
 @dataclass(slots=True)
@@ -14,6 +19,8 @@ class Member:
     host: str
     heard_s: float
     finished: bool = False
+    waits: tuple[OpenWait, ...] = ()  # for others than the controller, as it last said
+    told_s: float = 0.0  # when that was
 
 
 class Roster:
@@ -37,6 +44,16 @@ class Roster:
         if member is not None:
             member.heard_s = now
         return member is not None
+
+    def told(self, worker: WorkerId, waits: tuple[OpenWait, ...], now: float) -> None:
+        """Note what the worker says that it waits for."""
+        member = self._members[worker]
+        member.waits = tuple(
+            OpenWait(one.what[:LONGEST_WORDS], one.turn[:LONGEST_WORDS], one.age_s, one.limit_s)
+            for one in waits[:MOST_WAITS]
+            if 0 <= one.age_s < float("inf") and one.limit_s >= 0
+        )
+        member.told_s = now
 
     def finish(self, worker: WorkerId) -> None:
         self._members[worker].finished = self.changed = True

@@ -1,5 +1,6 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from flowrt.controller.board import Board
@@ -36,7 +37,6 @@ class Samples:
         out: list[Command],
     ) -> None:
         self._settings = settings
-        self._flow = flow
         self._policies = policies
         self._weights = weights
         self._out = out
@@ -47,9 +47,12 @@ class Samples:
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self._sizes = Sizes(flow.columns, flow.token_columns)
+        self.train_stage, self.train_flow = flow.train_stage, flow.train_flow
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
+        self.pullers: dict[str, dict[WorkerId, None]] = defaultdict(dict)  # by stage, who has asked for slots of it
+        self.offerers: dict[WorkerId, None] = {}
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
 
     # ---- requests
@@ -60,17 +63,20 @@ class Samples:
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
+        self.offerers[worker] = None
         self.room.park_offer(Parked(worker, message, now))
         self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
         self.room.check_new(worker, message.request)
-        training = message.stage == self._flow.train_stage
+        training = message.stage == self.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
             reason = f"there is no stage {message.stage!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
-        elif training and self.training.is_past(message):
+            return
+        self.pullers[message.stage][worker] = None
+        if training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
@@ -84,11 +90,11 @@ class Samples:
         parked = self.room.take_out(worker, request)
         if parked is not None:
             self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
-            reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
+            reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self.why(parked)}"
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
-        if parked.request.stage == self._flow.train_stage:
+        if parked.request.stage == self.train_stage:
             return self.training.serve(parked)
         return self._serve_slots(parked, now)
 
@@ -100,7 +106,7 @@ class Samples:
         def may_start(slot: Slot) -> Start:
             if version < slot.group.at_least:
                 return Start.ELSEWHERE
-            if slot.group.flow != self._flow.train_flow:
+            if slot.group.flow != self.train_flow:
                 return Start.NOW
             ready = self._policies.admission.may_start(self.window.expected_step(slot.group), version)
             return Start.NOW if ready else Start.NOT_YET
@@ -129,6 +135,9 @@ class Samples:
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: what it asked for, worked on or held alone."""
         self.gated.pop(worker, None)
+        self.offerers.pop(worker, None)
+        for pullers in self.pullers.values():
+            pullers.pop(worker, None)
         self.room.forget(worker)
         self.board.freed = True  # its parked offers are gone: those behind them may have room enough
         self.retreat.forget(worker)
@@ -195,9 +204,9 @@ class Samples:
     def _moved_on(self, groups: Iterable[Group]) -> None:
         streamed = []
         for group in groups:
-            if group.flow != self._flow.train_flow:
+            if group.flow != self.train_flow:
                 streamed.append(group)
-            elif group.id in self.board.ready_groups[self._flow.train_stage]:
+            elif group.id in self.board.ready_groups[self.train_stage]:
                 self.retreat.record(group, "ready")
         if complete := self.board.complete(streamed):
             self.retreat.close(complete)
@@ -210,8 +219,8 @@ class Samples:
         while board.changed or window.changed or board.freed:
             if window.changed:
                 board.changed.update(self._generating)
-                if self._flow.train_stage:
-                    board.changed.add(self._flow.train_stage)
+                if self.train_stage:
+                    board.changed.add(self.train_stage)
             if window.changed or board.freed:
                 window.changed = board.freed = False
                 self.room.serve_offers(self.opening.open)
@@ -254,13 +263,14 @@ class Samples:
 
     def waiting(self) -> list[tuple[WorkerId, str, float]]:
         """Who waits, for what, since when."""
-        return [(parked.worker, self._why(parked), parked.since_s) for parked in self.room.all()]
+        return [(parked.worker, self.why(parked), parked.since_s) for parked in self.room.all()]
 
-    def _why(self, parked: Parked[Pull] | Parked[Offer]) -> str:
+    def why(self, parked: Parked[Pull] | Parked[Offer]) -> str:
+        """What a parked request waits for."""
         request = parked.request
         if isinstance(request, Offer):
             return self.opening.obstacle(request) or "the offers before it"
-        if request.stage == self._flow.train_stage:
+        if request.stage == self.train_stage:
             return self.window.why(request.step, len(self.board.ready_groups[request.stage]))
         count = len(self.board.ready[request.stage])
         if not count:

@@ -6,9 +6,9 @@ Workers speak to the controller only; tensors go from worker to worker over lane
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, OpenWait, Part, Values, Weights
 
-PROTOCOL = 3  # said in the greeting; both sides must speak the same one
+PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(slots=True)
@@ -273,10 +273,11 @@ class Retire:
 
 @dataclass(slots=True)
 class Report:
-    """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
+    """worker: what I did since the last report, what I wait for; ``numbers`` are results for the run's summary."""
 
     spans: tuple[BusySpan, ...]
     numbers: tuple[tuple[str, float], ...]
+    waits: tuple[OpenWait, ...]  # for others than the controller
 
 
 @dataclass(slots=True)

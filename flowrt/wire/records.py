@@ -111,3 +111,13 @@ class BusySpan:
     kind: str
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWait:
+    """Something that a worker waits for from somebody else than the controller."""
+
+    what: str
+    turn: str  # who has to act: a worker's name, where it is one
+    age_s: float
+    limit_s: float  # infinite where another wait ends this one
