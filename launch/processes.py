@@ -10,9 +10,10 @@ from pathlib import Path
 
 from flowrt.errors import WaitExpired
 from flowrt.lifeline import LAUNCHER, die_with_parent
-from flowrt.waiting import Deadline, all_of, cancelled, until
+from flowrt.waiting import Deadline, Guard, all_of, cancelled, until
 
 LAST_WORDS_LINES = 3
+TOGETHER = Guard("the deadline for all of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Children:
 
     async def wait_all(self, deadline_s: float) -> bool:
         """Wait for every process to leave; False when some had not by the deadline."""
-        ends = [asyncio.ensure_future(child.process.wait()) for child in self._all]
+        ends = [asyncio.ensure_future(child.ended(TOGETHER)) for child in self._all]
         try:
             await all_of(ends, deadline_s, "all processes to leave", "each of them")
         except WaitExpired:

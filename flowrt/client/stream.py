@@ -12,28 +12,33 @@ from flowrt.waiting import CONTROLLER, Guard, all_of
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncIterator[Batch]:
     """Batches of at most ``slots`` rows of a stage that makes nothing; ends when the stage's flows are exhausted.
 
-    A batch is committed when the next one is asked for, and given back when it never is (the loop was left, or the
+    A batch is done when the next one is asked for, and given back when it never is (the loop was left, or the
     process died): each row is then served again, to this or to another consumer of the stage. With ``ahead`` one
     more batch is leased and fetched while the present one is worked on.
     """
     following = asyncio.create_task(session.pull(stage, slots))
     committing: asyncio.Task[tuple[int, ...]] | None = None
     batch: Batch | None = None
+    done: Batch | None = None  # the work on it is complete, and the next pull says so
     try:
         while True:
-            batch = None
             batch = await following
             if batch.closed:
                 break
             if ahead:
-                following = asyncio.create_task(session.pull(stage, slots))
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            else:
+                done = None
             yield batch
-            # Its answer is awaited one batch later; the order of messages is kept, so the next pull comes after it.
-            if committing is not None:
-                await committing
-            committing = asyncio.create_task(session.commit(stage, batch.slots, batch.leases))
+            done = worked = batch
+            batch = None
             if not ahead:
-                following = asyncio.create_task(session.pull(stage, slots))
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            elif not following.done():
+                # It may be long until the next pull, and the rows be waited for. Its answer is awaited a batch later.
+                if committing is not None:
+                    await committing
+                committing, done = asyncio.create_task(session.commit(stage, worked.slots, worked.leases)), None
         batch = None
     finally:
         following.cancel()
@@ -42,6 +47,8 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             leftover += [following.result()]
         for one in leftover:
             session.give_back(stage, one)
-        if committing is not None:
-            await all_of([committing], Guard("its own deadline"), "the answer to the last commit", CONTROLLER)
-            seen(committing)
+        ends = [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
+        ends += [committing] if committing is not None else []
+        for end in ends:
+            end.add_done_callback(seen)
+        await all_of(ends, Guard("their own deadlines"), "the answers to the last commits", CONTROLLER)

@@ -1,6 +1,5 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from flowrt.controller.board import Board
@@ -51,8 +50,6 @@ class Samples:
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
-        self.pullers: dict[str, dict[WorkerId, None]] = defaultdict(dict)  # by stage, who has asked for slots of it
-        self.offerers: dict[WorkerId, None] = {}
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
 
     # ---- requests
@@ -63,7 +60,6 @@ class Samples:
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
-        self.offerers[worker] = None
         self.room.park_offer(Parked(worker, message, now))
         self.room.serve_offers(self.opening.open)
 
@@ -75,13 +71,19 @@ class Samples:
             reason = f"there is no stage {message.stage!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
             return
-        self.pullers[message.stage][worker] = None
+        self.room.pullers[message.stage][worker] = None
         if training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif not self._serve(parked, now):
+        elif fault := self._done_fault(message):
+            self._send(worker, Refused(message.request, fault))
+        else:
+            if message.done:
+                parked.refused = self._finish(worker, message)
+            if self._serve(parked, now):
+                return
             # Those that were parked before could not be served by what is there, or they would not be parked.
             self.room.park_pull(parked)
 
@@ -91,6 +93,8 @@ class Samples:
         if parked is not None:
             self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self.why(parked)}"
+            if parked.refused:
+                reason += f"; the leases {parked.refused}, said to be done, had ended before"
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
@@ -120,9 +124,9 @@ class Samples:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
             lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
-            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease))
+            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
-            self._send(worker, closed(pull))
+            self._send(worker, closed(pull, parked.refused))
         return bool(chosen) or self.opening.is_over(pull.stage)
 
     def _gate(self, worker: WorkerId, shut: bool) -> None:
@@ -135,15 +139,29 @@ class Samples:
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: what it asked for, worked on or held alone."""
         self.gated.pop(worker, None)
-        self.offerers.pop(worker, None)
-        for pullers in self.pullers.values():
-            pullers.pop(worker, None)
         self.room.forget(worker)
         self.board.freed = True  # its parked offers are gone: those behind them may have room enough
         self.retreat.forget(worker)
         self.training.forget(worker)
 
     # ---- commits
+
+    def _done_fault(self, pull: Pull) -> str:
+        stage = self.board.stages[pull.stage]
+        if pull.done and (stage.makes or stage.whole_groups):
+            return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
+        return ""
+
+    def _finish(self, worker: WorkerId, pull: Pull) -> tuple[int, ...]:
+        """The work on these leases is done; returns those that had ended before."""
+        late = []
+        for lease_id in pull.done:
+            lease = self.board.find_lease(lease_id, worker)
+            if lease is None or lease.stage != pull.stage:
+                late.append(lease_id)
+            else:
+                self._moved_on(dict.fromkeys([slot.group for slot in self.board.finish(lease)]))
+        return tuple(late)
 
     def commit(self, worker: WorkerId, message: Commit, now: float) -> None:
         stage = self.board.stages.get(message.stage)
@@ -208,7 +226,7 @@ class Samples:
                 streamed.append(group)
             elif group.id in self.board.ready_groups[self.train_stage]:
                 self.retreat.record(group, "ready")
-        if complete := self.board.complete(streamed):
+        if complete := self.board.flows.complete(streamed):
             self.retreat.close(complete)
 
     # ---- after every event

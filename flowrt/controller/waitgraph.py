@@ -90,15 +90,15 @@ class Reading:
                 if maker.name in self._holders:
                     found |= self._holders[maker.name]
                 elif maker.name in board.ready and len(board.ready[maker.name]):
-                    found |= dict.fromkeys(self._samples.pullers[maker.name])
-                    deserted = deserted or not self._samples.pullers[maker.name]
+                    found |= dict.fromkeys(self._samples.room.pullers[maker.name])
+                    deserted = deserted or not self._samples.room.pullers[maker.name]
                 else:
                     pending.append(maker.name)
-        return tuple(found) if found or deserted else tuple(self._samples.offerers)
+        return tuple(found) if found or deserted else tuple(self._samples.room.offerers)
 
     def _at(self, stage: str) -> tuple[WorkerId, ...]:
         """Who works on a stage; where nobody does, who has asked for it."""
-        return tuple(self._holders.get(stage) or self._samples.pullers[stage]) if stage else ()
+        return tuple(self._holders.get(stage) or self._samples.room.pullers[stage]) if stage else ()
 
     # ---- what is listed
 

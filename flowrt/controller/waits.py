@@ -20,6 +20,7 @@ class Parked(Generic[Request]):
     worker: WorkerId
     request: Request
     since_s: float
+    refused: tuple[int, ...] = ()  # leases that a pull said were done, too late
 
 
 class WaitingRoom:
@@ -28,6 +29,8 @@ class WaitingRoom:
     def __init__(self) -> None:
         self._pulls: dict[str, dict[RequestId, Parked[Pull]]] = defaultdict(dict)
         self._offers: dict[RequestId, Parked[Offer]] = {}
+        self.pullers: dict[str, dict[WorkerId, None]] = defaultdict(dict)  # by stage, who has ever asked for slots
+        self.offerers: dict[WorkerId, None] = {}  # and who has ever offered
         self._of: dict[WorkerId, dict[int, Parked[Pull] | Parked[Offer]]] = defaultdict(dict)
 
     def check_new(self, worker: WorkerId, request: int) -> None:
@@ -40,6 +43,7 @@ class WaitingRoom:
         self._of[parked.worker][parked.request.request] = parked
 
     def park_offer(self, parked: Parked[Offer]) -> None:
+        self.offerers[parked.worker] = None
         self._offers[parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
 
@@ -90,6 +94,8 @@ class WaitingRoom:
         for request in list(self._of[worker]):
             self.take_out(worker, request)
         del self._of[worker]
+        for asked in (self.offerers, *self.pullers.values()):
+            asked.pop(worker, None)
 
     def all(self) -> Iterator[Parked[Pull] | Parked[Offer]]:
         """Everything that is parked."""
