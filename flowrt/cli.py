@@ -9,11 +9,13 @@ from rich.console import Console
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
+       flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
        flowrt keys DIR [NAME ...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
   flowrt run [RECIPE] --help               every knob, one sentence each
+  flowrt status RUN                        who waits for whom in a run that goes on
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
 """
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
@@ -39,8 +41,15 @@ def _keys(words: list[str]) -> int:
     return 0
 
 
+def _status(words: list[str]) -> int:
+    from flowrt.launch.status import run
+
+    code: int = run(words, Console())
+    return code
+
+
 # In the order of the messages that name them.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run, "status": _status}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
+    except OSError as error:
+        errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
+        return EXIT_FAILED
     except FlowError as error:
         errors.print(f"flowrt: {type(error).__name__}: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_FAILED

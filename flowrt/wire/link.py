@@ -26,7 +26,7 @@ from flowrt.wire.messages import Message
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
-_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 5000, 5000
+_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 3800, 5000  # a stopped peer is noticed in under 5 s
 _UNREAD_AT_MOST = 1000  # messages of one peer that wait to be read; a peer that sends faster has to wait
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
@@ -206,10 +206,11 @@ class ServerLink:
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
             self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
         self._raw.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are.
+        # A peer that is stopped or whose machine is gone closes nothing: I/O threads ask each other, whoever has the GIL.
         self._raw.socket.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_EVERY_MS)
         self._raw.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ALIVE_WITHIN_MS)
         on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
+        on_event[zmq.EVENT_ACCEPT_FAILED] = self.gate.full
         self._monitor = _Monitor(self._raw.socket, on_event, self.gate.failed)
 
     def bind(self, address: str) -> str:
