@@ -49,6 +49,7 @@ class Core:
             case Joined(worker, role, host, lanes):
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
+                self._progress_s = now  # a cluster that comes together is not stuck
             case Gone(worker, reason):
                 self._gone(worker, reason)
             case _:

@@ -206,7 +206,7 @@ class ServerLink:
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
             self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
         self._raw.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer that is stopped or whose machine is gone closes nothing: I/O threads ask each other, whoever has the GIL.
+        # A peer that is stopped or whose machine is gone closes nothing: I/O threads ask, whoever has the GIL.
         self._raw.socket.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_EVERY_MS)
         self._raw.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ALIVE_WITHIN_MS)
         on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
