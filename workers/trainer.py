@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from flowrt.workers.entry import main
+from flowrt.workers.saving import Checkpoints
 
 from flowrt.algorithms import GrpoLoss, group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
@@ -28,7 +29,7 @@ UNIFORM = Uniform()
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Train the run's steps; rank 0 speaks for all: it ends steps, publishes and saves."""
+    """Train the run's steps, from its checkpoint on; rank 0 speaks for all: it ends steps, publishes and saves."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != config.trainer.ranks:
         raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {config.trainer.ranks}")
@@ -45,21 +46,33 @@ async def run(session: Session, config: RunConfig) -> None:
             correction_cap=config.loss.correction_cap,
             temperature=config.rollout.temperature,
         )
-    for step in range(config.steps):
+    checkpoints = Checkpoints(session, config, engine)
+    done = await checkpoints.load()
+    if done and rank == 0:
+        await publish(session, engine, done)
+    for step in range(done, config.steps):
         await train_step(session, config, engine, step)
         with session.timeline.busy("step"):
             metrics = await asyncio.to_thread(engine.step)
         if not metrics:
             break
+        done = step + 1
         if rank == 0:
             session.step_done(step, metrics)
-            with session.timeline.busy("snapshot"):
-                snapshot = await asyncio.to_thread(Snapshot.take, step + 1, engine.parameters())
-            await session.params.publish(POLICY, snapshot)
+            await publish(session, engine, done)
+        await checkpoints.save_if_due(done)
+    await checkpoints.save(done)
     if rank == 0 and config.trainer.save:
         with session.timeline.busy("save"):
             await asyncio.to_thread(save, model, config)
     session.finished()
+
+
+async def publish(session: Session, engine: TrainEngine, version: int) -> None:
+    """Offer the weights after so many steps, as they are now, to whoever generates."""
+    with session.timeline.busy("snapshot"):
+        snapshot = await asyncio.to_thread(Snapshot.take, version, engine.parameters())
+    await session.params.publish(POLICY, snapshot)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:

@@ -41,7 +41,8 @@ class Samples:
         self._weights = weights
         self._out = out
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
-        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
+        start = settings.position.step
+        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order, start)
         self.room = WaitingRoom()
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -95,4 +96,22 @@ class TrainEngine(Protocol):
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The weights to publish, by name, in a fixed order."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write all that the next steps depend on into a directory that exists: weights, optimiser, RNG, step count.
+
+        All ranks call it together. When it returns on rank 0, what every rank had to write is there.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Take up what `save` wrote; the steps that follow are those that would have followed, bit for bit.
+
+        All ranks call it together. Raises EngineError when the directory holds no state of this model.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradient that was accumulated for the present step."""
         ...
