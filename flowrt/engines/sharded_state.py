@@ -1,6 +1,6 @@
 """A sharded training engine's state as safetensors, each rank its shards; read again on any number of ranks.
 
-Nothing in these files is code, and their names are those of `TorchTrainer`: each engine reads what the other wrote.
+Nothing in these files is code. Their names are those of `TorchTrainer`, whose files can be read here too.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,6 @@ def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
     state[_rng()] = torch.get_rng_state()
     if dist.get_rank() == 0:
         state["steps"] = torch.tensor(steps)
-        state |= {f"optimizer.{name}.step": torch.tensor(float(steps)) for name in shards}
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
 
 

@@ -5,6 +5,7 @@ micro-batches of all ranks. How a step was cut therefore cannot change its gradi
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import LossPasses, ranks, step_metrics
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.schedules import learning_rate
+from flowrt.engines.state import gather_rng, read_tensors, restore_rng, write_tensors
+from flowrt.errors import EngineError
 
 
 class TorchTrainer:
@@ -60,13 +63,59 @@ class TorchTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self._steps += 1
-        self._passes.forget()
+        self.discard()
         return step_metrics(sums, norm, lr)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return named_parameters(self.model)
+
+    def save(self, directory: Path) -> None:
+        """All ranks have the same weights and optimiser: rank 0 writes them, with the random numbers of each rank."""
+        tensors = gather_rng()
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        tensors["steps"] = torch.tensor(self._steps)
+        for name, parameter in self._named_state().items():
+            tensors[f"model.{name}"] = parameter.detach()
+        for name, parameter in self.model.named_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        write_tensors(directory, tensors)
+
+    def load(self, directory: Path) -> None:
+        tensors = read_tensors(directory)
+        mine = {f"model.{name}": parameter for name, parameter in self._named_state().items()}
+        saved = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
+        if saved != {name: tensor.shape for name, tensor in mine.items()} or "steps" not in tensors:
+            raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(tensors[name])
+        self._optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            start = f"optimizer.{name}."
+            state = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
+            if state:  # AdamW's own step counts stay where it keeps them, on the host
+                self._optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if value.shape == parameter.shape else value
+                    for key, value in state.items()
+                }
+        self._steps = int(tensors["steps"])
+        self.discard()
+        restore_rng(tensors)
+
+    def export(self, directory: Path) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.model.save_pretrained(directory)
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._passes.forget()
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, each once."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     @staticmethod
     def _gradient(parameter: torch.Tensor) -> torch.Tensor:
