@@ -9,7 +9,6 @@ from time import monotonic
 
 from flowrt.errors import WaitExpired
 from flowrt.waiting import CONTROLLER, Guard, open_waits, pause
-from flowrt.wire.records import OpenWait
 
 SILENT_BEATS = 30
 """Heartbeats without any word from the controller after which it counts as gone."""
@@ -36,13 +35,13 @@ async def beat(beat_s: float, address: str, heard_s: Callable[[], float], say: C
             return WaitExpired(f"controller {address} not heard of for {SILENT_BEATS * beat_s:.0f} s")
 
 
-def notable_waits() -> tuple[OpenWait, ...]:
+def notable_waits() -> tuple[tuple[str, str, float, float], ...]:
     """What this process has waited for from others for a while, oldest first; the controller knows its own turns."""
     if sessions > 1:
         return ()
     now = monotonic()
     waits = [one for one in open_waits() if one.turn != CONTROLLER and now - one.since_s > NOTABLE_S]
     return tuple(
-        OpenWait(one.what[:LONGEST_WORDS], one.turn[:LONGEST_WORDS], now - one.since_s, one.limit_s)
+        (one.what[:LONGEST_WORDS], one.turn[:LONGEST_WORDS], now - one.since_s, one.limit_s)
         for one in waits[:MOST_WAITS]
     )

@@ -26,7 +26,7 @@ from flowrt.transport.transports import transports
 from flowrt.waiting import CONTROLLER, cancelled, first_of, until
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
-from flowrt.wire.records import BusySpan, Incoming, Lengths, OpenWait, Part, Values
+from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
 PULL_TRIES = 3
@@ -43,8 +43,8 @@ class Session:
         self._address = address
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, self._signal)
-        self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
+        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, lambda *key: self._tell(m.Signal(*key)))
+        self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
         self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
@@ -52,7 +52,7 @@ class Session:
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
         self._heard_s = self._loop.time()
-        self._waits: tuple[OpenWait, ...] = ()
+        self._waits = heartbeat.notable_waits()
         heartbeat.sessions += 1
         self._spawn(self._beat())
 
@@ -182,6 +182,10 @@ class Session:
         """The optimiser has stepped: everything leased to this step is trained."""
         self.send(m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items())))
 
+    async def saved(self, step: int) -> None:
+        """The state after ``step`` steps is written aside; returns once the ledger is on disk as far as that."""
+        await self._asking.ask(m.Saved(self._asking.number(), step), self.welcome.wait_s)
+
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
         """Send the spans of work since the last report, open waits, and named numbers for the summary."""
         spans = tuple(BusySpan(*span) for span in self.timeline.drain())
@@ -269,22 +273,17 @@ class Session:
     def _rows(self, part: Part, grant: m.Grant) -> Rows:
         return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
 
-    def _undelivered(self, incoming: Incoming, reason: str) -> None:
-        if not self._ended.done():
-            self.send(m.Undelivered(incoming, reason))
-
     def _unclaimed(self, answer: m.Message) -> None:
         if isinstance(answer, m.Grant) and answer.slots:
             # Whoever asked has gone; what was leased must not wait for its lease to end.
             self._give_back(answer, "", "nobody waits for this grant any more")
 
     def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
-        if not self._ended.done():
-            self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
+        self._tell(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
 
-    def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
+    def _tell(self, message: m.Message) -> None:
         if not self._ended.done():
-            self.send(m.Signal(peer, lane, key, value))
+            self.send(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -3,6 +3,8 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
+import dataclasses
+
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
 from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
@@ -15,7 +17,10 @@ from flowrt.controller.waitgraph import wait_graph
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
+from flowrt.wire.records import Position
 
+SOURCE = "source"
+"""The role of those that are told which prompts a resumed run is done with."""
 MOST_SENTENCES = 12
 """Of the wait-for graph in the reason of a stall; the log has all of it."""
 MAX_SIGNAL_BYTES = 4096
@@ -27,6 +32,7 @@ class Core:
     def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
         self.settings = settings
         self._policies = policies
+        self._flow = flow
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
         lanes = Lanes(settings.lanes)
@@ -97,6 +103,8 @@ class Core:
                 self.samples.retreat.undelivered(worker, message.incoming)
             case m.StepDone():
                 self.samples.training.step_done(worker, message)
+            case m.Saved():
+                self.samples.training.saved(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
             case m.Finished():
@@ -160,7 +168,7 @@ class Core:
 
     def wait_graph(self, now: float, wait_s: float = float("inf")) -> WaitGraph:
         """Who waits for whom at this moment."""
-        return wait_graph(self.samples, self.models, self.roster, now, wait_s)
+        return wait_graph(self._flow, self.samples, self.models, self.roster, now, wait_s)
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
@@ -188,6 +196,11 @@ class Core:
         for group in window.taken.values():
             assert all(self.train_stage in slot.leases for slot in group.slots)
 
+    def position_for(self, role: str) -> Position:
+        """Where the run goes on, as far as a worker of this role has to know."""
+        position = self.settings.position
+        return position if role == SOURCE else dataclasses.replace(position, passed=())
+
     @property
     def weights(self) -> ModelVersions:
         """The versions of the policy."""
@@ -195,4 +208,4 @@ class Core:
 
     @property
     def train_stage(self) -> str:
-        return self.samples.train_stage
+        return self._flow.train_stage

@@ -1,13 +1,22 @@
 """Who is here: workers, their roles, when they were last heard."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flowrt.ids import WorkerId
-from flowrt.wire.records import OpenWait
 
 MOST_WAITS = 8
 """Of one worker that are remembered."""
 LONGEST_WORDS = 160
+
+
+class OpenWait(NamedTuple):
+    """Something that a worker waits for from somebody else than the controller, as it says itself."""
+
+    what: str
+    turn: str  # who has to act: a worker's name, where it is one
+    age_s: float
+    limit_s: float  # infinite where another wait ends this one
 
 
 @dataclass(slots=True)
@@ -45,13 +54,13 @@ class Roster:
             member.heard_s = now
         return member is not None
 
-    def told(self, worker: WorkerId, waits: tuple[OpenWait, ...], now: float) -> None:
+    def told(self, worker: WorkerId, waits: tuple[tuple[str, str, float, float], ...], now: float) -> None:
         """Note what the worker says that it waits for."""
         member = self._members[worker]
         member.waits = tuple(
-            OpenWait(one.what[:LONGEST_WORDS], one.turn[:LONGEST_WORDS], one.age_s, one.limit_s)
-            for one in waits[:MOST_WAITS]
-            if 0 <= one.age_s < float("inf") and one.limit_s >= 0
+            OpenWait(what[:LONGEST_WORDS], turn[:LONGEST_WORDS], age_s, limit_s)
+            for what, turn, age_s, limit_s in waits[:MOST_WAITS]
+            if 0 <= age_s < float("inf") and limit_s >= 0
         )
         member.told_s = now
 

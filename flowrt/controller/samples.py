@@ -36,17 +36,18 @@ class Samples:
         out: list[Command],
     ) -> None:
         self._settings = settings
+        self._flow = flow
         self._policies = policies
         self._weights = weights
         self._out = out
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
-        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
-        self.room = WaitingRoom()
+        start = settings.position.step
+        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order, start)
+        self.room = WaitingRoom(self.board.stages)
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self._sizes = Sizes(flow.columns, flow.token_columns)
-        self.train_stage, self.train_flow = flow.train_stage, flow.train_flow
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
@@ -64,20 +65,18 @@ class Samples:
         self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
-        self.room.check_new(worker, message.request)
-        training = message.stage == self.train_stage
+        self.room.check_new(worker, message.request, message.stage)
+        training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
             reason = f"there is no stage {message.stage!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
-            return
-        self.room.pullers[message.stage][worker] = None
-        if training and self.training.is_past(message):
+        elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif fault := self._done_fault(message):
+        elif message.done and (fault := self._done_fault(message)):
             self._send(worker, Refused(message.request, fault))
         else:
             if message.done:
@@ -98,7 +97,7 @@ class Samples:
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
-        if parked.request.stage == self.train_stage:
+        if parked.request.stage == self._flow.train_stage:
             return self.training.serve(parked)
         return self._serve_slots(parked, now)
 
@@ -110,7 +109,7 @@ class Samples:
         def may_start(slot: Slot) -> Start:
             if version < slot.group.at_least:
                 return Start.ELSEWHERE
-            if slot.group.flow != self.train_flow:
+            if slot.group.flow != self._flow.train_flow:
                 return Start.NOW
             ready = self._policies.admission.may_start(self.window.expected_step(slot.group), version)
             return Start.NOW if ready else Start.NOT_YET
@@ -148,7 +147,7 @@ class Samples:
 
     def _done_fault(self, pull: Pull) -> str:
         stage = self.board.stages[pull.stage]
-        if pull.done and (stage.makes or stage.whole_groups):
+        if stage.makes or stage.whole_groups:
             return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
         return ""
 
@@ -222,9 +221,9 @@ class Samples:
     def _moved_on(self, groups: Iterable[Group]) -> None:
         streamed = []
         for group in groups:
-            if group.flow != self.train_flow:
+            if group.flow != self._flow.train_flow:
                 streamed.append(group)
-            elif group.id in self.board.ready_groups[self.train_stage]:
+            elif group.id in self.board.ready_groups[self._flow.train_stage]:
                 self.retreat.record(group, "ready")
         if complete := self.board.flows.complete(streamed):
             self.retreat.close(complete)
@@ -237,8 +236,8 @@ class Samples:
         while board.changed or window.changed or board.freed:
             if window.changed:
                 board.changed.update(self._generating)
-                if self.train_stage:
-                    board.changed.add(self.train_stage)
+                if self._flow.train_stage:
+                    board.changed.add(self._flow.train_stage)
             if window.changed or board.freed:
                 window.changed = board.freed = False
                 self.room.serve_offers(self.opening.open)
@@ -288,7 +287,7 @@ class Samples:
         request = parked.request
         if isinstance(request, Offer):
             return self.opening.obstacle(request) or "the offers before it"
-        if request.stage == self.train_stage:
+        if request.stage == self._flow.train_stage:
             return self.window.why(request.step, len(self.board.ready_groups[request.stage]))
         count = len(self.board.ready[request.stage])
         if not count:

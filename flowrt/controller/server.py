@@ -1,6 +1,7 @@
 """The asyncio shell around the mind: sockets, clock, disk. It decides nothing."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ from typing import Any
 from flowrt.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.controller.books import Books
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.status import status
@@ -23,7 +24,7 @@ from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
 from flowrt.wire.link import ServerLink
-from flowrt.wire.records import Column
+from flowrt.wire.records import Column, Position
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -53,14 +54,13 @@ class Server:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
-        self._columns = columns
-        self._config = config
-        self._heartbeat_s = heartbeat_s
-        self._wait_s = wait_s
+        times = (heartbeat_s, wait_s, core.settings.lane_s)
+        self._welcome = m.Welcome(0, *times, core.settings.store_bytes, columns, config, Position())
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
-        self.journal = Journal(run_dir, self._clock.now())
+        self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
         self._books = Books(self.ledger, self.journal)
+        self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
         self._worker_of: dict[bytes, WorkerId] = {}
         self._peer_of: dict[WorkerId, bytes] = {}
@@ -141,17 +141,6 @@ class Server:
             self._status()
             self._write(LOCKED_S)
 
-    def _write(self, patience_s: float) -> bool:
-        """Write the books; True when they are, or never will be: then the run ends, and not well."""
-        try:
-            return self._books.write(self._clock.now(), patience_s)
-        except FlowError as error:
-            if self._core.ended is None or self._core.ended.code == EXIT_OK:
-                log.error("%s", error)
-                self._core.ended = End(str(error), EXIT_FAILED)
-                self._ended.set()
-            return True
-
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
@@ -164,7 +153,7 @@ class Server:
             self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
-                self.journal.report(worker, self._role_of[worker], message)
+                self._books.report(worker, self._role_of[worker], message, self._core.samples.window.step)
             self._handle(Said(worker, message))
             if isinstance(message, m.Bye):
                 self._forget(worker)
@@ -209,16 +198,8 @@ class Server:
         self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
         self._incarnations += 1
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        welcome = m.Welcome(
-            self._incarnations,
-            self._heartbeat_s,
-            self._wait_s,
-            self._core.settings.lane_s,
-            self._core.settings.store_bytes,
-            self._columns,
-            self._config,
-        )
-        self._send(worker, welcome)
+        position = self._core.position_for(hello.role)
+        self._send(worker, dataclasses.replace(self._welcome, incarnation=self._incarnations, position=position))
         self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
 
     def _handle(self, event: Event) -> None:
@@ -248,25 +229,25 @@ class Server:
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
+        if isinstance(command, Send):  # nearly all of them
+            self._send(command.worker, command.message)
+            return
         match command:
-            case Send(worker, message):
-                self._send(worker, message)
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
                 self._forget(worker)
-            case Record():
-                self.ledger.add(command, now)
-                if command.state == "in_flight":
-                    self.journal.training_began(now)
-            case StepClosed():
-                self.journal.step(command, now)
+            case Persist(worker, request):
+                self._unsaved.append((worker, request))
+                self._write(LOCKED_S)
             case End():
                 log.info("the run ends: %s", command.reason)
                 if command.code == EXIT_STALLED:
-                    for sentence in self._core.wait_graph(now, self._wait_s).sentences(MOST_LINES):
+                    for sentence in self._core.wait_graph(now, self._welcome.wait_s).sentences(MOST_LINES):
                         log.error("stalled: %s", sentence)
                 self._ended.set()
+            case _:
+                self._books.enter(command, now)
 
     def _send(self, worker: WorkerId, message: m.Message) -> None:
         peer = self._peer_of.get(worker)
@@ -279,6 +260,22 @@ class Server:
         if peer is not None:
             self._worker_of.pop(peer, None)
         self._alone.set()
+
+    def _write(self, patience_s: float) -> bool:
+        """Write the books, and say so to who waits for it; True when they are, or never will be: then the run fails."""
+        try:
+            if not self._books.write(self._clock.now(), patience_s, lasting=bool(self._unsaved)):
+                return False
+        except (FlowError, OSError) as error:
+            if self._core.ended is None or self._core.ended.code == EXIT_OK:
+                log.error("%s", error)
+                self._core.ended = End(str(error), EXIT_FAILED)
+                self._ended.set()
+            return True
+        for worker, request in self._unsaved:
+            self._send(worker, m.Committed(request, (), ""))
+        self._unsaved.clear()
+        return True
 
     def end(self, reason: str, code: int = EXIT_FAILED) -> None:
         """End the run from outside the mind: a signal, a full disk, a worker that breaks the rules."""
@@ -297,4 +294,4 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""
-        return status(self._core, self._clock.now(), self._wait_s, self.journal.latest, self.journal.numbers)
+        return status(self._core, self._clock.now(), self._welcome.wait_s, self.journal.latest, self.journal.numbers)

@@ -8,6 +8,7 @@ from flowrt.controller.knots import Edge, Standing, WaitGraph, find_knots
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Member, Roster
 from flowrt.controller.samples import Samples
+from flowrt.controller.settings import Dataflow
 from flowrt.controller.versions import ModelVersions
 from flowrt.controller.waits import Parked
 from flowrt.ids import WorkerId
@@ -22,7 +23,8 @@ CONTROLLER = "the controller"
 class Reading:
     """One look at the state: what is leased to whom, and who could make what is missing."""
 
-    def __init__(self, samples: Samples, models: Models, roster: Roster, now: float) -> None:
+    def __init__(self, flow: Dataflow, samples: Samples, models: Models, roster: Roster, now: float) -> None:
+        self._flow = flow
         self._samples = samples
         self._models = models
         self._roster = roster
@@ -44,7 +46,7 @@ class Reading:
         if isinstance(request, Offer):
             return self._turn_of_offer(request), False
         stage = request.stage
-        if stage == self._samples.train_stage:
+        if stage == self._flow.train_stage:
             if request.step > self._samples.window.step:
                 return self._at(stage), False
             return self._upstream(stage), False
@@ -53,8 +55,8 @@ class Reading:
         return self._upstream(stage), False
 
     def _turn_of_offer(self, offer: Offer) -> tuple[WorkerId, ...]:
-        if offer.flow == self._samples.train_flow:
-            return self._at(self._samples.train_stage)
+        if offer.flow == self._flow.train_flow:
+            return self._at(self._flow.train_stage)
         undone, flows = self._samples.board.undone, self._samples.board.flows
         stages = [stage.name for stage in flows.of(offer.flow) if undone[stage.name]]
         return tuple(dict.fromkeys(worker for stage in stages for worker in self._at(stage)))
@@ -72,7 +74,7 @@ class Reading:
         publisher = weights.publisher
         if publisher is not None and publisher in self._roster:
             return (publisher,), False
-        return self._at(self._samples.train_stage), False
+        return self._at(self._flow.train_stage), False
 
     def _upstream(self, stage: str) -> tuple[WorkerId, ...]:
         """Who makes, or could make, what this stage needs; whoever offers, where nothing is on its way.
@@ -147,9 +149,11 @@ class Reading:
         return Standing(member.id, member.role, state, self._now - member.heard_s, holds)
 
 
-def wait_graph(samples: Samples, models: Models, roster: Roster, now: float, wait_s: float = float("inf")) -> WaitGraph:
+def wait_graph(
+    flow: Dataflow, samples: Samples, models: Models, roster: Roster, now: float, wait_s: float = float("inf")
+) -> WaitGraph:
     """The graph at this moment; ``wait_s`` is how long a worker waits for an answer."""
-    reading = Reading(samples, models, roster, now)
+    reading = Reading(flow, samples, models, roster, now)
     known = reading.edges(wait_s)
     edges = sorted(known + reading.told(), key=attrgetter("age_s"), reverse=True)
     waiting = {edge.who for edge in edges}

@@ -114,10 +114,17 @@ class BusySpan:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWait:
-    """Something that a worker waits for from somebody else than the controller."""
+class Passed:
+    """Prompts of one epoch that are not to be offered again, packed as `positions` does."""
 
-    what: str
-    turn: str  # who has to act: a worker's name, where it is one
-    age_s: float
-    limit_s: float  # infinite where another wait ends this one
+    epoch: int
+    words: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run goes on: steps that are trained, prompts that are done with, and numbers of the summary so far."""
+
+    step: int = 0
+    passed: tuple[Passed, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
