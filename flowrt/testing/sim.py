@@ -5,9 +5,11 @@ interleaved at random: the same scenario always takes the same course. Workers m
 may break; leases may expire. A run in which nobody can do anything any more raises AssertionError.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
@@ -27,8 +29,11 @@ Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario) -> Core:
-    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once."""
+def make_core(scenario: Scenario, **numbers: Any) -> Core:
+    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
+
+    ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
+    """
     settings = Settings(
         steps=scenario.steps,
         groups_per_step=scenario.groups_per_step,
@@ -50,7 +55,7 @@ def make_core(scenario: Scenario) -> Core:
         scenario.sharing,
         scenario.cut,
     )
-    return Core(settings, grpo_dataflow(scenario.references > 0), policies)
+    return Core(dataclasses.replace(settings, **numbers), grpo_dataflow(scenario.references > 0), policies)
 
 
 class Cluster:
@@ -60,7 +65,7 @@ class Cluster:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.clock = DrivenClock()
-        self.core = make_core(scenario)
+        self.core = self._make_core()
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
         self.workers: dict[str, Worker] = {}
         self.records: list[Record] = []
@@ -81,6 +86,9 @@ class Cluster:
             for rank in range(count):
                 self.workers[f"{role}{rank}"] = Worker(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
+
+    def _make_core(self) -> Core:
+        return make_core(self.scenario)
 
     def run(self) -> "Cluster":
         """Until the run is complete and nothing is on its way. Raises AssertionError when it cannot be completed."""
@@ -107,7 +115,7 @@ class Cluster:
     def possible(self) -> Iterator[Action]:
         speeds = dict(self.scenario.speeds)
         some = False
-        for worker in self.workers.values():
+        for worker in self._awake():
             speed = speeds.get(worker.id, 1.0)
             for action in self._of(worker):
                 some = True
@@ -119,8 +127,15 @@ class Cluster:
             some = True
             yield (1.0, self._end_step)
         # Only when all else is done, so that what is left over at the end is left over for good.
-        if not some and self.workers["source0"].closed and not self._finished:
+        if not some and self._source_is_done():
             yield (1.0, self._finish)
+
+    def _source_is_done(self) -> bool:
+        return self.workers["source0"].closed and not self._finished
+
+    def _awake(self) -> list[Worker]:
+        """Those that may do something now."""
+        return list(self.workers.values())
 
     def _of(self, worker: Worker) -> Iterator[Action]:
         """Messages and transfers of one worker that can be delivered, and its return if it is dead."""
