@@ -138,6 +138,7 @@ class Server:
         while True:
             await pause(TICK_S)
             self._handle(Tick())
+            self._link.gate.look()
             self._status()
             self._write(LOCKED_S)
 

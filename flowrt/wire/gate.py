@@ -1,5 +1,6 @@
 """The gate to the controller: who is let in, who is turned away, and what both sides say of it."""
 
+import errno
 import logging
 import os
 import socket
@@ -70,10 +71,13 @@ class Gate:
         """A connection was accepted; what it wants is not known yet."""
         self._knocking[descriptor] = _peer_of(descriptor)
 
-    def full(self, descriptor: int) -> None:
-        """A connection could not be accepted (in place of its descriptor comes why); whoever is in stays in."""
-        why = os.strerror(descriptor)
-        self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n) and start again", why)
+    def look(self) -> None:
+        """Whether another connection could be accepted. ZeroMQ's own word of that would come without end."""
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n)", error.strerror)
 
     def failed(self, failure: Failure) -> None:
         """The connection that closes next has failed its handshake."""
