@@ -1,9 +1,11 @@
 """A rollout worker: pulls slots as sequences finish, generates, swaps weights between sequences."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flowrt.workers.entry import main
 
@@ -17,24 +19,57 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.recipes.paths import model_dir
 
+if TYPE_CHECKING:
+    from flowrt.engines.sglang import SglangRollout
+
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Load the model and generate until the run ends."""
-    with session.timeline.busy("load"):
-        path = model_dir(config)
-        model = await asyncio.to_thread(load_model, path)
-        engine = TorchRollout(
-            model,
-            eos_id=load_tokenizer(path).eos_token_id,
-            rows=1 if config.deterministic else config.rollout.rows,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            recompute=config.rollout.recompute,
-        )
+    """Load the model, or start its server, and generate until the run ends."""
+    if config.rollout.engine == "sglang":
+        engine = await asyncio.to_thread(_sglang, config, session.worker)
+        with contextlib.closing(engine):
+            with session.timeline.busy("load"):
+                await session.unless_ended(asyncio.to_thread(engine.start))
+            await _generate(session, config, engine)
+    else:
+        with session.timeline.busy("load"):
+            local = await asyncio.to_thread(_torch, config)
+        await _generate(session, config, local)
+
+
+async def _generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
     session.params.applied(POLICY, 0)
     async with asyncio.TaskGroup() as tasks:
         in_flight = config.rollout.swap == "inflight"
         await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight).run()
+
+
+def _torch(config: RunConfig) -> TorchRollout:
+    path = model_dir(config)
+    return TorchRollout(
+        load_model(path),
+        eos_id=load_tokenizer(path).eos_token_id,
+        rows=1 if config.deterministic else config.rollout.rows,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        recompute=config.rollout.recompute,
+    )
+
+
+def _sglang(config: RunConfig, worker: str) -> "SglangRollout":
+    from flowrt.engines.sglang import SglangRollout  # its HTTP client takes a while to import
+
+    path = model_dir(config)
+    return SglangRollout(
+        config.rollout.sglang,
+        path,
+        eos_id=load_tokenizer(path).eos_token_id,
+        rows=config.rollout.rows,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        threads=config.threads,
+        log_path=Path(config.run_dir) / "logs" / f"{worker}-sglang.log",
+    )
 
 
 class RolloutLoop:

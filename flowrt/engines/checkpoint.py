@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
 
@@ -49,3 +49,17 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter once (tied ones under their first name), in the model's order."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    """Names and shapes of what `named_parameters` gives for the checkpoint's model, without its weights.
+
+    Raises EngineError when transformers knows no such model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            model.tie_weights()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from flowrt.engines.options import TrainOptions
+from flowrt.engines.options import SglangOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class WarmStartConfig:
 class RolloutConfig:
     """Generation."""
 
+    engine: Literal["torch", "sglang"] = "torch"
+    """Plain PyTorch within the worker, or an SGLang server of the worker's own (or one that is running)."""
     workers: int = 2
     """Rollout workers."""
     rows: int = 64
@@ -80,6 +82,8 @@ class RolloutConfig:
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
     """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    sglang: SglangOptions = field(default_factory=SglangOptions)
+    """The SGLang server."""
 
 
 @dataclass(frozen=True)
