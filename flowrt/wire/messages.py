@@ -8,7 +8,7 @@ from typing import get_args
 
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
 
-PROTOCOL = 3  # said in the greeting; both sides must speak the same one
+PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(slots=True)
@@ -107,6 +107,7 @@ class Pull:
     slots: int
     tokens: int
     step: int  # the optimiser step the puller works on; -1 outside training
+    done: Ints = ()  # leases of this stage, which makes nothing: the work on all their slots is done
 
 
 @dataclass(slots=True)
@@ -127,6 +128,7 @@ class Grant:
     parts: tuple[Part, ...]
     incoming: tuple[Incoming, ...]
     closed: bool  # nothing more will come: of this step (train stage), of the stream
+    refused: Ints = ()  # leases that the pull said were done, and that had ended before: their slots are served again
 
 
 @dataclass(slots=True)
