@@ -41,7 +41,7 @@ class SglangOptions:
     dtype: str = "auto"
     """Type of its weights: auto, float32, bfloat16, …"""
     arguments: str = ""
-    """Further arguments of the server, as in a shell: "--tp 2 --mem-fraction-static 0.7"."""
+    """Further arguments of the server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
     weights: WeightPath = "disk"
     """How weights get in: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
     host: str = "127.0.0.1"

@@ -151,6 +151,7 @@ class SglangRollout:
                 self._server.kill()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
+            self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
