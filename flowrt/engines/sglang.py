@@ -8,6 +8,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class SglangRollout:
         self._fatal: BaseException | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[Future[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
@@ -107,6 +109,11 @@ class SglangRollout:
     @property
     def running(self) -> int:
         return self._running
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._host.url
 
     @property
     def server_pid(self) -> int:
@@ -140,12 +147,17 @@ class SglangRollout:
         self._do(self._host.swap(snapshot))
 
     def close(self) -> None:
-        """End everything: requests, connections, the server that was started. Nothing happens the second time."""
+        """End everything: requests, connections, the server that was started. Nothing happens the second time.
+
+        Threads that wait in this engine come back.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            self._do(self._close())
+            for call in list(self._calls):
+                call.cancel()
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
         finally:
             if self._server is not None:
                 self._server.kill()
@@ -154,7 +166,14 @@ class SglangRollout:
             self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._calls.add(call)
+        try:
+            call.result()
+        except CancelledError:
+            raise EngineError("the engine was closed") from None
+        finally:
+            self._calls.discard(call)
 
     def _begin(self, prompt: Prompt) -> None:
         task = self._loop.create_task(self._generate(_Begun(prompt)))

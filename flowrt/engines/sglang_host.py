@@ -49,6 +49,11 @@ class SglangHost:
         self._sums_up = False
         self._lock = asyncio.Lock()
 
+    @property
+    def url(self) -> str:
+        """Where the server is; it may be another one after a restart."""
+        return "" if self._link is None else self._link.url
+
     async def start(self) -> None:
         """A server that has the checkpoint's weights, whatever it had before."""
         async with self._lock:
@@ -136,6 +141,12 @@ class SglangHost:
         about = await self._link.get("/server_info")
         self.can = said.capabilities(str(about.get("version")))
         ranks = int(about.get("tp_size") or 1)
+        for name in ("dp_size", "pp_size"):
+            if int(about.get(name) or 1) > 1:
+                raise EngineError(
+                    f"the SGLang server at {self._link.url} has {name} {about[name]}: weights can be changed "
+                    "in one part only; use 1, and more rollout workers"
+                )
         self._way = weight_way(self._options, self._layout, ranks)
         self._sums_up = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._link.url)

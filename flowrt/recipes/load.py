@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,6 +130,10 @@ def check_sglang(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.workers is {config.rollout.workers}: two workers cannot change the weights of one server; use 1"
         )
+    try:
+        shlex.split(server.arguments)
+    except ValueError as error:
+        raise ConfigError(f"rollout.sglang.arguments is {server.arguments!r}: {error}") from error
     if config.deterministic:
         raise ConfigError("deterministic runs need --rollout.engine torch: a server batches as requests come")
     if not config.rollout.recompute:

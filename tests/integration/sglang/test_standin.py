@@ -69,7 +69,7 @@ def play() -> Iterator[Callable[[str], Play]]:
 def engine_of(untrained_model: Path, tmp_path: Path) -> Iterator[Callable[..., SglangRollout]]:
     engines: list[SglangRollout] = []
 
-    def make(**options: Any) -> SglangRollout:
+    def make(*, begin: bool = True, **options: Any) -> SglangRollout:
         engine = SglangRollout(
             SglangOptions(**{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "restarts": 1, **options}),
             untrained_model,
@@ -81,12 +81,26 @@ def engine_of(untrained_model: Path, tmp_path: Path) -> Iterator[Callable[..., S
             log_path=tmp_path / "server.log",
         )
         engines.append(engine)
-        engine.start()
+        if begin:
+            engine.start()
         return engine
 
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def in_place(tmp_path: Path) -> Callable[[str], Path]:
+    """A command that is started in place of SGLang's Python."""
+
+    def write(command: str) -> Path:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{command}\n")
+        python.chmod(0o755)
+        return python
+
+    return write
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -202,12 +216,10 @@ def test_a_server_that_does_not_answer_in_time_counts_as_gone(
 
 @pytest.mark.parametrize("wreck", ["/generate", "/update_weights_from_disk"])
 def test_a_server_of_ours_that_dies_is_started_again(
-    wreck: str, engine_of: Callable[..., Any], untrained_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wreck: str, engine_of: Callable[..., Any], untrained_model: Path, monkeypatch: pytest.MonkeyPatch, in_place: Any
 ) -> None:
     """It dies at that request each time: once more than allowed is the end, and says so."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {STANDIN} "$@"\n')
-    python.chmod(0o755)
+    python = in_place(f'exec {sys.executable} {STANDIN} "$@"')
     monkeypatch.setenv("STANDIN", f"0.5.21,{wreck}")
     engine = engine_of(python=str(python))
     first = engine.server_pid
@@ -221,11 +233,44 @@ def test_a_server_of_ours_that_dies_is_started_again(
     assert engine.server_pid != first
 
 
-def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path) -> None:
+def test_a_server_of_ours_that_hangs_is_replaced_and_nothing_is_lost(
+    engine_of: Callable[..., Any], untrained_model: Path, monkeypatch: pytest.MonkeyPatch, in_place: Callable[..., Path]
+) -> None:
+    monkeypatch.setenv("STANDIN", "0.5.21,")
+    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')), request_s=2.0)
+    engine.swap(snapshot(untrained_model, 1))
+    engine.add(prompts(4))
+    first = engine.server_pid
+    os.kill(first, signal.SIGSTOP)
+    done = drain(engine)
+    assert engine.server_pid != first
+    assert len(done) == 4
+    assert all(is_whole(response) and response.spans == (1, TOKENS) for response in done.values())
+
+
+def test_who_waits_in_an_engine_that_is_closed_comes_back(engine_of: Callable[..., Any], in_place: Any) -> None:
+    """A worker may be told to stop while its server starts; a thread that waited on would keep its process."""
+    engine = engine_of(begin=False, python=str(in_place("exec sleep 600")))
+    ended: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(EngineError) as raised:
+            engine.start()
+        ended.append(str(raised.value))
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    wait_until(lambda: engine.server_pid, DEADLINE_S, lambda: "nothing was started")
+    server = engine.server_pid
+    engine.close()
+    starting.join(DEADLINE_S)
+    assert ended == ["the engine was closed"]
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str], Path]) -> None:
     """Whoever started it is killed, and cannot take anything along."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 600\n")
-    python.chmod(0o755)
+    python = in_place("exec sleep 600")
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
@@ -243,9 +288,7 @@ def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} lives on")
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no such model >&2\nexit 7\n")
-    python.chmod(0o755)
+def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:
+    python = in_place("echo no such model >&2\nexit 7")
     with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):
         engine_of(python=str(python))
