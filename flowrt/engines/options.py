@@ -39,7 +39,7 @@ class SglangOptions:
     device: str = ""
     """Device of a server that is started: cpu, cuda, npu; empty: what SGLang finds."""
     dtype: str = "auto"
-    """Type of its weights: auto, float32, bfloat16, …"""
+    """Type of its weights, as SGLang calls it: auto, float32, bfloat16."""
     arguments: str = ""
     """Further arguments of the server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
     weights: WeightPath = "disk"

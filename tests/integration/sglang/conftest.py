@@ -44,7 +44,7 @@ def owned(checkpoint: Path) -> Iterator[SglangRollout]:
         python=str(PYTHON),
         device="cpu",
         dtype="float32",
-        arguments="--max-total-tokens 8192 --enable-deterministic-inference",
+        arguments="--max-total-tokens 8192",
         restarts=4,
     )
     engine = _engine(options, checkpoint, LONG)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 RELEASES = json.loads((Path(__file__).parents[2] / "unit" / "sglang_requests.json").read_text())
 TOKEN_S = 0.01
@@ -31,13 +33,14 @@ class Standin:
         self.cut = 0
         self.fail_next = ""  # route: the next request for it is refused
         self.asked: list[str] = []
+        self.loaded: dict[str, list[int]] = {}
         self.changed = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         route = request.path
         self.asked.append(route)
         body = await request.json() if request.can_read_body else {}
-        if route in ("/health", "/server_info", "/asked", "/fail_next"):
+        if route in ("/health", "/server_info", "/asked", "/loaded", "/fail_next"):
             return self.tell(route, body)
         wrong = self.wrong(route, body)
         if wrong:
@@ -57,6 +60,8 @@ class Standin:
             self.fail_next = body["route"]
         if route == "/asked":
             return web.json_response(self.asked)
+        if route == "/loaded":
+            return web.json_response(self.loaded)
         return web.json_response({"version": self.release, "tp_size": 1, "device": "none", "dtype": "float32"})
 
     def wrong(self, route: str, body: dict[str, Any]) -> str:
@@ -69,8 +74,18 @@ class Standin:
         if not set(body.get("sampling_params", {})) <= set(self.takes["sampling_params"]):
             return f"sampling_params has fields {sorted(body['sampling_params'])}"
         parts = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
+        if route == "/update_weights_from_disk":
+            return self.unreadable(Path(body["model_path"]))
         if parts and self.session != ("/begin_weight_update" in self.takes["routes"]):
             return f"{route} must run between begin_weight_update() and end_weight_update()"
+        return ""
+
+    def unreadable(self, directory: Path) -> str:
+        """Why the weights in a directory cannot be read from another process, as the server would."""
+        try:
+            self.loaded = {name: list(one.shape) for name, one in load_file(directory / "model.safetensors").items()}
+        except (OSError, SafetensorError) as error:
+            return f"{directory} cannot be read: {error}"
         return ""
 
     def change(self, route: str, body: dict[str, Any]) -> None:

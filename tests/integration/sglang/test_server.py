@@ -85,17 +85,6 @@ def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None
         assert torch.equal(likeliest, one.tokens.long())
 
 
-def test_a_seed_gives_the_same_sequence_whatever_runs_beside_it(owned: SglangRollout) -> None:
-    asked = prompts()
-    owned.add(asked)
-    together = drain(owned)
-    owned.add(asked[:1])
-    (alone,) = drain(owned)
-    assert torch.equal(alone.tokens, together[0].tokens)
-    owned.add([Prompt(0, asked[0].tokens, seed=99)])
-    assert not torch.equal(drain(owned)[0].tokens, alone.tokens)
-
-
 def test_room_is_one_more_with_each_sequence_that_ends(owned: SglangRollout) -> None:
     asked = prompts()
     owned.add(asked)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -159,6 +160,31 @@ def test_weights_change_under_running_sequences(
     change = asked[asked.index("/generate") :]
     update = f"/update_weights_from_{weights}"
     assert change.index("/pause_generation") < change.index(update) < change.index("/continue_generation")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_by_disk_are_read_by_another_process_and_nothing_of_them_stays(
+    shared: bool,
+    play: Callable[..., Any],
+    engine_of: Callable[..., Any],
+    untrained_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """In memory of this process, or in a directory that both have."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(tmp_path) if shared else "")
+    engine.swap(snapshot(untrained_model, 1))
+    parameters = named_parameters(load_model(untrained_model))
+    assert one.ask("/loaded") == {name: list(one.shape) for name, one in parameters.items()}
+    assert not list(tmp_path.glob("flowrt-weights-*"))
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [path for path in descriptors if "flowrt-weights" in path]
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
 def test_a_change_that_failed_is_made_whole_before_anything_goes_on(
