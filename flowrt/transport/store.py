@@ -8,6 +8,7 @@ import torch
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
 from flowrt.transport.pieces import Run
 from flowrt.transport.rows import Block, Packed, lengths_of, settled
+from flowrt.waiting import Guard, all_of
 from flowrt.wire.records import ITEM_BYTES, Column, Part
 
 Rows = Sequence[torch.Tensor] | Packed
@@ -232,7 +233,7 @@ class TensorStore:
             found.append(Part(part.column, ids, lengths))
         return tuple(found)
 
-    async def wait_for(self, parts: Iterable[Part]) -> None:
+    async def wait_for(self, parts: Iterable[Part], senders: str = "their owners") -> None:
         """Return when all these tensors are here. Raises what their transfer raised."""
         found: set[asyncio.Future[None] | None] = set()
         for part in parts:
@@ -241,7 +242,7 @@ class TensorStore:
         arrivals = {arrival for arrival in found if arrival is not None}
         if arrivals:
             # Not gather: a waiter that is cancelled must not cancel the arrival that others wait for.
-            await asyncio.wait(arrivals)
+            await all_of(arrivals, Guard("the deadline of each lane"), "tensors on their way here", senders)
         for arrival in arrivals:
             arrival.result()
 
