@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from flowrt.workers.engines import train_engine
 from flowrt.workers.entry import main
+from flowrt.workers.saving import Checkpoints
 
 from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
@@ -32,25 +33,37 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
-    """Train the run's steps; rank 0 speaks for all: it ends steps and publishes. The engines of all ranks meet."""
+    """Train the run's steps, from its checkpoint on; rank 0 speaks for all. The engines of all ranks meet."""
     first = int(os.environ.get("RANK", "0")) == 0
-    for step in range(config.steps):
+    checkpoints = Checkpoints(session, config, engine)
+    done = await checkpoints.load()
+    if done:
+        await publish(session, engine, done, first)
+    for step in range(done, config.steps):
         await train_step(session, config, engine, step)
         with session.timeline.busy("step"):
             metrics = await asyncio.to_thread(engine.step)
         if not metrics:
             break
+        done = step + 1
         if first:
             session.step_done(step, metrics)
-        with session.timeline.busy("snapshot"):
-            tensors = await asyncio.to_thread(engine.parameters)
-            snapshot = await asyncio.to_thread(Snapshot.take, step + 1, tensors) if first else None
-        if snapshot is not None:
-            await session.params.publish(POLICY, snapshot)
+        await publish(session, engine, done, first)
+        await checkpoints.save_if_due(done)
+    await checkpoints.save(done)
     if config.trainer.save:
         with session.timeline.busy("save"):
             await asyncio.to_thread(save, engine, config, first)
     session.finished()
+
+
+async def publish(session: Session, engine: TrainEngine, version: int, first: bool) -> None:
+    """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
+    with session.timeline.busy("snapshot"):
+        tensors = await asyncio.to_thread(engine.parameters)
+        snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
+    if snapshot is not None:
+        await session.params.publish(POLICY, snapshot)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:

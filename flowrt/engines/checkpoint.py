@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: in through `from_pretrained`, out through `save_pretrained`."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,16 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer aside, then rename: a checkpoint is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.part")
+    """Write model and tokenizer aside, then rename: it is there whole or not at all. An old one is replaced."""
+    aside, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
+    for left in (aside, old):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    if path.exists():
+        path.rename(old)
     aside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

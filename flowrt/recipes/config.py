@@ -149,6 +149,16 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run can be resumed from."""
+
+    every: int = 50
+    """Steps between checkpoints, of which the last step always is one; 0: none, a resumed run starts anew."""
+    keep: int = 2
+    """The newest so many are kept."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: GRPO with a strict staleness bound."""
 
@@ -174,6 +184,8 @@ class RunConfig:
     """Where the run is written; empty: runs/ and the time of the start."""
     threads: int = 1
     """CPU threads of each worker's torch."""
+    restarts: int = 3
+    """How often a local run goes back to its last checkpoint by itself when a trainer is lost."""
     data: DataConfig = field(default_factory=DataConfig)
     """Where problems come from."""
     build: BuildConfig = field(default_factory=BuildConfig)
@@ -186,5 +198,7 @@ class RunConfig:
     """Training."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What a run can be resumed from."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """Addresses and deadlines."""

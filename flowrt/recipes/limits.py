@@ -10,6 +10,7 @@ ABOVE_ZERO = (
     "prompts_per_step",
     "group_size",
     "threads",
+    "checkpoint.keep",
     "build.hidden_size",
     "build.layers",
     "build.heads",
@@ -36,6 +37,8 @@ ABOVE_ZERO = (
     "controller.join_s",
 )
 ZERO_OR_ABOVE = (
+    "restarts",
+    "checkpoint.every",
     "data.epochs",
     "data.eval_prompts",
     "warm_start.steps",
