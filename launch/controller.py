@@ -14,26 +14,36 @@ import signal
 import sys
 from pathlib import Path
 
+from flowrt.launch.status import ADDRESS, write_address
+
+from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
+from flowrt.controller.events import End
+from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
+from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.recipes.paths import checkpoint_steps
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
+PART = ".summary.json.part"
 
 
 def make_server(config: RunConfig, text: str) -> Server:
-    """A controller for this configuration, not yet listening."""
-    flow = grpo.dataflow(config)
-    core = Core(grpo.settings(config), flow, grpo.policies(config))
-    times = config.controller
-    Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    """A controller for this configuration, not yet listening; it goes on from the newest checkpoint."""
+    flow, times, run_dir = grpo.dataflow(config), config.controller, Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
-    return Server(core, flow.columns, text, Path(config.run_dir), times.heartbeat_s, times.wait_s, keys=keys)
+    ledger, clock = Ledger(run_dir / "ledger.sqlite"), MonotonicClock()
+    position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
+    core = Core(dataclasses.replace(grpo.settings(config), position=position), flow, grpo.policies(config))
+    if position.step:
+        log.info("going on after step %d", position.step - 1)
+    return Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
 
 
 async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
@@ -45,10 +55,25 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
+    write_address(Path(config.run_dir), address)
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
     ended = await server.run()
+    # Nobody shall look for a controller where another process may soon listen.
+    (Path(config.run_dir) / ADDRESS).unlink(missing_ok=True)
+    try:
+        _summarize(server, config, ended)
+    except (FlowError, OSError) as error:
+        (Path(config.run_dir) / PART).unlink(missing_ok=True)
+        log.error("the summary cannot be written: %s", error)
+        return ended.code or EXIT_FAILED
+    server.ledger.close()
+    return ended.code
+
+
+def _summarize(server: Server, config: RunConfig, ended: End) -> None:
+    """Write summary.json, whole or not at all."""
     summary = {
         "recipe": config.recipe,
         "seed": config.seed,
@@ -56,11 +81,9 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         "exit_code": ended.code,
         "reason": ended.reason,
     }
-    aside = Path(config.run_dir) / ".summary.json.part"
+    aside = Path(config.run_dir) / PART
     aside.write_text(json.dumps(summary, indent=2) + "\n")
     aside.rename(Path(config.run_dir) / "summary.json")
-    server.ledger.close()
-    return ended.code
 
 
 def main() -> int:
@@ -77,6 +100,9 @@ def main() -> int:
         config = from_toml(text)
         if arguments.keys:
             config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        RunLock(run_dir)  # until this process ends
         return serve_loop(serve(config, text, arguments.ready_fd))
     except (FlowError, OSError) as error:
         log.error("%s", error)

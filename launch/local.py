@@ -1,9 +1,9 @@
 """A whole run on this machine: controller, workers, live view; every process ends with it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import shutil
 import signal
@@ -13,12 +13,15 @@ from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
+from flowrt.launch.restarts import Restarts, read_summary
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
+from flowrt.recipes.paths import model_dir
 from flowrt.recipes.subjects import subject
+from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
@@ -26,6 +29,7 @@ OBSERVER = "observer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
+RUN, COMPUTES = Guard("the end of the run"), Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -44,6 +48,13 @@ def place(config: RunConfig) -> RunConfig:
     keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
     controller = dataclasses.replace(config.controller, keys=str(Path(keys).absolute()) if keys else "")
     return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model, controller=controller)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside, then rename: it is there whole, or as it was."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text)
+    aside.rename(path)
 
 
 def run(config: RunConfig, console: Console) -> int:
@@ -66,8 +77,9 @@ class LocalRun:
         self._made_dir = not self._run_dir.exists()
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run_dir.chmod(0o700)
-        (self._run_dir / "logs").mkdir()
-        (self._run_dir / "config.toml").write_text(to_toml(config))
+        (self._run_dir / "logs").mkdir(exist_ok=True)
+        self._is_new = not (self._run_dir / "config.toml").exists()
+        write_whole(self._run_dir / "config.toml", to_toml(config))
         threads = str(config.threads)
         self._children = Children(
             self._run_dir / "logs",
@@ -82,7 +94,9 @@ class LocalRun:
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
         self._interrupted = asyncio.Event()
         self._failure = ""
+        self._ended = ""  # what the controller said of it
         self._controller: Child | None = None
+        self._restarts = Restarts(self._run_dir, config.restarts)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -94,7 +108,8 @@ class LocalRun:
                 code = await self._guarded(view)
         except ConfigError:
             await self._children.end(0.0)
-            self._leave_nothing()
+            if self._is_new:
+                self._leave_nothing()
             raise
         finally:
             await self._children.end(0.0)
@@ -104,44 +119,65 @@ class LocalRun:
     async def _guarded(self, view: LiveView) -> int:
         """The run, or the interruption, whichever comes first."""
         work = asyncio.create_task(self._work(view))
-        interruption = asyncio.create_task(self._interrupted.wait())
-        await asyncio.wait({work, interruption}, return_when=asyncio.FIRST_COMPLETED)
+        interruption = asyncio.create_task(until(self._interrupted.wait(), RUN, "an interruption", "the user"))
+        await first_of({work, interruption}, RUN, "the end of the run, or an interruption", "the run")
         interruption.cancel()
         if not work.done():
             view.say("interrupted: ending the run")
             # A controller that listens ends its run in order; before that there is nothing to put in order.
             if self._controller is not None:
                 self._controller.process.send_signal(signal.SIGINT)
-                await asyncio.wait({work}, timeout=INTERRUPT_S)
+                with contextlib.suppress(WaitExpired):
+                    await all_of({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
             if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
+                await cancelled({work}, INTERRUPT_S)
                 return EXIT_INTERRUPTED
         return work.result()
 
     async def _work(self, view: LiveView) -> int:
-        if not self._config.model:
+        if not self._config.model and not model_dir(self._config).is_dir():
             prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
             view.say("building the model and warming it up")
-            if await prepare.process.wait() != 0:
+            if await prepare.ended(COMPUTES) != 0:
                 self._failure = prepare.last_words()
                 return EXIT_FAILED
+        while True:
+            code, trainer_code = await self._live(view)
+            self._controller = None
+            back_off_s = self._restarts.back_off_s(trainer_code)
+            if back_off_s is None:
+                return code
+            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            await self._children.end(0.0)
+            await pause(back_off_s)
+            self._failure = ""
+
+    async def _live(self, view: LiveView) -> tuple[int, int | None]:
+        """One life of the run; returns its exit code and that of the trainer, if it has left."""
+        (self._run_dir / "summary.json").unlink(missing_ok=True)
         controller, address = await self._start_controller()
         self._controller = controller
-        observer = Observer(address, view.show, self._keys)
+        observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
         workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
         watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
-        code: int = await controller.process.wait()
+        hung = ""
+        try:
+            code: int = await controller.ended(observer.heard)
+        except WaitExpired as silent:
+            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
+            controller.process.kill()
+            code = await controller.ended(READY_S)
+        self._ended = observer.ended
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
             watcher.cancel()
         observer.close()
         if code < 0:
-            self._failure = controller.last_words()
-            return EXIT_FAILED
-        return code
+            self._failure = hung or controller.last_words()
+            code = EXIT_FAILED
+        return code, workers[-1].process.returncode
 
     async def _start_controller(self) -> tuple[Child, str]:
         read_fd, write_fd = os.pipe()
@@ -156,14 +192,14 @@ class LocalRun:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
         try:
-            async with asyncio.timeout(READY_S):
-                address = (await reader.readline()).decode().strip()
-        except TimeoutError:
+            line = await until(reader.readline(), READY_S, "the controller to listen", "the controller")
+        except WaitExpired:
             raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
         finally:
             transport.close()
+        address = line.decode().strip()
         if not address:
-            code = await child.process.wait()
+            code = await child.ended(READY_S)
             words = child.log.read_text().strip().splitlines()
             reason = words[-1].split(" ERROR ")[-1] if words else child.last_words()
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
@@ -171,7 +207,7 @@ class LocalRun:
 
     async def _watch(self, worker: Child, observer: Observer) -> None:
         """A worker that dies without a word of its own still ends the run, with its last words."""
-        code = await worker.process.wait()
+        code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
             self._failure = worker.last_words()
@@ -204,12 +240,12 @@ class LocalRun:
 
     def _farewell(self, code: int) -> None:
         """The summary and the picture, whatever there is of them."""
-        path = self._run_dir / "summary.json"
-        if path.is_file():
-            summary = json.loads(path.read_text())
+        summary = read_summary(self._run_dir)
+        if summary is not None:
             if summary["steps"]:
                 self._console.print(summary_table(summary))
                 self._console.print(f"picture {draw(self._run_dir)}", highlight=False, soft_wrap=True)
-            self._failure = self._failure or (summary["reason"] if code != EXIT_OK else "")
+            self._ended = summary["reason"]
+        self._failure = self._failure or (self._ended if code != EXIT_OK else "")
         if self._failure:
             self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -4,72 +4,42 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flowrt.workers.engines import rollout_engine, sglang_engine
 from flowrt.workers.entry import main
 
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.engines.checkpoint import load_model, load_tokenizer
 from flowrt.engines.protocols import Prompt, Response, RolloutEngine
 from flowrt.engines.seeds import sample_seed
-from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
-from flowrt.recipes.paths import model_dir
+from flowrt.waiting import CONTROLLER, Guard, first_of
 
-if TYPE_CHECKING:
-    from flowrt.engines.sglang import SglangRollout
+LEASE, PULL = Guard("the lease on what is generated"), Guard("the deadline of the pull, or the end of the session")
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Load the model, or start its server, and generate until the run ends."""
-    if config.rollout.engine == "sglang":
-        engine = await asyncio.to_thread(_sglang, config, session.worker)
-        with contextlib.closing(engine):
-            with session.timeline.busy("load"):
-                await session.unless_ended(asyncio.to_thread(engine.start))
-            await _generate(session, config, engine)
-    else:
+    """Generate with the engine that the configuration names until the run ends."""
+    if config.rollout.engine == "torch":
         with session.timeline.busy("load"):
-            local = await asyncio.to_thread(_torch, config)
-        await _generate(session, config, local)
+            engine = await asyncio.to_thread(rollout_engine, config)
+        await generate(session, config, engine)
+        return
+    server = await asyncio.to_thread(sglang_engine, config, session.worker)
+    with contextlib.closing(server):
+        with session.timeline.busy("load"):
+            await session.unless_ended(asyncio.to_thread(server.start))
+        await generate(session, config, server)
 
 
-async def _generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
+async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
+    """Generate until the run ends; the engine has the weights that the run starts from."""
     session.params.applied(POLICY, 0)
     async with asyncio.TaskGroup() as tasks:
         in_flight = config.rollout.swap == "inflight"
         await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight).run()
-
-
-def _torch(config: RunConfig) -> TorchRollout:
-    path = model_dir(config)
-    return TorchRollout(
-        load_model(path),
-        eos_id=load_tokenizer(path).eos_token_id,
-        rows=1 if config.deterministic else config.rollout.rows,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        recompute=config.rollout.recompute,
-    )
-
-
-def _sglang(config: RunConfig, worker: str) -> "SglangRollout":
-    from flowrt.engines.sglang import SglangRollout  # its HTTP client takes a while to import
-
-    path = model_dir(config)
-    return SglangRollout(
-        config.rollout.sglang,
-        path,
-        eos_id=load_tokenizer(path).eos_token_id,
-        rows=config.rollout.rows,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        threads=config.threads,
-        log_path=Path(config.run_dir) / "logs" / f"{worker}-sglang.log",
-    )
 
 
 class RolloutLoop:
@@ -120,7 +90,7 @@ class RolloutLoop:
         running = asyncio.create_task(run)
         staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
         try:
-            await asyncio.wait({running, staged}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of({running, staged}, LEASE, "the engine, or newer weights", "this worker's engine")
             self._interrupt.set()
             finished = await running
             if staged.done():
@@ -134,7 +104,7 @@ class RolloutLoop:
         staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
         waits = {staged} if self._pull is None else {staged, self._pull}
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(waits, PULL, "slots, or newer weights", CONTROLLER)
             if staged.done():
                 staged.result()  # raises what ended the session
         finally:

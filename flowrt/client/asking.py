@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrt.errors import FlowError, RemoteProtocolError, WaitExpired
+from flowrt.waiting import CONTROLLER, noted
 from flowrt.wire import messages as m
 
-Request = m.Offer | m.Pull | m.Commit
+Request = m.Offer | m.Pull | m.Commit | m.Saved
 LAST_WORD_S = 30.0
 """How long the controller may take to answer a request that was withdrawn."""
 
@@ -53,7 +54,8 @@ class Asking:
         timer = self._loop.call_later(deadline_s, self._expire, one, deadline_s)
         try:
             self._send(message)
-            return await one.reply
+            with noted(f"the answer to {type(message).__name__} {message.request}", CONTROLLER, deadline_s):
+                return await one.reply
         except asyncio.CancelledError:
             # Whoever asked has given up: nothing may wait at the controller in its name, nor an answer be lost that
             # came at this very moment.
@@ -99,7 +101,7 @@ class Asking:
         self._loop.call_later(LAST_WORD_S, self._expire, one, deadline_s + LAST_WORD_S)
 
     def _withdraw(self, one: _Open) -> bool:
-        if isinstance(one.message, m.Commit):
+        if isinstance(one.message, m.Commit | m.Saved):
             return False
         one.withdrawn = True
         self._send(m.Withdraw(one.message.request))

@@ -20,11 +20,13 @@ from flowrt.engines.options import SglangOptions
 from flowrt.engines.protocols import Interrupt, Prompt, Response
 from flowrt.engines.sglang_host import SglangHost
 from flowrt.engines.sglang_server import SglangServer
-from flowrt.errors import EngineError, EngineGone
+from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import Guard, blocking, cancelled, joined, taken, until
 
 LOOK_EVERY_S = 0.005
 CLOSE_S = 15.0
+OWN_DEADLINES = Guard("the deadlines of the server's start, of its requests and of changes of weights")
 
 
 @dataclass(slots=True)
@@ -134,12 +136,12 @@ class SglangRollout:
             if self._fatal is not None:
                 raise self._fatal
             try:
-                finished.append(self._finished.get(timeout=LOOK_EVERY_S))
-            except queue.Empty:
+                finished.append(taken(self._finished, LOOK_EVERY_S, "the end of a sequence", self.url))
+            except WaitExpired:
                 if interrupt.is_set():
                     break
         while not self._finished.empty():
-            finished.append(self._finished.get())
+            finished.append(self._finished.get_nowait())
         self._running -= len(finished)
         return finished
 
@@ -157,19 +159,19 @@ class SglangRollout:
         try:
             for call in list(self._calls):
                 call.cancel()
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+            self._do(self._close())
         finally:
             if self._server is not None:
                 self._server.kill()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_S)
-            self._loop.close()
+            if joined(self._thread, CLOSE_S):
+                self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         call = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._calls.add(call)
         try:
-            call.result()
+            blocking(call.result, OWN_DEADLINES, "the engine's own thread", self.url or "the SGLang server")
         except CancelledError:
             raise EngineError("the engine was closed") from None
         finally:
@@ -189,7 +191,7 @@ class SglangRollout:
         """Ask until the sequence has ended, whatever happens to the server meanwhile."""
         host, prompt = self._host, begun.prompt
         while True:
-            await host.serving.wait()
+            await until(host.serving.wait(), OWN_DEADLINES, "a server with all of its weights", host.url)
             version, cuts, life = host.version, host.cuts, host.lives
             call = said.generate(
                 [*prompt.tokens.tolist(), *begun.tokens],
@@ -214,6 +216,4 @@ class SglangRollout:
 
     async def _close(self) -> None:
         await self._host.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(list(self._tasks), CLOSE_S)

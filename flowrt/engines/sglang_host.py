@@ -17,8 +17,9 @@ from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_server import SglangServer
 from flowrt.engines.sglang_weights import WeightWay, weight_way
-from flowrt.errors import EngineError, EngineGone
+from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import until
 
 log = logging.getLogger("flowrt")
 
@@ -152,33 +153,40 @@ class SglangHost:
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._link.url)
 
     async def _update(self, snapshot: Snapshot) -> None:
-        """One transaction: pause what runs, load, check, continue."""
+        """One transaction with one deadline."""
+        what = f"version {snapshot.version} to be taken"
+        try:
+            await until(self._change(snapshot), self._options.update_s, what, f"the SGLang server at {self.url}")
+        except WaitExpired as late:
+            raise EngineGone(str(late)) from None
+
+    async def _change(self, snapshot: Snapshot) -> None:
+        """Pause what runs, load, check, continue."""
         assert self._link is not None
         deadline_s = self._options.update_s
         # Where the server cannot tell versions token by token, what runs is cut: then all of a piece is of one version.
         mode = self._options.pause if self.can.token_versions else "abort"
         running = self._requests > 0
-        try:
-            async with asyncio.timeout(deadline_s):
-                if running:
-                    self.cuts += mode == "abort"
-                    await self._link.post(said.pause(mode), deadline_s)
-                # What was paused in place needs the keys and values that are in the cache.
-                await self._load(snapshot, flush=not (running and mode == "in_place"))
-                if running:
-                    await self._link.post(said.resume(), deadline_s)
-        except TimeoutError:
-            raise EngineGone(
-                f"the server at {self._link.url} did not take version {snapshot.version} within {deadline_s:.0f} s"
-            ) from None
+        if running:
+            self.cuts += mode == "abort"
+            await self._link.post(said.pause(mode), deadline_s)
+        # What was paused in place needs the keys and values that are in the cache.
+        await self._load(snapshot, flush=not (running and mode == "in_place"))
+        if running:
+            await self._link.post(said.resume(), deadline_s)
 
     async def _load(self, snapshot: Snapshot, *, flush: bool) -> None:
+        """Put all of the weights in, and see that they are what was sent."""
         assert self._link is not None
         assert self._way is not None
+        link, deadline_s = self._link, self._options.update_s
+        loading = self._way.load(link, self.can, snapshot, flush=flush)
         try:
-            await self._way.load(self._link, self.can, snapshot, flush=flush)
+            await until(loading, deadline_s, f"version {snapshot.version} to be loaded", link.url)
             if self._sums_up:
-                told = await self._link.post(said.checksum(), self._options.update_s)
+                told = await link.post(said.checksum(), deadline_s)
                 await asyncio.to_thread(checked, told, self._layout, snapshot)
+        except WaitExpired as late:
+            raise EngineGone(str(late)) from None
         except EngineError as error:
             raise type(error)(f"version {snapshot.version} by {self._options.weights}: {error}") from error

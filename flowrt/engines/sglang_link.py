@@ -1,6 +1,5 @@
 """HTTP to an SGLang server: requests with deadlines, and the server's own words in every error."""
 
-import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import aiohttp
 
 from flowrt.engines.sglang_protocol import Call
 from flowrt.errors import EngineError, EngineGone
+from flowrt.waiting import noted, pause
 
 PROBE_S = 10.0
 LOOK_EVERY_S = 0.25
@@ -35,19 +35,23 @@ class SglangLink:
 
     async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
         """Wait until the server says that it can serve; raises EngineGone when it dies before or takes too long."""
+        with noted("an SGLang server to be ready", self.url, deadline_s):
+            await self._healthy(deadline_s, alive)
+
+    async def _healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
         end_s = time.monotonic() + deadline_s
         reason = ""
         while time.monotonic() < end_s:
             if not alive():
                 raise EngineGone(f"the SGLang server at {self.url} ended before it was ready")
             try:
-                async with self._http.get(self.url + "/health", timeout=_within(PROBE_S)) as answer:
+                async with self._http.request("GET", self.url + "/health", timeout=_within(PROBE_S)) as answer:
                     if answer.status == 200:
                         return
                     reason = f"it answers with HTTP {answer.status}"
             except (aiohttp.ClientError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
-            await asyncio.sleep(LOOK_EVERY_S)
+            await pause(LOOK_EVERY_S)
         raise EngineGone(f"waited {deadline_s:.0f} s for the SGLang server at {self.url} to be ready: {reason}")
 
     async def close(self) -> None:
@@ -63,8 +67,11 @@ class SglangLink:
 
     async def _ask(self, method: str, route: str, body: Any, deadline_s: float) -> Any:
         try:
-            async with self._http.request(method, self.url + route, json=body, timeout=_within(deadline_s)) as answer:
-                status, text = answer.status, await answer.text()
+            with noted(f"the answer of {route}", self.url, deadline_s):
+                async with self._http.request(
+                    method, self.url + route, json=body, timeout=_within(deadline_s)
+                ) as answer:
+                    status, text = answer.status, await answer.text()
         except TimeoutError:
             raise EngineGone(f"{self.url}{route} did not answer within {deadline_s:.0f} s") from None
         except aiohttp.ClientError as error:

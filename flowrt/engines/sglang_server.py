@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from flowrt.engines.options import SglangOptions
 from flowrt.errors import EngineError
 from flowrt.lifeline import die_with_parent
+from flowrt.waiting import blocking
 
 PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections: a port found free stays free until the server listens."""
@@ -75,7 +77,7 @@ class SglangServer:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(END_S)
+        blocking(partial(self._process.wait, END_S), END_S, "the end of what was killed", "the system")
         self._process = None
 
     def last_words(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +26,7 @@ from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_tensors import serialized
 from flowrt.errors import EngineError
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import blocking, first_of
 
 CHECKPOINT = "model.safetensors"
 
@@ -161,8 +162,7 @@ class BroadcastWeights:
             self._group = None  # its ranks may stand at different buckets
             raise
         finally:
-            # A thread inside gloo comes back by the group's own deadline; what it says then is of no interest.
-            sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            sending.add_done_callback(_seen)
 
     async def forget(self) -> None:
         self._group = None
@@ -172,9 +172,24 @@ class BroadcastWeights:
             options = self._options
             group = _Group(options.host, self._ranks, options.update_s)
             join = said.join_group(group.name, options.host, group.port, 1 + self._ranks)
-            await asyncio.gather(asyncio.to_thread(group.meet), link.post(join, options.update_s))
+            meeting = [
+                asyncio.create_task(asyncio.to_thread(group.meet)),
+                asyncio.create_task(link.post(join, options.update_s)),
+            ]
+            for task in meeting:
+                task.add_done_callback(_seen)
+            while pending := [one for one in meeting if not one.done()]:
+                met = await first_of(pending, options.update_s, f"all of group {group.name}", link.url)
+                for one in met:
+                    one.result()  # when one fails, the other waits in vain
             self._group = group
         return self._group
+
+
+def _seen(done: asyncio.Future[Any]) -> None:
+    """A thread inside gloo comes back by the group's own deadline; what it says then is of no interest."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _Group:
@@ -209,6 +224,7 @@ class _Group:
         assert self._group is not None
         try:
             for bucket in buckets:
-                self._group.broadcast(bucket, 0).wait()
+                sent = self._group.broadcast(bucket, 0)
+                blocking(sent.wait, self._deadline.total_seconds(), "weights to be broadcast", "the SGLang server")
         except RuntimeError as error:
             raise EngineError(f"the broadcast of weights over group {self.name} broke off: {error}") from error

@@ -13,9 +13,7 @@ IT HAS NOT RUN ON AN NPU.
 """
 
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,26 +21,17 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import TransferError
+from flowrt.errors import TransferError, WaitExpired
+from flowrt.transport.devices import has_cuda, has_npu, torch_npu
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
+from flowrt.waiting import looked_for
 
 LOOK_S = 0.0002
 GROUP_PATIENCE = 4
 """The library's own timeout ends processes; ours, which only ends the lane, must come first by far."""
 _environment = threading.Lock()
-
-
-def has_cuda() -> bool:
-    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
-    return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
-
-
-def has_npu() -> bool:
-    """This process works on an NPU. torch_npu is never imported just to look."""
-    npu = getattr(torch, "npu", None)
-    return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
 
 
 class NcclTransport:
@@ -73,24 +62,20 @@ class HcclTransport:
     def __init__(self) -> None:
         self._device: int | None = None
         if has_npu():
-            import torch_npu
-
-            self._device = torch_npu.npu.current_device()
+            self._device = torch_npu().npu.current_device()
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
         if self._device is None:
             raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
-        import torch_npu
-
         rank = SENDER_RANK if sending else RECEIVER_RANK
-        kind: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        kind: Any = torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = kind.Options()
         options.is_high_priority_stream = False
         options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
-        torch_npu.npu.set_device(self._device)
+        torch_npu().npu.set_device(self._device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
         return DeviceChannel(group, store, torch.device("npu", self._device), deadline_s)
@@ -169,7 +154,9 @@ class DeviceChannel:
         return staged.copy_(gathered)
 
     def _complete(self, is_completed: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + self._deadline_s
-        while not is_completed():
-            if time.monotonic() > end_s or self._interrupted.wait(LOOK_S):
-                raise TransferError(f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left")
+        what, turn = f"a piece over lane {self._store.lane}", self._store.peer
+        try:
+            looked_for(is_completed, self._interrupted, LOOK_S, self._deadline_s, what, turn)
+        except WaitExpired:
+            reason = f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left"
+            raise TransferError(reason) from None

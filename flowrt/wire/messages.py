@@ -1,14 +1,9 @@
-"""The whole protocol: every message that workers and the controller exchange.
-
-Workers speak to the controller only; tensors go from worker to worker over lanes that it orders. `Hello` is answered by
-`Welcome` or `Refused`, a ``request`` once by a message with its number: at once, or later when it had to be parked."""
+"""The whole protocol: every message. A ``request`` is answered once, by a message with its number."""
 
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
-
-PROTOCOL = 4  # said in the greeting; both sides must speak the same one
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
 
 @dataclass(slots=True)
@@ -34,6 +29,7 @@ class Welcome:
     store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
     config: str  # the run's resolved configuration, TOML
+    position: Position  # where the run goes on; only sources are told the prompts that are done with
 
 
 @dataclass(slots=True)
@@ -107,7 +103,7 @@ class Pull:
     slots: int
     tokens: int
     step: int  # the optimiser step the puller works on; -1 outside training
-    done: Ints = ()  # leases of this stage, which makes nothing: the work on all their slots is done
+    done: Ints = ()  # leases of this stage, which makes nothing: all their slots are done
 
 
 @dataclass(slots=True)
@@ -186,6 +182,14 @@ class StepDone:
 
     step: int
     metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class Saved:
+    """trainer: my state after ``step`` steps is written aside; `Committed` once the ledger is on disk too."""
+
+    request: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -275,10 +279,11 @@ class Retire:
 
 @dataclass(slots=True)
 class Report:
-    """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
+    """worker: what I did since the last report, what I wait for; ``numbers`` are results for the run's summary."""
 
     spans: tuple[BusySpan, ...]
     numbers: tuple[tuple[str, float], ...]
+    waits: tuple[tuple[str, str, float, float], ...]  # for others: what, whose turn, age_s, limit_s
 
 
 @dataclass(slots=True)
@@ -288,10 +293,8 @@ class Status:
     text: str
 
 
-# fmt: off
 Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
-    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
-    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)
-# fmt: on
-
+    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Saved | Serve | Undelivered | Signal | Publish
+    | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
+PROTOCOL = 5  # said in the greeting; both sides must speak the same one
