@@ -71,7 +71,7 @@ def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
     Raises EngineError when transformers knows no such model.
     """
     try:
-        with torch.device("meta"):
+        with _loading, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
             model.tie_weights()
     except (OSError, ValueError, KeyError, ImportError) as error:
