@@ -69,6 +69,8 @@ class Core:
         samples = self.samples
         if isinstance(message, m.Pull):
             samples.pull(worker, message, now)
+            if message.done:
+                self._progress_s = now
         elif isinstance(message, m.Commit):
             samples.commit(worker, message, now)
             self._progress_s = now

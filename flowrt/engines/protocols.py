@@ -84,7 +84,10 @@ class TrainingBatch:
 
 
 class TrainEngine(Protocol):
-    """Trains; the gradient must not depend on how a step's samples are cut into micro-batches or ranks."""
+    """Trains; the gradient must not depend on how a step's samples are cut into micro-batches or ranks.
+
+    With several ranks each has an engine, and all methods but `accumulate` are called on all of them, in one order.
+    """
 
     def accumulate(self, batch: TrainingBatch) -> None:
         """Add the gradient of the *sum* of the batch's token losses."""
@@ -95,7 +98,7 @@ class TrainEngine(Protocol):
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The weights to publish, by name, in a fixed order."""
+        """The weights to publish, by name, in a fixed order; only those of rank 0 are looked at."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -114,4 +117,8 @@ class TrainEngine(Protocol):
 
     def discard(self) -> None:
         """Forget the gradient that was accumulated for the present step."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the model into a new directory, where `from_pretrained` finds it; rank 0 writes."""
         ...

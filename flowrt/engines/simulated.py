@@ -195,6 +195,10 @@ class SimulatedTrainer:
     def save(self, directory: Path) -> None:
         write_tensors(directory, self._weights)
 
+    def export(self, directory: Path) -> None:
+        directory.mkdir()
+        self.save(directory)
+
     def load(self, directory: Path) -> None:
         self._weights["weight"].copy_(read_tensors(directory)["weight"])
         self.discard()

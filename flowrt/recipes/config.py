@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from flowrt.engines.options import TrainOptions
+from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class RolloutConfig:
 class TrainerConfig(TrainOptions):
     """Training."""
 
+    engine: Literal["torch", "fsdp"] = "torch"
+    """torch: each rank has a whole model; fsdp: models, gradients and optimiser state in shards over the ranks."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
     micro_batch_tokens: int = 2048
@@ -96,6 +98,10 @@ class TrainerConfig(TrainOptions):
     """Share each step among the ranks by tokens beforehand, not on demand; gives up streaming within the step."""
     save: bool = True
     """Write the trained model into the run directory."""
+    fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    """The fsdp engine."""
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    """Low-rank adapters in place of training all weights (fsdp engine)."""
 
 
 @dataclass(frozen=True)

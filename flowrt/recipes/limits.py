@@ -3,7 +3,7 @@
 from operator import attrgetter
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, TrainerConfig
 
 ABOVE_ZERO = (
     "steps",
@@ -27,6 +27,7 @@ ABOVE_ZERO = (
     "trainer.micro_batch_tokens",
     "trainer.forward_tokens",
     "trainer.max_grad_norm",
+    "trainer.fsdp.file_gb",
     "controller.heartbeat_s",
     "controller.silence_s",
     "controller.lease_s",
@@ -47,6 +48,9 @@ ZERO_OR_ABOVE = (
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
+    "trainer.decay_steps",
+    "trainer.min_lr",
+    "trainer.lora.rank",
     "trainer.step_tokens",
     "loss.clip_low",
     "loss.clip_high",
@@ -54,6 +58,7 @@ ZERO_OR_ABOVE = (
     "controller.store_gb",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
+DEVICES = ("auto", "cpu", "cuda", "npu")
 BELOW_ONE = ("trainer.beta1", "trainer.beta2")
 
 
@@ -73,6 +78,7 @@ def check_limits(config: RunConfig) -> None:
             raise ConfigError(f"{name} is {value}; use 0 or more, and less than 1")
     if not config.loss.correction_cap >= 1:
         raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
+    check_trainer(config.trainer)
     times = config.controller
     if times.lanes not in LANES:
         raise ConfigError(f"controller.lanes is {times.lanes!r}; use one of {', '.join(LANES)}")
@@ -81,3 +87,13 @@ def check_limits(config: RunConfig) -> None:
             f"controller.silence_s is {times.silence_s}, no longer than heartbeat_s ({times.heartbeat_s}): workers "
             "would count as gone between heartbeats; make it several times as long"
         )
+
+
+def check_trainer(trainer: TrainerConfig) -> None:
+    """Raises ConfigError for what a training engine cannot do."""
+    if trainer.fsdp.device not in DEVICES:
+        raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
+    if trainer.engine == "torch" and trainer.lora.rank:
+        raise ConfigError("trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp")
+    if trainer.min_lr > trainer.lr:
+        raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
