@@ -12,6 +12,7 @@
       OverBudget             a store of tensors has no room; names its budget and what would not fit
       EngineError            a model could not be loaded, run or swapped
       Stopped                the run is over; carries the reason and the exit code
+      Drained                this worker was told to leave: it gets nothing more to do
 """
 
 
@@ -61,6 +62,10 @@ class Stopped(FlowError):
         super().__init__(reason)
         self.reason = reason
         self.code = code
+
+
+class Drained(FlowError):
+    """This worker was told to leave; it finishes what it has begun and pulls nothing more."""
 
 
 EXIT_OK = 0

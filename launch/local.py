@@ -13,6 +13,7 @@ from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
+from flowrt.launch.supervisor import Supervisor
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
@@ -23,6 +24,7 @@ from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
 OBSERVER = "observer"
+TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
@@ -130,8 +132,12 @@ class LocalRun:
         self._controller = controller
         observer = Observer(address, view.show, self._keys)
         view.say(f"controller at {address}")
-        workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
-        watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
+        supervisor = Supervisor(self._children, self._config.supervisor, view.say)
+        watchers = []
+        for name, arguments in self._commands(address):
+            kept = None if name == TRAINER else supervisor
+            worker = await self._children.start(name, arguments)
+            watchers.append(asyncio.create_task(self._watch(worker, arguments, kept, observer)))
         code: int = await controller.process.wait()
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
@@ -169,8 +175,12 @@ class LocalRun:
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
         return child, address
 
-    async def _watch(self, worker: Child, observer: Observer) -> None:
-        """A worker that dies without a word of its own still ends the run, with its last words."""
+    async def _watch(
+        self, worker: Child, arguments: list[str], supervisor: Supervisor | None, observer: Observer
+    ) -> None:
+        """A worker that dies for good, even without a word of its own, ends the run with its last words."""
+        if supervisor is not None:
+            worker = await supervisor.keep(worker, arguments)
         code = await worker.process.wait()
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
@@ -190,7 +200,7 @@ class LocalRun:
         if config.trainer.ranks > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
             trainer = [*torchrun, *trainer, "--name", "trainer"]
-        return [*commands, ("trainer", trainer)]
+        return [*commands, (TRAINER, trainer)]
 
     def _leave_nothing(self) -> None:
         """Bad input: the directory is as it was before."""

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ async def run(session: Session, config: RunConfig) -> None:
     subject_ = subject(config)
     columns = Columns(load_tokenizer(model_dir(config)))
     held_out = subject_.held_out_problems()
-    if held_out:
+    place = await session.position(TRAIN)
+    if held_out and not place:  # else training has begun: this source goes on for one that died
         session.report({"eval_first": await evaluate(session, columns, held_out, at_least=0, epoch=0)})
-    await offer_all(session, config, columns, subject_.training_problems())
+    await offer_all(session, config, columns, subject_.training_problems(), place)
     if held_out:
         session.report({"eval_last": await evaluate(session, columns, held_out, at_least=NEWEST, epoch=1)})
     session.finished()
@@ -53,8 +54,12 @@ async def offer_all(
     config: RunConfig,
     columns: Callable[[Problem], dict[str, torch.Tensor]],
     problems: Sequence[Problem],
+    place: Container[tuple[int, int]] = (),
 ) -> None:
-    """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip."""
+    """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip.
+
+    The (epoch, prompt) pairs of ``place`` have been offered before, and are left out.
+    """
     waiting: deque[asyncio.Task[int | None]] = deque()
     epoch = 0
     try:
@@ -62,6 +67,8 @@ async def offer_all(
             order = list(range(len(problems)))
             random.Random(f"order {config.seed} {epoch}").shuffle(order)
             for prompt in order:
+                if (epoch, prompt) in place:
+                    continue
                 offer = session.offer(TRAIN, prompt, epoch, config.group_size, columns(problems[prompt]))
                 waiting.append(asyncio.create_task(offer))
                 while len(waiting) >= config.prompts_per_step:
@@ -83,14 +90,16 @@ async def evaluate(session: Session, columns: Columns, problems: Sequence[Proble
         session.offer(EVAL, index, epoch, 1, columns(problem), at_least) for index, problem in enumerate(problems)
     ]
     async with asyncio.TaskGroup() as group:
-        for offer in offers:
-            group.create_task(offer)
-        total, seen = 0.0, 0
-        while seen < len(problems):
-            batch = await session.pull("evaluate", slots=len(problems))
-            total += sum(batch.inline["reward"])
-            seen += len(batch)
-            await session.commit("evaluate", batch.slots, batch.leases)
+        opened = [group.create_task(offer) for offer in offers]
+    mine = {task.result() for task in opened}
+    total, seen = 0.0, 0
+    while seen < len(problems):
+        batch = await session.pull("evaluate", slots=len(problems))
+        # There may be answers to a source that died, which this one replaces: they are only cleared away.
+        rewards = [one for one, group in zip(batch.inline["reward"], batch.groups, strict=True) if group in mine]
+        total += sum(rewards)
+        seen += len(rewards)
+        await session.commit("evaluate", batch.slots, batch.leases)
     return total / len(problems)
 
 

@@ -1,11 +1,11 @@
 """A worker's side of the conversation with the controller: everything a worker does goes through its session.
 
-Orders of the controller (serve this, receive that, free these) are carried out in the order in which they came; lanes
-depend on it. Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session.
+Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session. A controller that goes
+and comes back is found again by the session itself: whoever waits for it just waits a little longer.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,45 +13,56 @@ import torch
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch, Columns
+from flowrt.client.contact import Contact
+from flowrt.client.line import Line
+from flowrt.client.memory import Memory
+from flowrt.client.orders import Orders
 from flowrt.client.params import Params
+from flowrt.client.position import Place
 from flowrt.client.promised import Promised
+from flowrt.client.returning import retell
 from flowrt.clock import MonotonicClock
-from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError, WaitExpired
+from flowrt.errors import FlowError, Stopped, TransferError
 from flowrt.metrics import Timeline
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.rows import lengths_of
 from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
 from flowrt.wire import messages as m
-from flowrt.wire.link import ClientLink
 from flowrt.wire.records import BusySpan, Incoming, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
 PULL_TRIES = 3
-SILENT_BEATS = 30  # heartbeats without any word from the controller after which it counts as gone
 
 
 class Session:
     """Open one with `connect`, close it with `close`."""
 
-    def __init__(self, worker: str, address: str, link: ClientLink, welcome: m.Welcome) -> None:
+    def __init__(self, worker: str, line: Line, welcome: m.Welcome) -> None:
         self.worker = worker
-        self.welcome = welcome
         self.timeline = Timeline(MonotonicClock())
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
-        self._address = address
-        self._link = link
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, self._signal)
+        self._lanes = LaneSet(worker, transports(line.address), welcome.lane_s, self._signal)
         self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
         self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
+        self._memory = Memory(welcome.renewable)
+        self._orders = Orders(
+            *(self.store, self._lanes, self._arrivals, self.params, self._asking, self._promised, self._memory),
+            self.end,
+        )
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
-        self._heard_s = self._loop.time()
-        self._spawn(self._beat())
+        self._contact = Contact(line, welcome, self._orders.obey, self.end, self._left_alone, self._retell)
+        self._spawn(self._contact.keep(self.report))
+
+    @property
+    def welcome(self) -> m.Welcome:
+        """What the controller said at the door; the one that is there now."""
+        return self._contact.welcome
 
     # ---- samples
 
@@ -111,7 +122,7 @@ class Session:
 
         Raises WaitExpired, with nothing leased, when there are none within ``deadline_s`` seconds. Slots whose
         tensors did not come are given back and the pull is repeated; raises TransferError when that has happened
-        PULL_TRIES times in a row.
+        PULL_TRIES times in a row, Drained when this worker was told to leave.
         """
         reason = ""
         for _ in range(PULL_TRIES):
@@ -164,26 +175,41 @@ class Session:
 
     def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
         """These samples cannot be made (an environment broke, …): the run's policy for lost members decides."""
+        self._memory.ended(slots, leases)
         self.send(m.Abandon(stage, tuple(slots), tuple(leases), True, reason))
+
+    async def position(self, flow: str) -> Place:
+        """Which prompts of the flow to train on were opened before: by the one that this worker goes on for."""
+        told: m.Position = await self._asking.ask(m.Locate(self._asking.number(), flow), self.welcome.wait_s)
+        return Place(told)
 
     def exhausted(self, flow: str) -> None:
         """All my prompts of this flow are open. Of the flow to train on: the last step may be smaller."""
+        self._memory.exhausted(flow)
         self.send(m.Exhausted(flow))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """The optimiser has stepped: everything leased to this step is trained."""
-        self.send(m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items())))
+        done = m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items()))
+        self._memory.step_done(done)
+        self.send(done)
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
         """Send the spans of work since the last report, and named numbers for the summary."""
-        spans = tuple(BusySpan(*span) for span in self.timeline.drain())
+        self._memory.reported(numbers or {})
+        spans = () if self._contact.is_away else tuple(BusySpan(*span) for span in self.timeline.drain())
         if spans or numbers:
             self.send(m.Report(spans, tuple((name, float(value)) for name, value in (numbers or {}).items())))
 
     def finished(self) -> None:
         """This worker's part of the run is complete; it goes on serving what it holds."""
         self.report()
+        self._memory.finished()
         self.send(m.Finished())
+
+    def drain(self) -> None:
+        """Ask to leave: nothing more is pulled, and the run goes on without this worker as soon as it can."""
+        self.send(m.Drain(0, self.worker))
 
     async def wait_stopped(self) -> None:
         """Serve others until the controller ends the run; raises Stopped then."""
@@ -203,8 +229,12 @@ class Session:
 
     # ---- plumbing
 
+    def listen(self) -> None:
+        """Carry out what the controller says, from now on."""
+        self._contact.listen()
+
     def send(self, message: m.Message) -> None:
-        self._link.send(message)
+        self._contact.send(message)
 
     async def close(self, error: str = "") -> None:
         """Say goodbye and drop the connection."""
@@ -215,49 +245,21 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._lanes.close()
-        self._link.close()
+        self._contact.close()
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""
         if not self._ended.done():
             self._ended.set_exception(error)
+        self._contact.over()
         self._asking.end(error)
 
-    def receive(self, message: m.Message) -> None:
-        """One message of the controller."""
-        self._heard_s = self._loop.time()
-        match message:
-            case m.Grant():
-                for incoming in message.incoming:
-                    self._arrivals.begin(incoming)
-                self._asking.answer(message.request, message)
-            case m.Opened(request, first):
-                self._promised.opened(request, first)
-                self._asking.answer(request, message)
-            case m.Committed(request, refused):
-                self._promised.committed(request, refused)
-                self._asking.answer(request, message)
-            case m.Refused(request):
-                self._promised.refused(request)
-                self._asking.answer(request, message)
-            case m.Serve():
-                self._arrivals.serve(message)
-            case m.Free(columns, slots, groups):
-                self.store.free(columns, slots, groups)
-            case m.Signal(peer, lane, key, value):
-                self._lanes.deliver(peer, lane, key, value)
-            case m.Fetch():
-                self.params.fetch(message)
-            case m.ServeWeights():
-                self.params.serve(message)
-            case m.Retire():
-                self.params.retire(message)
-            case m.Stop(reason, code):
-                self.end(Stopped(reason, code))
-            case m.Heartbeat():
-                pass
-            case _:
-                raise RemoteProtocolError(f"the controller sent {type(message).__name__}, which only workers say")
+    def _left_alone(self) -> None:
+        """The controller is gone. A lane that is being made needs it, and it will not know of those that are."""
+        self._lanes.drop_all("the controller has gone")
+
+    def _retell(self) -> Iterator[m.Message]:
+        return retell(self._memory, self._asking, self.params, self.store)
 
     def _rows(self, part: Part, grant: m.Grant) -> Rows:
         return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
@@ -272,8 +274,10 @@ class Session:
             self._give_back(answer, "", "nobody waits for this grant any more")
 
     def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
+        leases = (grant.lease,) * len(grant.slots)
+        self._memory.ended(grant.slots, leases)
         if not self._ended.done():
-            self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
+            self.send(m.Abandon(stage, grant.slots, leases, False, reason))
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
         if not self._ended.done():
@@ -283,16 +287,3 @@ class Session:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _beat(self) -> None:
-        """Heartbeats, and the verdict on a controller that does not answer them."""
-        beat_s = self.welcome.heartbeat_s
-        while True:
-            asked_s = self._loop.time()
-            self.send(m.Heartbeat())
-            self.report()
-            await asyncio.sleep(beat_s)
-            # Judged by beats that were really sent: a loop that was itself held up must not blame the controller.
-            if self._loop.time() - asked_s < 2 * beat_s and asked_s - self._heard_s > SILENT_BEATS * beat_s:
-                self.end(WaitExpired(f"controller {self._address} not heard of for {SILENT_BEATS * beat_s:.0f} s"))
-                return

@@ -3,7 +3,7 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Locate, Said, Send
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
@@ -47,7 +47,7 @@ class Core:
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
             case Gone(worker, reason):
-                self._gone(worker, reason)
+                self._gone(worker, reason, now)
             case _:
                 self._tick(now)
         if self.ended is None:
@@ -93,12 +93,16 @@ class Core:
                 self.samples.training.step_done(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
+            case m.Locate(request, flow):
+                if flow != self.samples.train_flow:
+                    raise RemoteProtocolError(f"{worker} asks where flow {flow!r} is; only one to train on has a place")
+                self._out.append(Locate(worker, request))
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():
                 self._end(message.reason, message.code)
             case m.Bye():
-                self._gone(worker, message.error)
+                self._gone(worker, message.error, now)
             case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
                 self.models.hear(worker, message)
                 if isinstance(message, m.Applied):
@@ -115,7 +119,7 @@ class Core:
         if signal.peer in self.roster:
             self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
 
-    def _gone(self, worker: WorkerId, reason: str) -> None:
+    def _gone(self, worker: WorkerId, reason: str, now: float) -> None:
         member = self.roster.leave(worker)
         if member is None:
             return
@@ -123,14 +127,22 @@ class Core:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
         self.samples.forget(worker)
         self.models.forget(worker)
-        if member.role in self.settings.vital_roles and (reason or not member.finished):
-            self._end(f"{worker}: {reason or 'left before its part was complete; see its log'}", EXIT_FAILED)
+        if not reason and member.finished:
+            return
+        self.samples.opening.failed(worker)
+        why = f"{worker}: {reason or 'left before its part was complete; see its log'}"
+        if member.role in self.settings.vital_roles:
+            self._end(why, EXIT_FAILED)
+        elif member.role in self.settings.needed_roles:
+            self.roster.miss(member.role, why, now)
 
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):
             reason = f"not heard of for {now - member.heard_s:.0f} s; see its log"
             self._out.append(Dismiss(member.id, reason))
-            self._gone(member.id, reason)
+            self._gone(member.id, reason, now)
+        if missed := self.roster.empty(now, self.settings.absence_s):
+            self._end(missed, EXIT_FAILED)
         self.samples.retreat.expire_leases(now)
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
@@ -177,6 +189,11 @@ class Core:
         assert len(window.taken) <= window.groups_per_step
         for group in window.taken.values():
             assert all(self.train_stage in slot.leases for slot in group.slots)
+
+    @property
+    def renewable(self) -> tuple[str, ...]:
+        """Stages whose leases outlive the controller: tokens are dear, and what is trained is in a gradient already."""
+        return tuple(name for name, one in self.samples.board.stages.items() if one.generates or one.whole_groups)
 
     @property
     def weights(self) -> ModelVersions:

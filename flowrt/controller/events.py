@@ -62,7 +62,7 @@ class Record:
 
     prompt: int
     epoch: int
-    state: str  # in_flight, ready, leased, trained, dropped
+    state: str  # in_flight, ready, leased, trained, dropped; unread again when its source left with it
     step: int
     reason: str = ""
 
@@ -81,6 +81,14 @@ class StepClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Locate:
+    """Answer this request with the prompts that have been opened, those that were recorded just now included."""
+
+    worker: WorkerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The run is over."""
 
@@ -88,4 +96,4 @@ class End:
     code: int
 
 
-Command = Send | Dismiss | Record | StepClosed | End
+Command = Send | Dismiss | Record | StepClosed | Locate | End

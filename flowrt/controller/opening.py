@@ -36,6 +36,7 @@ class Opening:
         self._out = out
         self._group_columns = {column.name: column for column in flow.columns if column.scope == "group"}
         self._exhausted: dict[str, set[WorkerId]] = {}  # by flow that was offered to, who said so
+        self._ender: WorkerId | None = None  # who said so of the flow to train on
 
     # ---- what can never be opened
 
@@ -148,9 +149,16 @@ class Opening:
         """This worker has no more prompts for the flow."""
         if flow == self._flow.train_flow:
             self._window.exhaust()
+            self._ender = worker
         else:
             self._exhausted.setdefault(flow, set()).add(worker)
             self._board.changed.update(stage.name for stage in self._board.flows.of(flow))
+
+    def failed(self, worker: WorkerId) -> None:
+        """This worker is gone in the middle of its part. What it opened last may be unread again: there is more."""
+        if worker == self._ender:
+            self._ender = None
+            self._window.exhausted, self._window.changed = False, True
 
     def is_exhausted(self, flow: str) -> bool:
         """All its sources have said so."""

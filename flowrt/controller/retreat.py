@@ -184,7 +184,7 @@ class Retreat:
         owned = all(one.owners for one in group.tensors.values())
         if not owned and group.id in self._board.groups and group.id not in self._window.taken:
             self.dropped["its source left"] += 1
-            self._give_up(group, "its source left")
+            self._give_up(group, "its source left", "unread")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""
@@ -202,13 +202,13 @@ class Retreat:
                 return
             self._undo(slot, stage)
 
-    def _give_up(self, group: Group, reason: str) -> None:
-        """The prompt leaves the run untrained."""
+    def _give_up(self, group: Group, reason: str, state: str = "dropped") -> None:
+        """The prompt leaves the run untrained; one that is ``unread`` again may be offered again."""
         if group.flow == self._flow.train_flow:
             self._give_back_group(group)
             if group.id not in self._board.groups:
                 return  # giving it back has already shown that it is lost
-            self.record(group, "dropped", reason)
+            self.record(group, state, reason)
             self._window.leave(group)
         self.close([group])
 

@@ -23,12 +23,14 @@ class Roster:
         self._silence_s = silence_s
         self._members: dict[WorkerId, Member] = {}
         self.changed = False  # somebody has come, gone or finished
+        self._empty: dict[str, tuple[float, str]] = {}  # roles that somebody is missed in: since when, and why
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._members
 
     def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
         self._members[worker] = Member(worker, role, host, now)
+        self._empty.pop(role, None)
         self.changed = True
 
     def heard(self, worker: WorkerId, now: float) -> bool:
@@ -44,6 +46,18 @@ class Roster:
     def leave(self, worker: WorkerId) -> Member | None:
         self.changed = True
         return self._members.pop(worker, None)
+
+    def miss(self, role: str, why: str, now: float) -> None:
+        """Somebody of this role has gone whose part was not complete: the role must not stay empty for long."""
+        if all(member.role != role for member in self._members.values()):
+            self._empty.setdefault(role, (now, why))
+
+    def empty(self, now: float, absence_s: float) -> str:
+        """What has had nobody for longer than that, and why; empty when there is no such role."""
+        for role, (since_s, why) in self._empty.items():
+            if now - since_s > absence_s:
+                return f"no {role} worker for {now - since_s:.0f} s: {why}"
+        return ""
 
     def members(self) -> list[Member]:
         return list(self._members.values())

@@ -52,6 +52,10 @@ class Samples:
         self._generating = [stage.name for stage in flow.stages if stage.generates]
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
 
+    @property
+    def train_flow(self) -> str:
+        return self._flow.train_flow
+
     # ---- requests
 
     def offer(self, worker: WorkerId, message: Offer, now: float) -> None:
@@ -97,7 +101,11 @@ class Samples:
         stage = self.board.stages[pull.stage]
         version = self._weights.applied_version(worker)
 
+        late = self._weights.is_late(worker)
+
         def may_start(slot: Slot) -> Start:
+            if late:
+                return Start.NOT_YET
             if version < slot.group.at_least:
                 return Start.ELSEWHERE
             if slot.group.flow != self._flow.train_flow:
@@ -232,7 +240,7 @@ class Samples:
             if version <= refused:
                 return False
             served = self._serve(parked, now)
-            if not served and queue is not None and queue.is_impartial:
+            if not served and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):
                 refused = version
             return served
 

@@ -1,6 +1,7 @@
 """The asyncio shell around the mind: sockets, clock, disk. It decides nothing."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -10,7 +11,20 @@ from typing import Any
 
 from flowrt.clock import Clock, MonotonicClock
 from flowrt.controller.core import OBSERVER, Core
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
+from flowrt.controller.events import (
+    Command,
+    Dismiss,
+    End,
+    Event,
+    Gone,
+    Joined,
+    Locate,
+    Record,
+    Said,
+    Send,
+    StepClosed,
+    Tick,
+)
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
@@ -57,7 +71,6 @@ class Server:
         self._peer_of: dict[WorkerId, bytes] = {}
         self._role_of: dict[WorkerId, str] = {}
         self._roll_call: asyncio.TimerHandle | None = None
-        self._incarnations = 0
         self._ended = asyncio.Event()
         self._alone = asyncio.Event()
         self._complaints = Complaints()
@@ -191,15 +204,16 @@ class Server:
             return
         worker = WorkerId(hello.worker)
         self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
-        self._incarnations += 1
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
         welcome = m.Welcome(
-            self._incarnations,
+            self.ledger.term,
             self._heartbeat_s,
             self._wait_s,
+            self._core.settings.return_s,
             self._core.settings.lane_s,
             self._core.settings.store_bytes,
             self._columns,
+            self._core.renewable,
             self._config,
         )
         self._send(worker, welcome)
@@ -243,6 +257,8 @@ class Server:
                 self.ledger.add(command, now)
                 if command.state == "in_flight":
                     self.journal.training_began(now)
+            case Locate(worker, request):
+                self._send(worker, dataclasses.replace(self.ledger.opened(), request=request))
             case StepClosed():
                 self.journal.step(command, now)
             case End():

@@ -78,6 +78,7 @@ class ModelVersions:
     holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
+    entry: dict[WorkerId, int] = field(default_factory=dict)  # what a receiver has to fetch before it begins
     divergence: dict[int, float] = field(default_factory=dict)  # of earlier versions from the latest
     doomed: set[WorkerId] = field(default_factory=set)  # they fetch what will not come whole to whoever sends it
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
@@ -105,6 +106,8 @@ class ModelVersions:
 
     def applied(self, worker: WorkerId, version: int) -> None:
         self.changed = True
+        if worker not in self.receivers:
+            self.entry[worker] = self.latest if self.latest in self.published else version
         before = self.receivers.get(worker, Receiver(worker, version, version))
         self._received(Receiver(worker, version, max(before.staged, version)))
 
@@ -124,6 +127,10 @@ class ModelVersions:
         """The version that a worker generates with; 0 before it said anything."""
         receiver = self.receivers.get(worker)
         return receiver.applied if receiver else 0
+
+    def is_late(self, worker: WorkerId) -> bool:
+        """It came in the middle of the run, and has not caught up with the version that was the latest then."""
+        return self.applied_version(worker) < self.entry.get(worker, 0)
 
     def staged(self, worker: WorkerId, version: int) -> None:
         if worker not in self.receivers:
@@ -181,6 +188,7 @@ class ModelVersions:
         """The worker is gone: it neither holds nor fetches anything."""
         self.changed = True
         self.receivers.pop(worker, None)
+        self.entry.pop(worker, None)
         self.behind.pop(worker, None)
         self.whole_next.discard(worker)
         ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]

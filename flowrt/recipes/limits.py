@@ -28,11 +28,15 @@ ABOVE_ZERO = (
     "trainer.max_grad_norm",
     "controller.heartbeat_s",
     "controller.silence_s",
+    "controller.return_s",
     "controller.lease_s",
     "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
     "controller.join_s",
+    "supervisor.window_s",
+    "supervisor.backoff_s",
+    "supervisor.absence_s",
 )
 ZERO_OR_ABOVE = (
     "data.epochs",
@@ -49,6 +53,7 @@ ZERO_OR_ABOVE = (
     "loss.clip_high",
     "loss.kl_coef",
     "controller.store_gb",
+    "supervisor.restarts",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 BELOW_ONE = ("trainer.beta1", "trainer.beta2")

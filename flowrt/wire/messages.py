@@ -6,9 +6,10 @@ Workers speak to the controller only; tensors go from worker to worker over lane
 from dataclasses import dataclass
 from typing import get_args
 
+from flowrt.wire.changes import Drain, Holds, Locate, Position, Renew
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
 
-PROTOCOL = 3  # said in the greeting; both sides must speak the same one
+PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(slots=True)
@@ -21,18 +22,21 @@ class Hello:
     host: str
     pid: int
     lanes: tuple[str, ...]  # what it can do, best first: "gloo", or "shm:PLACE" for what works in one place only
+    term: int = 0  # of the controller that it was with, and all that it has is from then; 0: it is new
 
 
 @dataclass(slots=True)
 class Welcome:
     """controller: you are in; everything else you need to know is in here."""
 
-    incarnation: int
+    term: int  # grows each time the controller comes back
     heartbeat_s: float
     wait_s: float
+    return_s: float  # how long to wait for a controller that went away
     lane_s: float  # a lane on which nothing moved for so long has failed
     store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
+    renewable: tuple[str, ...]  # stages whose leases outlive the controller
     config: str  # the run's resolved configuration, TOML
 
 
@@ -289,7 +293,8 @@ class Status:
 # fmt: off
 Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
     | Withdraw | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
-    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)
+    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
+    | Locate | Position | Drain | Renew | Holds)
 # fmt: on
 
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
