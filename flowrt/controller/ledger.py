@@ -57,6 +57,11 @@ class Ledger:
     def add(self, record: Record, at_s: float) -> None:
         self._buffer.append((at_s, record))
 
+    @property
+    def is_behind(self) -> bool:
+        """Something was added that is not durable."""
+        return bool(self._buffer)
+
     def commit(self) -> None:
         """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses."""
         if not self._buffer:

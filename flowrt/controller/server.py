@@ -71,6 +71,7 @@ class Server:
         self._peer_of: dict[WorkerId, bytes] = {}
         self._role_of: dict[WorkerId, str] = {}
         self._roll_call: asyncio.TimerHandle | None = None
+        self._outbox: list[tuple[WorkerId, m.Message]] = []  # not to be sent before the ledger is written
         self._ended = asyncio.Event()
         self._alone = asyncio.Event()
         self._complaints = Complaints()
@@ -102,8 +103,9 @@ class Server:
         ended = self._core.ended
         assert ended is not None
         self._status()
+        self._flush()
         for worker in list(self._peer_of):
-            self._send(worker, m.Stop(ended.reason, ended.code))
+            self._send_now(worker, m.Stop(ended.reason, ended.code))
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._until_alone()
@@ -143,11 +145,7 @@ class Server:
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
             self._status()
-            try:
-                self.ledger.commit()
-            except FlowError as error:
-                log.error("%s", error)
-                self.end(str(error))
+            self._write_down()
 
     # ---- in
 
@@ -241,7 +239,7 @@ class Server:
     def _call_roll(self) -> None:
         self._roll_call = None
         for worker in list(self._peer_of):
-            self._send(worker, m.Heartbeat())
+            self._send_now(worker, m.Heartbeat())
 
     # ---- out
 
@@ -266,10 +264,35 @@ class Server:
                 self._ended.set()
 
     def _send(self, worker: WorkerId, message: m.Message) -> None:
+        """Send it as soon as everything before it is durable: nobody is told what a crash could take back."""
+        if not (self._outbox or self.ledger.is_behind):
+            self._send_now(worker, message)
+            return
+        if not self._outbox:
+            # After all that is waiting to be read: what came together is written together.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((worker, message))
+
+    def _flush(self) -> None:
+        self._write_down()
+        outbox, self._outbox = self._outbox, []
+        for worker, message in outbox:
+            self._send_now(worker, message)
+
+    def _write_down(self) -> None:
+        try:
+            self.ledger.commit()
+        except FlowError as error:
+            log.error("%s", error)
+            self.end(str(error))
+
+    def _send_now(self, worker: WorkerId, message: m.Message) -> None:
         peer = self._peer_of.get(worker)
         if peer is not None and not self._link.send(peer, message):
             self._forget(worker)
-            self._handle(Gone(worker, "its connection is closed; see its log"))
+            # Later: what is being said just now was decided while it was there.
+            gone = Gone(worker, "its connection is closed; see its log")
+            asyncio.get_running_loop().call_soon(self._handle, gone)
 
     def _forget(self, worker: WorkerId) -> None:
         peer = self._peer_of.pop(worker, None)
