@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.problems import Problem
 from flowrt.recipes.subjects import subject
+from flowrt.wire.positions import unpack
 
 NEWEST = -1
 
@@ -25,10 +26,10 @@ async def run(session: Session, config: RunConfig) -> None:
     subject_ = subject(config)
     columns = Columns(load_tokenizer(model_dir(config)))
     held_out = subject_.held_out_problems()
-    place = await session.position(TRAIN)
-    if held_out and not place:  # else training has begun: this source goes on for one that died
+    known = dict(session.welcome.position.numbers)
+    if held_out and "eval_first" not in known:
         session.report({"eval_first": await evaluate(session, columns, held_out, at_least=0, epoch=0)})
-    await offer_all(session, config, columns, subject_.training_problems(), place)
+    await offer_all(session, config, columns, subject_.training_problems())
     if held_out:
         session.report({"eval_last": await evaluate(session, columns, held_out, at_least=NEWEST, epoch=1)})
     session.finished()
@@ -54,20 +55,21 @@ async def offer_all(
     config: RunConfig,
     columns: Callable[[Problem], dict[str, torch.Tensor]],
     problems: Sequence[Problem],
-    place: Container[tuple[int, int]] = (),
 ) -> None:
     """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip.
 
-    The (epoch, prompt) pairs of ``place`` have been offered before, and are left out.
+    Those that a resumed run is done with are passed over; the others come in the order that they would have come in.
     """
+    passed = unpack(session.welcome.position.passed)
     waiting: deque[asyncio.Task[int | None]] = deque()
     epoch = 0
     try:
         while config.data.epochs == 0 or epoch < config.data.epochs:
             order = list(range(len(problems)))
             random.Random(f"order {config.seed} {epoch}").shuffle(order)
+            done = passed.get(epoch, frozenset())
             for prompt in order:
-                if (epoch, prompt) in place:
+                if prompt in done:
                     continue
                 offer = session.offer(TRAIN, prompt, epoch, config.group_size, columns(problems[prompt]))
                 waiting.append(asyncio.create_task(offer))

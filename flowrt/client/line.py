@@ -22,12 +22,10 @@ class Line:
         self._receive: Callable[[m.Message], None] = self._greeted
         self._failed: Callable[[FlowError], None] = self._turned_away
         self._broken: Callable[[], None] | None = None
-        self._link = ClientLink(
-            lambda message: self._receive(message), lambda error: self._failed(error), keys, self._lost
-        )
+        self._link = ClientLink(lambda message: self._receive(message), lambda error: self._failed(error), keys)
         self._closed = False
         with self._or_close():
-            self._link.connect(address)
+            self._link.connect(address, self._lost)
             self._link.send(hello)
 
     async def greet(self, deadline_s: float) -> m.Welcome:

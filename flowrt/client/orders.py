@@ -58,8 +58,6 @@ class Orders:
             case m.Refused(request):
                 self._promised.refused(request)
                 self._asking.answer(request, message)
-            case m.Position(request):
-                self._asking.answer(request, message)
             case m.Serve():
                 self._arrivals.serve(message)
             case m.Free(columns, slots, groups):

@@ -3,7 +3,7 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Locate, Said, Send
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
@@ -15,6 +15,8 @@ from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 
 OBSERVER = "observer"
+SOURCE = "source"
+"""The role of those that are told which prompts a resumed run is done with."""
 MAX_SIGNAL_BYTES = 4096
 
 
@@ -64,6 +66,8 @@ class Core:
         samples = self.samples
         if isinstance(message, m.Pull):
             samples.pull(worker, message, now)
+            if message.done:
+                self._progress_s = now
         elif isinstance(message, m.Commit):
             samples.commit(worker, message, now)
             self._progress_s = now
@@ -91,12 +95,10 @@ class Core:
                 self.samples.retreat.undelivered(worker, message.incoming)
             case m.StepDone():
                 self.samples.training.step_done(worker, message)
+            case m.Saved():
+                self.samples.training.saved(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
-            case m.Locate(request, flow):
-                if flow != self.samples.train_flow:
-                    raise RemoteProtocolError(f"{worker} asks where flow {flow!r} is; only one to train on has a place")
-                self._out.append(Locate(worker, request))
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():

@@ -81,8 +81,8 @@ class StepClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Locate:
-    """Answer this request with the prompts that have been opened, those that were recorded just now included."""
+class Persist:
+    """Make sure that everything recorded so far is on disk, then tell the worker: a checkpoint depends on it."""
 
     worker: WorkerId
     request: int
@@ -96,4 +96,4 @@ class End:
     code: int
 
 
-Command = Send | Dismiss | Record | StepClosed | Locate | End
+Command = Send | Dismiss | Record | StepClosed | Persist | End

@@ -1,9 +1,9 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flowrt.controller.board import Board
-from flowrt.controller.commits import Makes, commit_fault, pick
+from flowrt.controller.commits import Makes, by_lease, commit_fault, pick
 from flowrt.controller.dispatch import Puller, Start
 from flowrt.controller.events import Command, Send
 from flowrt.controller.grants import closed, grant
@@ -11,7 +11,7 @@ from flowrt.controller.opening import Opening
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.sizes import Sizes
-from flowrt.controller.slots import Group, Lease, Slot
+from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
@@ -41,7 +41,8 @@ class Samples:
         self._weights = weights
         self._out = out
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
-        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
+        start = settings.position.step
+        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order, start)
         self.room = WaitingRoom()
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
@@ -51,10 +52,6 @@ class Samples:
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
         self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
-
-    @property
-    def train_flow(self) -> str:
-        return self._flow.train_flow
 
     # ---- requests
 
@@ -79,7 +76,13 @@ class Samples:
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif not self._serve(parked, now):
+        elif fault := self._done_fault(message):
+            self._send(worker, Refused(message.request, fault))
+        else:
+            if message.done:
+                parked.refused = self._finish(worker, message)
+            if self._serve(parked, now):
+                return
             # Those that were parked before could not be served by what is there, or they would not be parked.
             self.room.park_pull(parked)
 
@@ -89,6 +92,8 @@ class Samples:
         if parked is not None:
             self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
+            if parked.refused:
+                reason += f"; the leases {parked.refused}, said to be done, had ended before"
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
@@ -100,7 +105,6 @@ class Samples:
         pull, worker = parked.request, parked.worker
         stage = self.board.stages[pull.stage]
         version = self._weights.applied_version(worker)
-
         late = self._weights.is_late(worker)
 
         def may_start(slot: Slot) -> Start:
@@ -122,9 +126,9 @@ class Samples:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
             lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
-            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease))
+            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
-            self._send(worker, closed(pull))
+            self._send(worker, closed(pull, parked.refused))
         return bool(chosen) or self.opening.is_over(pull.stage)
 
     def _gate(self, worker: WorkerId, shut: bool) -> None:
@@ -144,6 +148,23 @@ class Samples:
 
     # ---- commits
 
+    def _done_fault(self, pull: Pull) -> str:
+        stage = self.board.stages[pull.stage]
+        if pull.done and (stage.makes or stage.whole_groups):
+            return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
+        return ""
+
+    def _finish(self, worker: WorkerId, pull: Pull) -> tuple[int, ...]:
+        """The work on these leases is done; returns those that had ended before."""
+        late = []
+        for lease_id in pull.done:
+            lease = self.board.find_lease(lease_id, worker)
+            if lease is None or lease.stage != pull.stage:
+                late.append(lease_id)
+            else:
+                self._moved_on(dict.fromkeys([slot.group for slot in self.board.finish(lease)]))
+        return tuple(late)
+
     def commit(self, worker: WorkerId, message: Commit, now: float) -> None:
         stage = self.board.stages.get(message.stage)
         if stage is None:
@@ -153,7 +174,7 @@ class Samples:
         refused: list[int] = []
         reasons: set[str] = set()
         touched: dict[int, Group] = {}
-        for lease, rows in self._by_lease(worker, message, stage):
+        for lease, rows in by_lease(self.board, worker, message, stage):
             if lease is None:
                 refused += [message.slots[row] for row in rows]
                 reasons.add(f"the lease on stage {stage.name} had ended")
@@ -173,25 +194,6 @@ class Samples:
         if stage.generates:
             self.look_again(worker, now)  # a dispatch policy may have waited for it to have room
 
-    def _by_lease(self, worker: WorkerId, message: Commit, stage: Stage) -> Iterator[tuple[Lease | None, list[int]]]:
-        """The rows of a commit by their lease; None for those on which the worker has none (any more)."""
-        rows_of: dict[int, list[int]] = {}
-        for row, lease_id in enumerate(message.leases):
-            rows_of.setdefault(lease_id, []).append(row)
-        late: list[int] = []
-        for lease_id, rows in rows_of.items():
-            lease = self.board.find_lease(lease_id, worker)
-            if lease is None or lease.stage != stage.name:
-                late += rows
-                continue
-            valid = [row for row in rows if message.slots[row] in lease.slots]
-            if len(valid) < len(rows):
-                late += sorted(set(rows) - set(valid))
-            if valid:
-                yield lease, valid
-        if late:
-            yield None, late
-
     def _made(self, slot: Slot, stage: Stage) -> bool:
         """A sample was generated; False when it is too old already, and lost."""
         self.board.ready[stage.name].made(slot, sum(slot.spans[1::2]))
@@ -207,7 +209,7 @@ class Samples:
                 streamed.append(group)
             elif group.id in self.board.ready_groups[self._flow.train_stage]:
                 self.retreat.record(group, "ready")
-        if complete := self.board.complete(streamed):
+        if complete := self.board.flows.complete(streamed):
             self.retreat.close(complete)
 
     # ---- after every event

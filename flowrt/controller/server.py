@@ -4,36 +4,25 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from flowrt.clock import Clock, MonotonicClock
-from flowrt.controller.core import OBSERVER, Core
-from flowrt.controller.events import (
-    Command,
-    Dismiss,
-    End,
-    Event,
-    Gone,
-    Joined,
-    Locate,
-    Record,
-    Said,
-    Send,
-    StepClosed,
-    Tick,
-)
+from flowrt.controller.books import Books
+from flowrt.controller.core import OBSERVER, SOURCE, Core
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.peers import Peers
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
 from flowrt.wire.link import ServerLink
-from flowrt.wire.records import Column
+from flowrt.wire.records import Column, Position
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -59,21 +48,17 @@ class Server:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
-        self._columns = columns
-        self._config = config
-        self._heartbeat_s = heartbeat_s
-        self._wait_s = wait_s
         self._clock = clock or MonotonicClock()
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
-        self.journal = Journal(run_dir, self._clock.now())
+        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s)
+        known = (core.settings.store_bytes, columns, core.renewable, config)
+        self._welcome = m.Welcome(self.ledger.term, *times, *known, Position())
+        self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
+        self._books = Books(self.ledger, self.journal)
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
-        self._worker_of: dict[bytes, WorkerId] = {}
-        self._peer_of: dict[WorkerId, bytes] = {}
-        self._role_of: dict[WorkerId, str] = {}
+        self._peers = Peers(self._link, lambda: self.ledger.is_behind, self._flush)
         self._roll_call: asyncio.TimerHandle | None = None
-        self._outbox: list[tuple[WorkerId, m.Message]] = []  # not to be sent before the ledger is written
         self._ended = asyncio.Event()
-        self._alone = asyncio.Event()
         self._complaints = Complaints()
 
     @property
@@ -104,13 +89,13 @@ class Server:
         assert ended is not None
         self._status()
         self._flush()
-        for worker in list(self._peer_of):
-            self._send_now(worker, m.Stop(ended.reason, ended.code))
+        for worker in self._peers.all():
+            self._peers.send_now(worker, m.Stop(ended.reason, ended.code))
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._until_alone()
         except TimeoutError:
-            log.warning("left without a goodbye from %s", sorted(self._peer_of))
+            log.warning("left without a goodbye from %s", sorted(self._peers.all()))
         self.ledger.commit()
         self.journal.close()
         if self._roll_call is not None:
@@ -136,21 +121,21 @@ class Server:
         return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
 
     async def _until_alone(self) -> None:
-        while any(self._role_of.get(worker) != OBSERVER for worker in self._peer_of):
-            self._alone.clear()
-            await self._alone.wait()
+        while len(self._peers.all()) > len(self._peers.all(OBSERVER)):
+            self._peers.changed.clear()
+            await self._peers.changed.wait()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
             self._status()
-            self._write_down()
+            self._flush()
 
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
-        worker = self._worker_of.get(peer)
+        worker = self._peers.name(peer)
         if isinstance(message, m.Hello):
             self._greet(peer, message)
         elif worker is None:
@@ -159,22 +144,22 @@ class Server:
             self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
-                self.journal.report(worker, self._role_of[worker], message)
+                self._books.report(worker, self._peers.role(worker), message, self._core.samples.window.step)
             self._handle(Said(worker, message))
             if isinstance(message, m.Bye):
-                self._forget(worker)
+                self._peers.forget(worker)
 
     def _garbled(self, peer: bytes, reason: str) -> None:
         """Malformed bytes cost the sender its connection."""
         self._complain(peer, reason)
         self._link.hang_up(peer)
-        worker = self._worker_of.get(peer)
+        worker = self._peers.name(peer)
         if worker is not None:
-            self._forget(worker)
+            self._peers.forget(worker)
             self._handle(Gone(worker, f"it sent what is no message: {reason}"))
 
     def _complain(self, peer: bytes, reason: str) -> None:
-        self._complaints.say("refused a message of %s: %s", self._worker_of.get(peer, peer.hex()), reason)
+        self._complaints.say("refused a message of %s: %s", self._peers.name(peer) or peer.hex(), reason)
 
     def _answer_stranger(self, peer: bytes, answer: m.Message) -> None:
         if self._link.gate.bears(peer):
@@ -183,38 +168,36 @@ class Server:
             self._link.hang_up(peer)
 
     def _greet(self, peer: bytes, hello: m.Hello) -> None:
-        refusal = ""
+        if hello.worker in self._peers:
+            # Perhaps it is gone, and this is who replaces it: a send shows it.
+            self._peers.send_now(WorkerId(hello.worker), m.Heartbeat())
+            self._see_off()
+        refusal, known = "", self._peers.name(peer)
         if hello.protocol != m.PROTOCOL:
             refusal = f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
         elif not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
             refusal = f"a name or role is empty, not printable or over {LONGEST_NAME} characters; choose another"
-        elif hello.worker in self._peer_of or peer in self._worker_of:
+        elif hello.worker in self._peers or known is not None:
             refusal = f"a worker named {hello.worker} is here already; give each its own --name"
         elif self._core.ended is not None:
             refusal = f"the run has ended: {self._core.ended.reason}"
         elif hello.role != OBSERVER:
             refusal = self._core.samples.lanes.fault(hello.lanes)
         if refusal:
-            if peer in self._worker_of:
-                self._send(self._worker_of[peer], m.Refused(0, refusal))
+            if known is not None:
+                self._peers.send(known, m.Refused(0, refusal))
+            elif hello.term and self._core.ended is not None:
+                self._answer_stranger(peer, m.Stop(self._core.ended.reason, self._core.ended.code))
             else:
                 self._answer_stranger(peer, m.Refused(0, refusal))
             return
         worker = WorkerId(hello.worker)
-        self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
+        self._peers.add(peer, worker, hello.role)
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        welcome = m.Welcome(
-            self.ledger.term,
-            self._heartbeat_s,
-            self._wait_s,
-            self._core.settings.return_s,
-            self._core.settings.lane_s,
-            self._core.settings.store_bytes,
-            self._columns,
-            self._core.renewable,
-            self._config,
-        )
-        self._send(worker, welcome)
+        position = self._core.settings.position
+        passed = self.ledger.passed() if hello.role == SOURCE else ()
+        position = dataclasses.replace(position, passed=passed, numbers=tuple(self.journal.numbers.items()))
+        self._peers.send(worker, dataclasses.replace(self._welcome, position=position))
         self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
 
     def _handle(self, event: Event) -> None:
@@ -230,6 +213,12 @@ class Server:
             return
         for command in commands:
             self._execute(command, now)
+        self._see_off()
+
+    def _see_off(self) -> None:
+        """Some were found gone when they were spoken to; what was decided while they were there has been done."""
+        for worker in self._peers.left():
+            self._handle(Gone(worker, "its connection is closed; see its log"))
 
     def _somebody_left(self) -> None:
         """A connection has closed: find out whose, at once but not for each of many that leave together."""
@@ -238,67 +227,43 @@ class Server:
 
     def _call_roll(self) -> None:
         self._roll_call = None
-        for worker in list(self._peer_of):
-            self._send_now(worker, m.Heartbeat())
+        for worker in self._peers.all():
+            self._peers.send_now(worker, m.Heartbeat())
+        self._see_off()
 
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
         match command:
             case Send(worker, message):
-                self._send(worker, message)
+                self._peers.send(worker, message)
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
-                self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
-                self._forget(worker)
-            case Record():
-                self.ledger.add(command, now)
-                if command.state == "in_flight":
-                    self.journal.training_began(now)
-            case Locate(worker, request):
-                self._send(worker, dataclasses.replace(self.ledger.opened(), request=request))
-            case StepClosed():
-                self.journal.step(command, now)
+                self._peers.send_now(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
+                self._peers.forget(worker)
+            case Persist(worker, request):
+                if self._write(self._books.persist):
+                    self._peers.send(worker, m.Committed(request, (), ""))
             case End():
                 log.info("the run ends: %s", command.reason)
                 self._ended.set()
-
-    def _send(self, worker: WorkerId, message: m.Message) -> None:
-        """Send it as soon as everything before it is durable: nobody is told what a crash could take back."""
-        if not (self._outbox or self.ledger.is_behind):
-            self._send_now(worker, message)
-            return
-        if not self._outbox:
-            # After all that is waiting to be read: what came together is written together.
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append((worker, message))
+            case _:
+                self._books.enter(command, now)
 
     def _flush(self) -> None:
-        self._write_down()
-        outbox, self._outbox = self._outbox, []
-        for worker, message in outbox:
-            self._send_now(worker, message)
+        self._write(self.ledger.commit)
+        self._peers.send_waiting()
+        self._see_off()
 
-    def _write_down(self) -> None:
+    def _write(self, write: Callable[[], None]) -> bool:
+        """Write to disk; one that refuses ends the run."""
         try:
-            self.ledger.commit()
-        except FlowError as error:
+            write()
+        except (FlowError, OSError) as error:
             log.error("%s", error)
             self.end(str(error))
-
-    def _send_now(self, worker: WorkerId, message: m.Message) -> None:
-        peer = self._peer_of.get(worker)
-        if peer is not None and not self._link.send(peer, message):
-            self._forget(worker)
-            # Later: what is being said just now was decided while it was there.
-            gone = Gone(worker, "its connection is closed; see its log")
-            asyncio.get_running_loop().call_soon(self._handle, gone)
-
-    def _forget(self, worker: WorkerId) -> None:
-        peer = self._peer_of.pop(worker, None)
-        if peer is not None:
-            self._worker_of.pop(peer, None)
-        self._alone.set()
+            return False
+        return True
 
     def end(self, reason: str, code: int = EXIT_FAILED) -> None:
         """End the run from outside the mind: a signal, a full disk, a worker that breaks the rules."""
@@ -309,11 +274,10 @@ class Server:
     # ---- watching
 
     def _status(self) -> None:
-        observers = [worker for worker in self._peer_of if self._role_of.get(worker) == OBSERVER]
-        if observers:
+        if observers := self._peers.all(OBSERVER):
             text = json.dumps(self.status())
             for worker in observers:
-                self._send(worker, m.Status(text))
+                self._peers.send(worker, m.Status(text))
 
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""

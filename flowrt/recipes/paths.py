@@ -1,8 +1,11 @@
 """What lies where in a run directory."""
 
+import re
 from pathlib import Path
 
 from flowrt.recipes.config import RunConfig
+
+_STEP = re.compile(r"step-(\d{6,})")
 
 
 def model_dir(config: RunConfig) -> Path:
@@ -10,6 +13,22 @@ def model_dir(config: RunConfig) -> Path:
     return Path(config.model) if config.model else Path(config.run_dir) / "model"
 
 
+def kept_model_dir(run_dir: Path) -> Path:
+    """A copy of the user's model, for runs that are resumed when the original has gone."""
+    return run_dir / "start"
+
+
 def final_dir(config: RunConfig) -> Path:
     """The trained model."""
     return Path(config.run_dir) / "final"
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """The state after so many steps. It has this name only while it is whole."""
+    return run_dir / "checkpoints" / f"step-{step:06}"
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """The steps after which there is a whole checkpoint, in ascending order."""
+    names = (_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return sorted(int(name[1]) for name in names if name is not None)

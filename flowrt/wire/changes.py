@@ -6,21 +6,15 @@ from flowrt.wire.records import Ints, Part, Weights
 
 
 @dataclass(slots=True)
-class Locate:
-    """source: which prompts of this flow have been opened before? Asked by one that begins, perhaps not the first."""
-
-    request: int
-    flow: str
+class Finished:
+    """worker: my part of the run is complete."""
 
 
 @dataclass(slots=True)
-class Position:
-    """controller: do not offer these again: runs of ``counts`` prompts from ``starts`` on, each of one epoch."""
+class Bye:
+    """worker: leaving; ``error`` is empty when all is well."""
 
-    request: int
-    epochs: Ints
-    starts: Ints
-    counts: Ints
+    error: str
 
 
 @dataclass(slots=True)

@@ -1,13 +1,10 @@
-"""The whole protocol: every message that workers and the controller exchange.
-
-Workers speak to the controller only; tensors go from worker to worker over lanes that it orders. `Hello` is answered by
-`Welcome` or `Refused`, a ``request`` once by a message with its number: at once, or later when it had to be parked."""
+"""The whole protocol: every message. A ``request`` is answered once, by a message with its number."""
 
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.changes import Drain, Holds, Locate, Position, Renew
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
+from flowrt.wire.changes import Bye, Drain, Finished, Holds, Renew
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
 PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 
@@ -38,23 +35,12 @@ class Welcome:
     columns: tuple[Column, ...]
     renewable: tuple[str, ...]  # stages whose leases outlive the controller
     config: str  # the run's resolved configuration, TOML
+    position: Position  # where the run goes on; only sources are told the prompts that are done with
 
 
 @dataclass(slots=True)
 class Heartbeat:
     """worker: still here (the controller answers with the same)."""
-
-
-@dataclass(slots=True)
-class Finished:
-    """worker: my part of the run is complete."""
-
-
-@dataclass(slots=True)
-class Bye:
-    """worker: leaving; ``error`` is empty when all is well."""
-
-    error: str
 
 
 @dataclass(slots=True)
@@ -111,6 +97,7 @@ class Pull:
     slots: int
     tokens: int
     step: int  # the optimiser step the puller works on; -1 outside training
+    done: Ints = ()  # leases of this stage, which makes nothing: all their slots are done
 
 
 @dataclass(slots=True)
@@ -131,6 +118,7 @@ class Grant:
     parts: tuple[Part, ...]
     incoming: tuple[Incoming, ...]
     closed: bool  # nothing more will come: of this step (train stage), of the stream
+    refused: Ints = ()  # leases that the pull said were done, and that had ended before: their slots are served again
 
 
 @dataclass(slots=True)
@@ -188,6 +176,14 @@ class StepDone:
 
     step: int
     metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class Saved:
+    """trainer: my state after ``step`` steps is written aside; `Committed` once the ledger is on disk too."""
+
+    request: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -290,11 +286,8 @@ class Status:
     text: str
 
 
-# fmt: off
 Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
-    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
-    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
-    | Locate | Position | Drain | Renew | Holds)
-# fmt: on
-
+    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Saved | Serve | Undelivered | Signal | Publish
+    | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
+    | Drain | Renew | Holds)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
