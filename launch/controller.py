@@ -14,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+from flowrt.launch.found import write_address
+
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
 from flowrt.controller.ledger import Ledger
@@ -51,6 +53,7 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
+    write_address(Path(config.run_dir), address)
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)

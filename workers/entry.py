@@ -1,8 +1,10 @@
 """What every worker's command does: find the controller, get the configuration, run the role, leave with a reason."""
 
 import argparse
+import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Drained, FlowError, Stopped
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
@@ -24,8 +26,8 @@ Role = Callable[[Session, RunConfig], Awaitable[None]]
 JOIN_S = 120.0
 
 
-def main(role: str, run: Role) -> NoReturn:
-    """Run one worker from the command line and exit."""
+def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
+    """Run one worker from the command line and exit; with ``drains`` it leaves in order when it is terminated."""
     parser = argparse.ArgumentParser(description=f"flowrt {role} worker; every other setting comes from the controller")
     parser.add_argument("--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT")
     parser.add_argument("--name", default="", help=f"a name that no other worker has (default: {role}-RANK)")
@@ -44,7 +46,7 @@ def main(role: str, run: Role) -> NoReturn:
         die_with_parent()  # torchrun cannot take its ranks along when it is killed
     name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
     try:
-        code = run_loop(_live(arguments, name, role, run))
+        code = run_loop(_live(arguments, name, role, run, drains))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.stdout.flush()
@@ -53,7 +55,7 @@ def main(role: str, run: Role) -> NoReturn:
     os._exit(code)
 
 
-async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) -> int:
+async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, drains: bool) -> int:
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
         session = await connect(arguments.controller, name, role, arguments.join_s, keys)
@@ -64,7 +66,9 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
-        await run(session, config)
+        if drains:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, session, config.controller.drain_s)
+        await _play(session, config, run)
         await session.wait_stopped()
     except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
@@ -78,6 +82,22 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
     finally:
         await session.close(error)
     return EXIT_FAILED if error else EXIT_OK
+
+
+async def _play(session: Session, config: RunConfig, run: Role) -> None:
+    try:
+        await run(session, config)
+    except (Drained, BaseExceptionGroup) as raised:
+        if not isinstance(_first(raised), Drained):
+            raise
+        log.info("leaving: what is here stays until nobody needs it")
+
+
+def _leave(session: Session, deadline_s: float) -> None:
+    """The machine is about to be taken away: leave in order if there is time for it, then in any case."""
+    session.drain()
+    late = Stopped(f"terminated, and what is here was still needed after {deadline_s:.0f} s", EXIT_OK)
+    asyncio.get_running_loop().call_later(deadline_s, session.end, late)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
+from flowrt.controller.departures import Departures
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
@@ -31,6 +32,7 @@ class Core:
         lanes = Lanes(settings.lanes)
         self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
         self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
+        self.departures = Departures(self.roster, self.samples, settings, self._out)
         self.ended: End | None = None
         self._progress_s: float | None = None
 
@@ -99,6 +101,10 @@ class Core:
                 self.samples.training.saved(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
+            case m.Drain():
+                if worker != message.worker and self.roster.role(worker) != OBSERVER:
+                    raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
+                self.departures.drain(worker, message)
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():
@@ -129,7 +135,8 @@ class Core:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
         self.samples.forget(worker)
         self.models.forget(worker)
-        if not reason and member.finished:
+        self.departures.forget(worker)
+        if member.let_go or (not reason and member.finished):
             return
         self.samples.opening.failed(worker)
         why = f"{worker}: {reason or 'left before its part was complete; see its log'}"
@@ -146,6 +153,7 @@ class Core:
         if missed := self.roster.empty(now, self.settings.absence_s):
             self._end(missed, EXIT_FAILED)
         self.samples.retreat.expire_leases(now)
+        self.departures.look()
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
             waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.waiting())

@@ -179,6 +179,15 @@ class Retreat:
             lose_copies(group.tensors, worker)
             self._drop_sourceless(group)
 
+    def needs(self, worker: WorkerId) -> bool:
+        """Whether something would be lost if this worker left now: what it works on, and what nobody else has."""
+        if any(lease.worker == worker for lease in self._board.leases.values()):
+            return True
+        slots = (slot.tensors for slot in self._board.slots.values())
+        groups = (group.tensors for group in self._board.groups.values())
+        alone = {worker}
+        return any(holding.owners == alone for tensors in (*slots, *groups) for holding in tensors.values())
+
     def _drop_sourceless(self, group: Group) -> None:
         """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
         owned = all(one.owners for one in group.tensors.values())

@@ -14,6 +14,7 @@ class Member:
     host: str
     heard_s: float
     finished: bool = False
+    let_go: bool = False
 
 
 class Roster:
@@ -40,8 +41,16 @@ class Roster:
             member.heard_s = now
         return member is not None
 
+    def role(self, worker: WorkerId) -> str:
+        return self._members[worker].role
+
     def finish(self, worker: WorkerId) -> None:
         self._members[worker].finished = self.changed = True
+
+    def let_go(self, worker: WorkerId) -> None:
+        """It is to leave before the run ends: that will not be a loss."""
+        if worker in self._members:
+            self._members[worker].let_go = True
 
     def leave(self, worker: WorkerId) -> Member | None:
         self.changed = True

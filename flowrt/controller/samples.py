@@ -46,6 +46,7 @@ class Samples:
         self.room = WaitingRoom()
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
+        self.leaving: set[WorkerId] = set()  # they get nothing new
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self._sizes = Sizes(flow.columns, flow.token_columns)
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
@@ -74,6 +75,8 @@ class Samples:
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
+        elif worker in self.leaving:
+            self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
         elif fault := self._done_fault(message):
@@ -85,6 +88,15 @@ class Samples:
                 return
             # Those that were parked before could not be served by what is there, or they would not be parked.
             self.room.park_pull(parked)
+
+    def leave(self, worker: WorkerId) -> None:
+        """From now on this worker gets nothing new; what it waits for, it waits for in vain."""
+        self.leaving.add(worker)
+        self.gated.pop(worker, None)
+        for parked in self.room.of(worker):
+            if isinstance(parked.request, Pull):
+                self.room.take_out(worker, parked.request.request)
+                self._send(worker, Refused(parked.request.request, f"{worker} is leaving the run"))
 
     def withdraw(self, worker: WorkerId, request: int, now: float) -> None:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
@@ -140,6 +152,7 @@ class Samples:
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: what it asked for, worked on or held alone."""
+        self.leaving.discard(worker)
         self.gated.pop(worker, None)
         self.room.forget(worker)
         self.board.freed = True  # its parked offers are gone: those behind them may have room enough

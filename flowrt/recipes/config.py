@@ -134,6 +134,8 @@ class ControllerConfig:
     """A worker not heard of for this long is gone."""
     return_s: float = 60.0
     """How long workers wait for a controller that went away; they keep what they have meanwhile."""
+    drain_s: float = 30.0
+    """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
     lease_s: float = 600.0
     """How long a worker may work on a slot."""
     wait_s: float = 3600.0

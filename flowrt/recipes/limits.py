@@ -31,6 +31,7 @@ ABOVE_ZERO = (
     "controller.heartbeat_s",
     "controller.silence_s",
     "controller.return_s",
+    "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
     "controller.wait_s",
