@@ -174,11 +174,11 @@ class LocalRun:
             code = EXIT_FAILED
         return code, worker.process.returncode
 
-    async def _start_controller(self) -> tuple[Child, str]:
+    async def _start_controller(self, *more: str) -> tuple[Child, str]:
         read_fd, write_fd = os.pipe()
         child = await self._children.start(
             "controller",
-            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd)],
+            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd), *more],
             pass_fds=[write_fd],
         )
         os.close(write_fd)

@@ -56,6 +56,6 @@ def retell(memory: Memory, asking: Asking, params: Params, store: TensorStore) -
     """
     yield from params.in_use()
     yield from memory.leases()
-    yield from asking.again()
     yield from memory.again()
+    yield from asking.again()
     yield m.Holds(store.inventory(), params.whole())

@@ -1,6 +1,6 @@
 """The books of a run: what the mind says is written down, the ledger's part and the journal's together."""
 
-from flowrt.controller.events import Command, Record, StepClosed
+from flowrt.controller.events import Command, Keep, Record, StepClosed
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.wire.messages import Report
@@ -20,6 +20,8 @@ class Books:
                 self._ledger.add(command, now)
                 if command.state == "in_flight":
                     self._journal.training_began(now)
+            case Keep(entry):
+                self._ledger.keep(entry)
             case StepClosed():
                 self._journal.step(command, now)
 

@@ -4,10 +4,11 @@ from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from flowrt.controller.board import Board
-from flowrt.controller.slots import Lease
+from flowrt.controller.slots import Lease, Slot
+from flowrt.controller.walk import Made
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit
-from flowrt.wire.records import Stage
+from flowrt.wire.records import Part, Stage, Values
 
 Value = TypeVar("Value")
 
@@ -69,6 +70,27 @@ def by_lease(board: Board, worker: WorkerId, message: Commit, stage: Stage) -> I
             yield lease, valid
     if late:
         yield None, late
+
+
+def made(worker: WorkerId, message: Commit, rows: Sequence[int]) -> Made:
+    """What is kept of these rows of a commit."""
+    if len(rows) == len(message.slots):
+        return Made(worker, message.stage, message.slots, message.leases, message.parts, message.inline, message.spans)
+    slots = tuple(pick(message.slots, rows))
+    return Made(
+        worker,
+        message.stage,
+        slots,
+        tuple(pick(message.leases, rows)),
+        tuple(Part(part.column, slots, tuple(pick(part.lengths, rows))) for part in message.parts),
+        tuple(Values(one.column, tuple(pick(one.values, rows))) for one in message.inline),
+        tuple(pick(message.spans, rows)) if message.spans else (),
+    )
+
+
+def finished(worker: WorkerId, lease: Lease, slots: Sequence[Slot]) -> Made:
+    """What is kept of a stage that makes nothing."""
+    return Made(worker, lease.stage, tuple([slot.id for slot in slots]), (lease.id,) * len(slots), (), (), ())
 
 
 def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:

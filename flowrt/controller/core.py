@@ -4,13 +4,15 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 """
 
 from flowrt.controller.departures import Departures
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
 from flowrt.controller.models import Models
+from flowrt.controller.regroup import Regroup
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
+from flowrt.controller.walk import Came, Remains, Went
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
@@ -19,19 +21,27 @@ OBSERVER = "observer"
 SOURCE = "source"
 """The role of those that are told which prompts a resumed run is done with."""
 MAX_SIGNAL_BYTES = 4096
+TERM_BITS = 40
+"""Each controller of a run numbers from its own place on: what it gave is never taken for what another gave."""
 
 
 class Core:
     """All state of a run."""
 
-    def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
+    def __init__(
+        self, settings: Settings, flow: Dataflow, policies: Policies, term: int = 1, remains: Remains | None = None
+    ) -> None:
+        """``term`` says how often the run has had a controller; ``remains`` are those of one that crashed."""
         self.settings = settings
         self._policies = policies
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
-        lanes = Lanes(settings.lanes)
+        first = (term - 1) << TERM_BITS
+        lanes = Lanes(settings.lanes, first)
         self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
         self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
+        self.samples.board.begin_at(first)
+        self.regroup = Regroup(self.roster, self.samples, self.models, settings, self._out, remains, self._end)
         self.departures = Departures(self.roster, self.samples, settings, self._out)
         self.ended: End | None = None
         self._progress_s: float | None = None
@@ -47,14 +57,20 @@ class Core:
         match event:
             case Said(worker, message):
                 self._said(worker, message, now)
-            case Joined(worker, role, host, lanes):
+            case Joined(worker, role, host, lanes, term):
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
+                self.regroup.joined(worker, term)
+                if role != OBSERVER:
+                    self._out.append(Keep(Came(worker, role)))
             case Gone(worker, reason):
                 self._gone(worker, reason, now)
             case _:
                 self._tick(now)
-        if self.ended is None:
+        if self.ended is None and self.regroup.close(now):
+            for worker, message in self.regroup.deferred():
+                self._said_rarely(worker, message, now)
+        if self.ended is None and not self.regroup.is_open:
             self.samples.settle(now)
             self.models.move(self.samples.gated)
             if self.roster.changed:
@@ -95,10 +111,17 @@ class Core:
                 self.samples.retreat.abandon(worker, message)
             case m.Undelivered():
                 self.samples.retreat.undelivered(worker, message.incoming)
+            case m.StepDone() | m.Saved() if self.regroup.is_open:
+                self.regroup.defer(worker, message)
             case m.StepDone():
-                self.samples.training.step_done(worker, message)
+                if not self.regroup.is_repeated(worker, message):
+                    self.samples.training.step_done(worker, message)
             case m.Saved():
                 self.samples.training.saved(worker, message)
+            case m.Renew():
+                self.regroup.renew(worker, message, now)
+            case m.Holds():
+                self.regroup.holds(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
             case m.Drain():
@@ -133,6 +156,8 @@ class Core:
             return
         if self.ended is not None:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
+        if member.role != OBSERVER:
+            self._out.append(Keep(Went(worker)))
         self.samples.forget(worker)
         self.models.forget(worker)
         self.departures.forget(worker)

@@ -7,11 +7,13 @@ has a row for each start of a controller, ``notes`` what else has to survive it.
 
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from flowrt.controller.events import Record
+from flowrt.controller.walk import Entry, Remains
+from flowrt.controller.walk_book import WalkBook
 from flowrt.errors import FlowError
 from flowrt.wire.positions import pack
 from flowrt.wire.records import Passed, Position
@@ -25,8 +27,6 @@ CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL,
     state TEXT NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS run (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO run VALUES ('term', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1;
 CREATE TABLE IF NOT EXISTS lives (after_event INTEGER NOT NULL, step INTEGER NOT NULL, at_s REAL NOT NULL,
     at_unix_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value REAL NOT NULL, step INTEGER NOT NULL) WITHOUT ROWID;
@@ -68,19 +68,14 @@ class Ledger:
         self._path = path
         self._buffer: list[tuple[float, Record]] = []
         self._notes: dict[str, tuple[float, int]] = {}
-        self.term = 0  # how often a controller has begun here
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
-            self.term = self._number("term")
+            self._walk = WalkBook(self._db)
         except sqlite3.Error as error:
             raise FlowError(f"ledger {path} cannot be opened: {error}; use another run directory") from error
-
-    def _number(self, name: str) -> int:
-        row = self._db.execute("SELECT value FROM run WHERE name = ?", (name,)).fetchone()
-        return int(row[0]) if row else 0
 
     def add(self, record: Record, at_s: float) -> None:
         self._buffer.append((at_s, record))
@@ -88,7 +83,38 @@ class Ledger:
     @property
     def is_behind(self) -> bool:
         """Something was added that is not durable."""
-        return bool(self._buffer)
+        return bool(self._buffer) or self._walk.is_behind
+
+    @property
+    def term(self) -> int:
+        """How often a controller has begun here."""
+        return self._walk.term
+
+    def keep(self, entry: Entry) -> None:
+        """To be written with all that was added, before anybody hears of it."""
+        self._walk.add(entry)
+
+    def recall(self) -> Remains | None:
+        """What a controller left behind that did not end its run; None when there was none."""
+        try:
+            return self._walk.recall()
+        except sqlite3.Error as error:
+            raise FlowError(f"ledger {self._path} cannot be read: {error}") from error
+
+    def trim(self) -> None:
+        """Drop what is kept of samples that are not live any more."""
+        self._carefully(self._walk.trim)
+
+    def forget_walk(self) -> None:
+        """No controller shall come back to this: the run has ended."""
+        self.commit()
+        self._carefully(self._walk.forget)
+
+    def _carefully(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
 
     def note(self, name: str, value: float, step: int) -> None:
         """Keep a number of the summary, which became known while ``step`` was in training."""
@@ -102,13 +128,16 @@ class Ledger:
             self._db.execute("BEGIN")
             for statement in _GO_BACK:
                 self._db.execute(statement, values)
+            self._walk.forget()
             self._db.execute("COMMIT")
-            done = self._db.execute(
-                "SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')"
-            ).fetchall()
-            notes = self._db.execute("SELECT name, value FROM notes ORDER BY name").fetchall()
         except sqlite3.Error as error:
             raise self._refused(error) from error
+        return self.position(step)
+
+    def position(self, step: int) -> Position:
+        """Where the run is after so many steps."""
+        done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
+        notes = self._db.execute("SELECT name, value FROM notes ORDER BY name").fetchall()
         return Position(step, pack(done), tuple(notes))
 
     def passed(self) -> tuple[Passed, ...]:
@@ -126,7 +155,7 @@ class Ledger:
 
     def commit(self) -> None:
         """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses."""
-        if not self._buffer and not self._notes:
+        if not (self.is_behind or self._notes):
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
         try:
@@ -144,11 +173,13 @@ class Ledger:
                 "INSERT OR REPLACE INTO notes (name, value, step) VALUES (?, ?, ?)",
                 [(name, value, step) for name, (value, step) in self._notes.items()],
             )
+            self._walk.write()
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._refused(error) from error
         self._buffer.clear()
         self._notes.clear()
+        self._walk.written()
 
     def _refused(self, error: sqlite3.Error) -> FlowError:
         if self._db.in_transaction:

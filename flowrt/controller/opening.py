@@ -1,13 +1,17 @@
 """How prompts get in: admission for those to train on, a budget of rows and bytes for all others."""
 
+from collections.abc import Sequence
+
 from flowrt.controller.board import Board
-from flowrt.controller.events import Command, Send
+from flowrt.controller.events import Command, Keep, Send
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.slots import Group
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.waits import Parked
-from flowrt.ids import WorkerId
-from flowrt.wire.messages import Offer, Opened
+from flowrt.controller.walk import Begun, Recollection
+from flowrt.ids import GroupId, WorkerId
+from flowrt.wire.messages import Free, Offer, Opened
 from flowrt.wire.positions import unpack
 from flowrt.wire.records import ITEM_BYTES
 
@@ -139,6 +143,8 @@ class Opening:
             {one.column: one.lengths for one in offer.lengths},
             {one.column: one.values for one in offer.tags},
         )
+        if self._flow.train_stage:
+            self._out.append(Keep(self._begun(offer, worker, groups)))
         if training:
             self._window.enter(groups)
             for group in groups:
@@ -146,6 +152,32 @@ class Opening:
         else:
             self._exhausted.setdefault(offer.flow, set())
         self._out.append(Send(worker, Opened(offer.request, groups[0].id)))
+        return True
+
+    @staticmethod
+    def _begun(offer: Offer, worker: WorkerId, groups: Sequence[Group]) -> Begun:
+        """What is kept of an offer that was opened."""
+        first = groups[0]
+        size = (offer.flow, offer.prompts, offer.epoch, offer.members, first.at_least)
+        numbers = (first.id, first.slots[0].id)
+        return Begun(worker, offer.request, *size, offer.lengths, offer.tags, *numbers)
+
+    def confirm(self, worker: WorkerId, offer: Offer, recalled: Recollection) -> bool:
+        """Whether this offer was opened by the controller before, and only the answer was lost: it is given again."""
+        begun = recalled.offers.get((worker, offer.request))
+        if begun is None or (begun.flow, begun.epoch, begun.prompts) != (offer.flow, offer.epoch, offer.prompts):
+            return False
+        self._out.append(Send(worker, Opened(offer.request, begun.group)))
+        gone = []
+        for number in range(begun.group, begun.group + len(begun.prompts)):
+            group = self._board.groups.get(GroupId(number))
+            if group is None:
+                gone.append(number)
+                continue
+            for holding in group.tensors.values():
+                holding.owners.add(worker)
+        if gone:
+            self._out.append(Send(worker, Free((), (), tuple(gone))))
         return True
 
     # ---- the end of a stream

@@ -96,7 +96,7 @@ class Server:
                 await self._until_alone()
         except TimeoutError:
             log.warning("left without a goodbye from %s", sorted(self._peers.all()))
-        self.ledger.commit()
+        self._write(self.ledger.forget_walk)
         self.journal.close()
         if self._roll_call is not None:
             self._roll_call.cancel()
@@ -131,6 +131,7 @@ class Server:
             self._handle(Tick())
             self._status()
             self._flush()
+            self._write(self.ledger.trim)
 
     # ---- in
 
@@ -173,6 +174,7 @@ class Server:
             self._peers.send_now(WorkerId(hello.worker), m.Heartbeat())
             self._see_off()
         refusal, known = "", self._peers.name(peer)
+        late = self._core.regroup.is_too_late(hello.worker, hello.term)
         if hello.protocol != m.PROTOCOL:
             refusal = f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
         elif not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
@@ -181,6 +183,8 @@ class Server:
             refusal = f"a worker named {hello.worker} is here already; give each its own --name"
         elif self._core.ended is not None:
             refusal = f"the run has ended: {self._core.ended.reason}"
+        elif late:
+            refusal = f"{hello.worker} counts as gone, and what it had is with others; start it anew"
         elif hello.role != OBSERVER:
             refusal = self._core.samples.lanes.fault(hello.lanes)
         if refusal:
@@ -189,7 +193,7 @@ class Server:
             elif hello.term and self._core.ended is not None:
                 self._answer_stranger(peer, m.Stop(self._core.ended.reason, self._core.ended.code))
             else:
-                self._answer_stranger(peer, m.Refused(0, refusal))
+                self._answer_stranger(peer, m.Refused(m.FOR_GOOD if late else 0, refusal))
             return
         worker = WorkerId(hello.worker)
         self._peers.add(peer, worker, hello.role)
@@ -198,7 +202,7 @@ class Server:
         passed = self.ledger.passed() if hello.role == SOURCE else ()
         position = dataclasses.replace(position, passed=passed, numbers=tuple(self.journal.numbers.items()))
         self._peers.send(worker, dataclasses.replace(self._welcome, position=position))
-        self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
+        self._handle(Joined(worker, hello.role, hello.host, hello.lanes, hello.term))
 
     def _handle(self, event: Event) -> None:
         if self._core.ended is not None and not isinstance(event, Said):

@@ -87,6 +87,7 @@ class Settings:
     budget_bytes: int = 0  # the same for the bytes of their tensors, wherever they are; 0: no limit
     lease_s: float = 600.0
     silence_s: float = 30.0
+    regroup_s: float = 10.0  # how long a controller that came back waits for the workers that were in
     return_s: float = 60.0  # how long workers wait for a controller that went away
     lanes: str = "auto"  # or the name of the one transport to use
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed

@@ -7,6 +7,7 @@ from flowrt.wire.changes import Bye, Drain, Finished, Holds, Renew
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
 PROTOCOL = 4  # said in the greeting; both sides must speak the same one
+FOR_GOOD = -1  # number of a refusal that time does not change
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Stop:
 
 @dataclass(slots=True)
 class Refused:
-    """controller: request not granted, and why."""
+    """controller: request not granted, and why; of a hello, that it would be in vain to say it again."""
 
     request: int
     reason: str
