@@ -14,14 +14,15 @@ import signal
 import sys
 from pathlib import Path
 
-from flowrt.launch.found import address_of, write_address
+from flowrt.launch.status import ADDRESS, address_of, write_address
 
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
+from flowrt.controller.events import End
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
 from flowrt.controller.walk import STEP
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
 from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
@@ -31,6 +32,7 @@ from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
+PART = ".summary.json.part"
 
 
 def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
@@ -70,6 +72,20 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
     ended = await server.run()
+    # Nobody shall look for a controller where another process may soon listen.
+    (Path(config.run_dir) / ADDRESS).unlink(missing_ok=True)
+    try:
+        _summarize(server, config, ended)
+    except (FlowError, OSError) as error:
+        (Path(config.run_dir) / PART).unlink(missing_ok=True)
+        log.error("the summary cannot be written: %s", error)
+        return ended.code or EXIT_FAILED
+    server.ledger.close()
+    return ended.code
+
+
+def _summarize(server: Server, config: RunConfig, ended: End) -> None:
+    """Write summary.json, whole or not at all."""
     summary = {
         "recipe": config.recipe,
         "seed": config.seed,
@@ -77,11 +93,9 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
         "exit_code": ended.code,
         "reason": ended.reason,
     }
-    aside = Path(config.run_dir) / ".summary.json.part"
+    aside = Path(config.run_dir) / PART
     aside.write_text(json.dumps(summary, indent=2) + "\n")
     aside.rename(Path(config.run_dir) / "summary.json")
-    server.ledger.close()
-    return ended.code
 
 
 def main() -> int:

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrt.launch.found import address_of
+from flowrt.launch.status import address_of, find_keys
 from rich.console import Console
 
 from flowrt.client.line import Line
 from flowrt.errors import ConfigError, FlowError, WaitExpired
+from flowrt.waiting import until
 from flowrt.wire import messages as m
-from flowrt.wire.keys import KEYS_VARIABLE, worker_keys
+from flowrt.wire.keys import WorkerKeys
 
 OBSERVER = "observer"
 JOIN_S = 10.0
@@ -27,11 +28,11 @@ def drain(words: Sequence[str], console: Console) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--run", type=Path, help="directory of the running job")
     where.add_argument("--controller", help="tcp://HOST:PORT")
-    parser.add_argument("--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory that flowrt keys made")
+    parser.add_argument("--keys", default="", help="directory of keys (else those of the run, or FLOWRT_KEYS)")
     parser.add_argument("--within-s", type=float, default=600.0, help="how long to wait until it has left, in seconds")
     asked = parser.parse_args(words)
     address = asked.controller or address_of(asked.run)
-    asyncio.run(Draining(asked.worker, address, asked.keys).wait(asked.within_s))
+    asyncio.run(Draining(asked.worker, address, find_keys(asked.keys, asked.run)).wait(asked.within_s))
     console.print(f"{asked.worker} has left the run", highlight=False)
     return 0
 
@@ -39,7 +40,7 @@ def drain(words: Sequence[str], console: Console) -> int:
 class Draining:
     """One request, and its end."""
 
-    def __init__(self, worker: str, address: str, keys: str) -> None:
+    def __init__(self, worker: str, address: str, keys: WorkerKeys | None) -> None:
         self._worker = worker
         self._address = address
         self._keys = keys
@@ -48,17 +49,15 @@ class Draining:
         """Return when the worker has left. Raises WaitExpired if it has not by then."""
         name = f"drain-{socket.gethostname()}-{os.getpid()}"
         hello = m.Hello(m.PROTOCOL, name, OBSERVER, socket.gethostname(), os.getpid(), ())
-        keys = worker_keys(Path(self._keys), OBSERVER) if self._keys else None
-        line = Line(self._address, hello, keys)
+        line = Line(self._address, hello, self._keys)
         await line.greet(JOIN_S)
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line = line
         line.hand_over(self._receive, self._fail, lambda: self._fail(FlowError("the controller has gone")))
         line.send(m.Drain(1, self._worker))
         try:
-            async with asyncio.timeout(within_s):
-                await self._gone
-        except TimeoutError:
+            await until(self._gone, within_s, f"{self._worker} to leave", self._worker)
+        except WaitExpired:
             raise WaitExpired(
                 f"{self._worker} is leaving, but what it holds is still needed after {within_s:.0f} s; "
                 "it goes when it can"

@@ -1,6 +1,7 @@
 """A whole run on this machine: controller, workers, live view; every process ends with it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -13,7 +14,8 @@ from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
-from flowrt.launch.supervisor import Supervisor
+from flowrt.launch.status import ADDRESS
+from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
@@ -21,6 +23,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.subjects import subject
+from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
@@ -29,6 +32,7 @@ TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
+COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -93,6 +97,7 @@ class LocalRun:
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
         self._interrupted = asyncio.Event()
         self._failure = ""
+        self._ended = ""  # what the controller said of it
         self._controller: Child | None = None
         self._restarts = Restarts(self._run_dir, config.restarts)
 
@@ -117,18 +122,18 @@ class LocalRun:
     async def _guarded(self, view: LiveView) -> int:
         """The run, or the interruption, whichever comes first."""
         work = asyncio.create_task(self._work(view))
-        interruption = asyncio.create_task(self._interrupted.wait())
-        await asyncio.wait({work, interruption}, return_when=asyncio.FIRST_COMPLETED)
+        interruption = asyncio.create_task(until(self._interrupted.wait(), RUN, "an interruption", "the user"))
+        await first_of({work, interruption}, RUN, "the end of the run, or an interruption", "the run")
         interruption.cancel()
         if not work.done():
             view.say("interrupted: ending the run")
             # A controller that listens ends its run in order; before that there is nothing to put in order.
             if self._controller is not None:
                 self._controller.process.send_signal(signal.SIGINT)
-                await asyncio.wait({work}, timeout=INTERRUPT_S)
+                with contextlib.suppress(WaitExpired):
+                    await all_of({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
             if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
+                await cancelled({work}, INTERRUPT_S)
                 return EXIT_INTERRUPTED
         return work.result()
 
@@ -136,7 +141,7 @@ class LocalRun:
         if not self._config.model and not model_dir(self._config).is_dir():
             prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
             view.say("building the model and warming it up")
-            if await prepare.process.wait() != 0:
+            if await prepare.ended(COMPUTES) != 0:
                 self._failure = prepare.last_words()
                 return EXIT_FAILED
         while True:
@@ -147,15 +152,15 @@ class LocalRun:
                 return code
             view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
-            await asyncio.sleep(back_off_s)
+            await pause(back_off_s)
             self._failure = ""
 
     async def _live(self, view: LiveView) -> tuple[int, int | None]:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
-        controller, address = await self._start_controller()
+        controller, address = await self._start_controller("--anew")
         self._controller = controller
-        observer = Observer(address, view.show, self._keys)
+        observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
         supervisor = Supervisor(self._children, self._config.supervisor, view.say)
         watchers = []
@@ -163,14 +168,19 @@ class LocalRun:
             kept = None if name == TRAINER else supervisor
             worker = await self._children.start(name, arguments)
             watchers.append(asyncio.create_task(self._watch(worker, arguments, kept, observer)))
-        code: int = await controller.process.wait()
+        code, hung = await self._reign(controller, observer)
+        # One that ended the run has taken its address away; one that died is missed by all who are left.
+        while (self._run_dir / ADDRESS).exists() and await supervisor.is_due(self._controller):
+            self._controller, _ = await self._start_controller()
+            code, hung = await self._reign(self._controller, observer)
+        self._ended = observer.ended
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
             watcher.cancel()
         observer.close()
         if code < 0:
-            self._failure = controller.last_words()
+            self._failure = hung or controller.last_words()
             code = EXIT_FAILED
         return code, worker.process.returncode
 
@@ -187,18 +197,27 @@ class LocalRun:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
         try:
-            async with asyncio.timeout(READY_S):
-                address = (await reader.readline()).decode().strip()
-        except TimeoutError:
+            line = await until(reader.readline(), READY_S, "the controller to listen", "the controller")
+        except WaitExpired:
             raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
         finally:
             transport.close()
+        address = line.decode().strip()
         if not address:
-            code = await child.process.wait()
+            code = await child.ended(READY_S)
             words = child.log.read_text().strip().splitlines()
             reason = words[-1].split(" ERROR ")[-1] if words else child.last_words()
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
         return child, address
+
+    async def _reign(self, controller: Child, observer: Observer) -> tuple[int, str]:
+        """The exit code of a controller, and what was wrong with it if it hung."""
+        try:
+            return await controller.ended(observer.heard), ""
+        except WaitExpired as silent:
+            controller.process.kill()
+            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
+            return await controller.ended(READY_S), hung
 
     async def _watch(
         self, worker: Child, arguments: list[str], supervisor: Supervisor | None, observer: Observer
@@ -206,7 +225,7 @@ class LocalRun:
         """A worker that dies for good, even without a word of its own, ends the run with its last words."""
         if supervisor is not None:
             worker = await supervisor.keep(worker, arguments)
-        code = await worker.process.wait()
+        code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
             self._failure = worker.last_words()
@@ -244,6 +263,7 @@ class LocalRun:
             if summary["steps"]:
                 self._console.print(summary_table(summary))
                 self._console.print(f"picture {draw(self._run_dir)}", highlight=False, soft_wrap=True)
-            self._failure = self._failure or (summary["reason"] if code != EXIT_OK else "")
+            self._ended = summary["reason"]
+        self._failure = self._failure or (self._ended if code != EXIT_OK else "")
         if self._failure:
             self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
+from flowrt.client.heartbeat import SILENT_BEATS
 from flowrt.client.line import Line
 from flowrt.client.returning import find_again
-from flowrt.errors import FlowError
+from flowrt.errors import FlowError, WaitExpired
+from flowrt.waiting import until
 from flowrt.wire import messages as m
-
-SILENT_BEATS = 30  # heartbeats without any word from the controller after which it counts as gone
 
 
 class Contact:
@@ -87,9 +87,8 @@ class Contact:
             self.send(m.Heartbeat())
             report()
             try:
-                async with asyncio.timeout(beat_s):
-                    await self._cut_off.wait()
-            except TimeoutError:
+                await until(self._cut_off.wait(), beat_s, "the next heartbeat", "this worker")
+            except WaitExpired:
                 # Judged by beats that were really sent: a loop that was held up itself must not blame the controller.
                 timely = self._loop.time() - asked_s < 2 * beat_s
                 if timely and asked_s - self._heard_s > SILENT_BEATS * beat_s:

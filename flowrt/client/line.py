@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, WaitExpired
+from flowrt.waiting import CONTROLLER, until
 from flowrt.wire import messages as m
 from flowrt.wire.keys import WorkerKeys
 from flowrt.wire.link import ClientLink
@@ -36,9 +37,8 @@ class Line:
         """
         with self._or_close():
             try:
-                async with asyncio.timeout(deadline_s):
-                    return await self._welcome
-            except TimeoutError:
+                return await until(self._welcome, deadline_s, f"the welcome of {self.address}", CONTROLLER)
+            except WaitExpired:
                 raise WaitExpired(
                     f"{self.hello.worker} waited {deadline_s:.0f} s for a controller at {self.address} and nobody "
                     "answered; is it running, and is the address right?"

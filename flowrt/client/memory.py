@@ -68,6 +68,6 @@ class Memory:
         yield from self._steps.values()
         yield from (m.Exhausted(flow) for flow in self._exhausted)
         if self._numbers:
-            yield m.Report((), tuple(self._numbers.items()))
+            yield m.Report((), tuple(self._numbers.items()), ())
         if self._finished:
             yield m.Finished()

@@ -11,6 +11,7 @@ from flowrt.client.memory import Memory
 from flowrt.client.params import Params
 from flowrt.errors import LocalProtocolError, WaitExpired
 from flowrt.transport.store import TensorStore
+from flowrt.waiting import pause
 from flowrt.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ async def find_again(lost: Line, before: m.Welcome) -> tuple[Line, m.Welcome]:
         except LocalProtocolError as refusal:
             # It may not have noticed yet that this worker's old connection is closed.
             reason = str(refusal)
-            await asyncio.sleep(AGAIN_S)
+            await pause(AGAIN_S)
         except WaitExpired:
             reason = "nobody answered"
         else:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowrt.client import heartbeat
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch, Columns
@@ -27,6 +28,7 @@ from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.rows import lengths_of
 from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
+from flowrt.waiting import CONTROLLER, cancelled, first_of, until
 from flowrt.wire import messages as m
 from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
@@ -55,6 +57,8 @@ class Session:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
+        self._waits = heartbeat.notable_waits()
+        heartbeat.sessions += 1
         self._contact = Contact(line, welcome, self._orders.obey, self.end, self._left_alone, self._retell)
         self._spawn(self._contact.keep(self.report))
 
@@ -136,7 +140,8 @@ class Session:
             grant: m.Grant = await self._asking.ask(pull, deadline_s or self.welcome.wait_s)
             try:
                 if grant.parts and self.store.missing(grant.parts):
-                    await self.unless_ended(self.store.wait_for(grant.parts))
+                    senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
+                    await self.unless_ended(self.store.wait_for(grant.parts, senders))
             except TransferError as error:
                 reason = str(error)
             except asyncio.CancelledError:
@@ -198,11 +203,15 @@ class Session:
         await self._asking.ask(m.Saved(self._asking.number(), step), self.welcome.wait_s)
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
-        """Send the spans of work since the last report, and named numbers for the summary."""
-        self._memory.reported(numbers or {})
-        spans = () if self._contact.is_away else tuple(BusySpan(*span) for span in self.timeline.drain())
-        if spans or numbers:
-            self.send(m.Report(spans, tuple((name, float(value)) for name, value in (numbers or {}).items())))
+        """Send the spans of work since the last report, open waits, and named numbers for the summary."""
+        named = {name: float(value) for name, value in (numbers or {}).items()}
+        self._memory.reported(named)
+        if self._contact.is_away:
+            return
+        spans = tuple(BusySpan(*span) for span in self.timeline.drain())
+        before, self._waits = self._waits, heartbeat.notable_waits()
+        if spans or named or before or self._waits:
+            self.send(m.Report(spans, tuple(named.items()), self._waits))
 
     def finished(self) -> None:
         """This worker's part of the run is complete; it goes on serving what it holds."""
@@ -216,16 +225,16 @@ class Session:
 
     async def wait_stopped(self) -> None:
         """Serve others until the controller ends the run; raises Stopped then."""
-        await asyncio.shield(self._ended)
+        await until(asyncio.shield(self._ended), heartbeat.SILENCE, "the end of the run", CONTROLLER)
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Run ``work``, but raise what ended the session as soon as that happens."""
         task = self._loop.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self._ended]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(either, heartbeat.SILENCE, "its work, or the end of the run", CONTROLLER)
             if not task.done():
-                await asyncio.shield(self._ended)
+                self._ended.result()
             return await task
         finally:
             task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
@@ -242,11 +251,10 @@ class Session:
         self.report()
         self.send(m.Bye(error))
         self.end(Stopped("the session is closed", 0))
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancelled(self._background, heartbeat.CLOSE_S)
         await self._lanes.close()
         self._contact.close()
+        heartbeat.sessions -= 1
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""

@@ -5,6 +5,7 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 
 from flowrt.controller.departures import Departures
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
+from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
 from flowrt.controller.regroup import Regroup
 from flowrt.controller.roster import Roster
@@ -12,14 +13,16 @@ from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
+from flowrt.controller.waitgraph import OBSERVER, wait_graph
 from flowrt.controller.walk import Came, Remains, Went
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 
-OBSERVER = "observer"
 SOURCE = "source"
 """The role of those that are told which prompts a resumed run is done with."""
+MOST_SENTENCES = 12
+"""Of the wait-for graph in the reason of a stall; the log has all of it."""
 MAX_SIGNAL_BYTES = 4096
 TERM_BITS = 40
 """Each controller of a run numbers from its own place on: what it gave is never taken for what another gave."""
@@ -34,6 +37,7 @@ class Core:
         """``term`` says how often the run has had a controller; ``remains`` are those of one that crashed."""
         self.settings = settings
         self._policies = policies
+        self._flow = flow
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
         first = (term - 1) << TERM_BITS
@@ -63,6 +67,7 @@ class Core:
                 self.regroup.joined(worker, term)
                 if role != OBSERVER:
                     self._out.append(Keep(Came(worker, role)))
+                self._progress_s = now  # a cluster that comes together is not stuck
             case Gone(worker, reason):
                 self._gone(worker, reason, now)
             case _:
@@ -72,7 +77,7 @@ class Core:
                 self._said_rarely(worker, message, now)
         if self.ended is None and not self.regroup.is_open:
             self.samples.settle(now)
-            self.models.move(self.samples.gated)
+            self.models.move(self.samples.gated, now)
             if self.roster.changed:
                 self._finish_if_complete()
         return list(self._out)
@@ -94,7 +99,7 @@ class Core:
         elif isinstance(message, m.Heartbeat):
             self._out.append(Send(worker, message))
         elif isinstance(message, m.Report):
-            pass  # the journal's business
+            self.roster.told(worker, message.waits, now)  # the rest is the journal's business
         elif isinstance(message, m.Withdraw):
             samples.withdraw(worker, message.request, now)
         else:
@@ -181,7 +186,7 @@ class Core:
         self.departures.look()
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
-            waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.waiting())
+            waits = "; ".join(self.wait_graph(now).sentences(MOST_SENTENCES))
             self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
 
     def _finish_if_complete(self) -> None:
@@ -198,6 +203,10 @@ class Core:
         if self.ended is None:
             self.ended = End(reason, code)
             self._out.append(self.ended)
+
+    def wait_graph(self, now: float, wait_s: float = float("inf")) -> WaitGraph:
+        """Who waits for whom at this moment."""
+        return wait_graph(self._flow, self.samples, self.models, self.roster, now, wait_s)
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
@@ -237,4 +246,4 @@ class Core:
 
     @property
     def train_stage(self) -> str:
-        return self.samples._flow.train_stage
+        return self._flow.train_stage

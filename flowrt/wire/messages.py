@@ -6,7 +6,6 @@ from typing import get_args
 from flowrt.wire.changes import Bye, Drain, Finished, Holds, Renew
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
-PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 FOR_GOOD = -1  # number of a refusal that time does not change
 
 
@@ -274,10 +273,11 @@ class Retire:
 
 @dataclass(slots=True)
 class Report:
-    """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
+    """worker: what I did since the last report, what I wait for; ``numbers`` are results for the run's summary."""
 
     spans: tuple[BusySpan, ...]
     numbers: tuple[tuple[str, float], ...]
+    waits: tuple[tuple[str, str, float, float], ...]  # for others: what, whose turn, age_s, limit_s
 
 
 @dataclass(slots=True)
@@ -292,3 +292,4 @@ Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer
     | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
     | Drain | Renew | Holds)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
+PROTOCOL = 5  # said in the greeting; both sides must speak the same one
