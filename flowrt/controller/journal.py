@@ -4,14 +4,17 @@ A run that goes back to a checkpoint goes on in the same files: the lines of ste
 the summary counts the whole run.
 """
 
+import contextlib
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.events import StepClosed
 from flowrt.controller.ledger import Account
+from flowrt.errors import FlowError
 from flowrt.metrics import Span, busy_fraction
 from flowrt.wire.messages import Report
 from flowrt.wire.records import Position
@@ -38,6 +41,7 @@ class Journal:
         self._last: deque[float] = deque(maxlen=ENDS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_end_s = start_s
+        self._fault = ""
         self._trained_s = 0.0  # in earlier lives, for the steps that count
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
         self.numbers: dict[str, float] = dict(position.numbers)
@@ -72,7 +76,7 @@ class Journal:
             "staleness_max": max(closed.lags, default=0),
             **{name: float(f"{value:.6g}") for name, value in closed.metrics},
         }
-        self._metrics.write(json.dumps(line) + "\n")
+        self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
 
     def _count(self, line: dict[str, Any], lag_sum: int | None = None) -> None:
@@ -93,16 +97,32 @@ class Journal:
         """Spans of work of one worker, and numbers for the summary."""
         for span in report.spans:
             line = {"worker": worker, "role": role, "kind": span.kind, "start_s": span.start_s, "end_s": span.end_s}
-            self._timeline.write(json.dumps(line) + "\n")
+            self._write(self._timeline, line)
         self.numbers.update(dict(report.numbers))
+
+    def _write(self, file: TextIO, line: Mapping[str, Any]) -> None:
+        """Nothing more is written after a failure: half a line would be followed by a whole one."""
+        if self._fault:
+            return
+        try:
+            file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._fault = f"{file.name} cannot be written: {error.strerror}; is the disk full?"
+
+    def check(self) -> None:
+        """Raises FlowError when something could not be written."""
+        if self._fault:
+            raise FlowError(self._fault)
 
     def persist(self) -> None:
         """What was written about steps outlasts the machine."""
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        self._metrics.close()
-        self._timeline.close()
+        for file in (self._metrics, self._timeline):
+            # What could not be written is tried once more, and fails once more.
+            with contextlib.suppress(OSError):
+                file.close()
 
     def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
         """The run in numbers; call after `close`."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
 
+_loading = threading.Lock()
+"""transformers changes torch for the whole process while it loads: one thread at a time."""
+
 
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The causal LM in a directory, with the attention that transformers prefers for it (mostly SDPA).
@@ -18,7 +22,8 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
     Raises EngineError when transformers cannot load it.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        with _loading:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)

@@ -87,8 +87,8 @@ class Cluster:
                 self.workers[f"{role}{rank}"] = Worker(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
         first_step = self.core.settings.position.step
-        for rank in self._ranks:
-            rank.step, rank.closed = first_step, first_step == scenario.steps
+        for trainer in self._ranks:
+            trainer.step, trainer.closed = first_step, first_step == scenario.steps
         self._ranks[0].unpublished = first_step or None
         if first_step == scenario.steps:
             self._say_finished()
