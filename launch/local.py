@@ -150,7 +150,7 @@ class LocalRun:
             back_off_s = self._restarts.back_off_s(trainer_code)
             if back_off_s is None:
                 return code
-            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            view.say(f"{self._failure or self._restarts.reason()}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
             await pause(back_off_s)
             self._failure = ""
