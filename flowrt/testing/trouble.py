@@ -13,6 +13,7 @@ from flowrt.testing.scenario import Scenario
 from flowrt.testing.sim import Action, Cluster, make_core
 from flowrt.testing.simworker import Worker
 from flowrt.wire import messages as m
+from flowrt.wire.records import Position
 
 ACT_S, TICK_S, HEARTBEAT_S = 0.01, 0.5, 1.0
 SLOW_S = 4.0
@@ -60,13 +61,15 @@ class Trouble(Cluster):
         super().__init__(Scenario(seed=seed, steps=steps, evals=3 if phase is Phase.EVALUATION else 0))
         self.victim = self.workers[f"{role}0"]
 
-    def _make_core(self) -> Core:
+    def _make_core(self, position: Position | None) -> Core:
         vital = ["source", "trainer", "reward", "reference"]
         if self.phase is not Phase.DEPARTURE:
             vital.append("rollout")
-        return make_core(self.scenario, vital_roles=tuple(vital), lease_s=LEASE_S, silence_s=SILENCE_S, stall_s=STALL_S)
+        return make_core(
+            self.scenario, position, vital_roles=tuple(vital), lease_s=LEASE_S, silence_s=SILENCE_S, stall_s=STALL_S
+        )
 
-    def run(self) -> "Trouble":
+    def play(self) -> "Trouble":
         """Until the run has ended; AssertionError when it does not."""
         while self.core.ended is None:
             assert self.clock.now() < LIMIT_S, f"no end after {LIMIT_S} s: {self.stuck()}"

@@ -38,7 +38,7 @@ def test_it_ends_in_bounded_time_with_an_outcome_and_a_reason(phase: Phase, role
     Among the shapes: a straggler wedges the buffer; a drain waits for the longest; the source ends early and strands
     the trainer; at the last step somebody waits for a version that never comes; a consumer waits on nothing for hours.
     """
-    run = Trouble(phase, role, kind).run()
+    run = Trouble(phase, role, kind).play()
     ended = run.core.ended
     assert ended is not None
     assert ended.code == outcome(phase, role, kind), ended.reason
@@ -61,7 +61,7 @@ def test_it_ends_in_bounded_time_with_an_outcome_and_a_reason(phase: Phase, role
 
 def test_what_a_hung_worker_holds_comes_back_when_its_lease_ends() -> None:
     """An engine that sleeps for ever, and nobody knows: its own deadline is the lease, and another does the work."""
-    run = Trouble(Phase.TRAINING, "rollout", Kind.HUNG).run()
+    run = Trouble(Phase.TRAINING, "rollout", Kind.HUNG).play()
     assert run.core.ended is not None
     assert run.core.ended.code == 0
     assert LEASE_S <= run.took_s < LEASE_S + LITTLE_S
@@ -73,7 +73,7 @@ def test_one_long_rollout_does_not_serialise_the_run(phase: Phase, seed: int) ->
     """The slowest of two takes 400 times as long as the other: the run goes on at the pace of the other."""
     if phase in (Phase.CANCEL, Phase.DEPARTURE):
         return
-    run = Trouble(phase, "rollout", Kind.SLOW, seed).run()
+    run = Trouble(phase, "rollout", Kind.SLOW, seed).play()
     assert run.core.ended is not None
     assert run.core.ended.code == 0
     assert run.took_s < SLOW_S * 40
