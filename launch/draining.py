@@ -45,7 +45,7 @@ class Draining:
         self._address = address
         self._keys = keys
 
-    async def wait(self, within_s: float) -> None:
+    async def until_left(self, within_s: float) -> None:
         """Return when the worker has left. Raises WaitExpired if it has not by then."""
         name = f"drain-{socket.gethostname()}-{os.getpid()}"
         hello = m.Hello(m.PROTOCOL, name, OBSERVER, socket.gethostname(), os.getpid(), ())
