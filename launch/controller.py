@@ -1,7 +1,8 @@
 """The controller of a run: one process, one script.
 
 ``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launch.controller``). It logs its address and
-writes it to ``--ready-fd``, so that whoever starts workers need not guess when and where it listens.
+writes it to ``--ready-fd`` and to ``controller.address`` in the run directory, so that whoever starts workers need not
+guess when and where it listens.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.recipes.paths import address_file
+from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
@@ -39,12 +42,14 @@ def make_server(config: RunConfig, text: str) -> Server:
 async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
     """Run the controller until the run ends; writes summary.json and returns the exit code."""
     server = make_server(config, text)
-    address = server.bind(config.controller.bind)
+    address = reachable(server.bind(config.controller.bind), config.controller.host)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
+    place = address_file(Path(config.run_dir))
+    replace_text(place, address + "\n")
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
@@ -56,11 +61,17 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         "exit_code": ended.code,
         "reason": ended.reason,
     }
-    aside = Path(config.run_dir) / ".summary.json.part"
-    aside.write_text(json.dumps(summary, indent=2) + "\n")
-    aside.rename(Path(config.run_dir) / "summary.json")
+    replace_text(Path(config.run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
+    place.unlink(missing_ok=True)
     server.ledger.close()
     return ended.code
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Whoever reads the file finds all of it or what was there before."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(text)
+    aside.rename(path)
 
 
 def main() -> int:

@@ -7,15 +7,17 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
+from flowrt.launch.commands import check_programs, worker_commands
 from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from rich.console import Console
 
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.subjects import subject
@@ -43,7 +45,14 @@ def place(config: RunConfig) -> RunConfig:
     model = str(Path(config.model).absolute()) if config.model else ""
     keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
     controller = dataclasses.replace(config.controller, keys=str(Path(keys).absolute()) if keys else "")
-    return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model, controller=controller)
+    trainer = config.trainer
+    if trainer.final_dir:
+        if Path(trainer.final_dir).exists():
+            raise ConfigError(f"trainer.final_dir {trainer.final_dir} is there already; name a directory that is not")
+        trainer = dataclasses.replace(trainer, final_dir=str(Path(trainer.final_dir).absolute()))
+    return dataclasses.replace(
+        config, run_dir=str(run_dir), data=data, model=model, controller=controller, trainer=trainer
+    )
 
 
 def run(config: RunConfig, console: Console) -> int:
@@ -52,6 +61,7 @@ def run(config: RunConfig, console: Console) -> int:
     if config.controller.keys:
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
+    check_programs(config)
     subject(config)  # reads and checks the data before anything is written
     return asyncio.run(LocalRun(config, console).run())
 
@@ -83,6 +93,7 @@ class LocalRun:
         self._interrupted = asyncio.Event()
         self._failure = ""
         self._controller: Child | None = None
+        self._meeting: Child | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -121,7 +132,8 @@ class LocalRun:
 
     async def _work(self, view: LiveView) -> int:
         if not self._config.model:
-            prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
+            command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", self._toml]
+            prepare = await self._children.start("prepare", command)
             view.say("building the model and warming it up")
             if await prepare.process.wait() != 0:
                 self._failure = prepare.last_words()
@@ -130,9 +142,12 @@ class LocalRun:
         self._controller = controller
         observer = Observer(address, view.show, self._keys)
         view.say(f"controller at {address}")
-        workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
+        commands = worker_commands(self._config, address, await self._start_meeting(address))
+        workers = [await self._children.start(command.name, command.words) for command in commands]
         watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
         code: int = await controller.process.wait()
+        if self._meeting is not None and self._meeting.process.returncode is None:
+            self._meeting.process.terminate()
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
@@ -144,24 +159,8 @@ class LocalRun:
         return code
 
     async def _start_controller(self) -> tuple[Child, str]:
-        read_fd, write_fd = os.pipe()
-        child = await self._children.start(
-            "controller",
-            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd)],
-            pass_fds=[write_fd],
-        )
-        os.close(write_fd)
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
-        )
-        try:
-            async with asyncio.timeout(READY_S):
-                address = (await reader.readline()).decode().strip()
-        except TimeoutError:
-            raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
-        finally:
-            transport.close()
+        command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml]
+        child, address = await self._children.start_ready("controller", command, READY_S)
         if not address:
             code = await child.process.wait()
             words = child.log.read_text().strip().splitlines()
@@ -178,19 +177,18 @@ class LocalRun:
         if code != 0:
             observer.cancel(worker.last_words(), EXIT_FAILED)
 
-    def _commands(self, address: str) -> list[tuple[str, list[str]]]:
-        config = self._config
-        names = [("source", "source"), ("reward", "reward")]
-        names += [("rollout", f"rollout-{index}") for index in range(config.rollout.workers)]
-        if config.loss.kl_coef > 0:
-            names.append(("reference", "reference"))
-        find = ["--controller", address, "--join-s", str(config.controller.join_s)]
-        commands = [(name, ["-m", f"flowrt.workers.{role}", *find, "--name", name]) for role, name in names]
-        trainer = ["-m", "flowrt.workers.trainer", *find]
-        if config.trainer.ranks > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
-            trainer = [*torchrun, *trainer, "--name", "trainer"]
-        return [*commands, ("trainer", trainer)]
+    async def _start_meeting(self, address: str) -> str:
+        """Where torchruns on several hosts find each other; nothing for one host, whose torchrun needs nobody."""
+        if self._config.trainer.nodes == 1:
+            return ""
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        command = [sys.executable, "-m", "flowrt.workers.meeting", "--host", host]
+        meeting: str
+        self._meeting, meeting = await self._children.start_ready("meeting", command, READY_S)
+        if not meeting:
+            await self._meeting.process.wait()
+            raise FlowError(self._meeting.last_words())
+        return meeting
 
     def _leave_nothing(self) -> None:
         """Bad input: the directory is as it was before."""

@@ -12,4 +12,9 @@ def model_dir(config: RunConfig) -> Path:
 
 def final_dir(config: RunConfig) -> Path:
     """The trained model."""
-    return Path(config.run_dir) / "final"
+    return Path(config.trainer.final_dir) if config.trainer.final_dir else Path(config.run_dir) / "final"
+
+
+def address_file(run_dir: Path) -> Path:
+    """Where a controller that listens says at which address; gone when its run has ended."""
+    return run_dir / "controller.address"

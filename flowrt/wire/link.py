@@ -26,7 +26,7 @@ from flowrt.wire.messages import Message
 _DRAIN_AT_MOST = 256
 _LINGER_MS = 500
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
-_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 5000, 5000
+_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 15000, 5000
 _UNREAD_AT_MOST = 1000  # messages of one peer that wait to be read; a peer that sends faster has to wait
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
