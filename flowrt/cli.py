@@ -10,11 +10,13 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
        flowrt keys DIR [NAME ...]
+       flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
   flowrt run [RECIPE] --help               every knob, one sentence each
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
+  flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
 
@@ -39,8 +41,16 @@ def _keys(words: list[str]) -> int:
     return 0
 
 
+def _templates(words: list[str]) -> int:
+    from flowrt.launch.templates import write
+
+    paths = write(words)
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
+    return 0
+
+
 # In the order of the messages that name them.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run, "templates": _templates}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,11 @@
 """The command of each worker of a run, and what it is put behind to start on another host."""
 
+import os
 import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from string import Template
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
@@ -42,14 +44,24 @@ def worker_commands(config: RunConfig, address: str, meeting: str = "") -> list[
 def check_programs(config: RunConfig) -> None:
     """Raises ConfigError when what is to start workers on other hosts is not installed on this one."""
     for key in ("rollout", "trainer", "others"):
-        words = shlex.split(getattr(config.launch, key))
+        words = _words(config, key)
         if words and shutil.which(words[0]) is None:
             raise ConfigError(f"launch.{key} begins with {words[0]}, and there is no such program here; correct it")
 
 
 def _behind(config: RunConfig, role: str) -> tuple[str, ...]:
-    words = {"rollout": config.launch.rollout, "trainer": config.launch.trainer}.get(role, config.launch.others)
-    return tuple(shlex.split(words))
+    return _words(config, role if role in ("rollout", "trainer") else "others")
+
+
+def _words(config: RunConfig, key: str) -> tuple[str, ...]:
+    """The words of ``launch.KEY``, each $NAME in them as it is in this environment: it may differ after a requeue."""
+    text = getattr(config.launch, key)
+    try:
+        return tuple(Template(word).substitute(os.environ) for word in shlex.split(text))
+    except KeyError as missing:
+        raise ConfigError(f"launch.{key} needs ${missing.args[0]}, which is not set: {text!r}; export it") from None
+    except ValueError:
+        raise ConfigError(f"launch.{key} has a $ that begins no name: {text!r}; write $$ for the sign itself") from None
 
 
 def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:

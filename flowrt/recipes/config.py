@@ -150,7 +150,10 @@ class ControllerConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where `flowrt run` starts its workers: each command is put behind these words, srun and its flags for example."""
+    """Where `flowrt run` starts workers: each command is put behind these words, for example srun and its flags.
+
+    $NAME in them is what that is in the launcher's environment when workers start.
+    """
 
     rollout: str = ""
     """Words before each rollout worker's command; empty: it runs on this machine."""
