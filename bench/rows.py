@@ -12,7 +12,7 @@ from typing import Any
 from children import Child, ask_all, start_all
 from report import Samples
 
-REQUESTS = {1: 400, 64: 200, 512: 60}
+REQUESTS = {1: 1000, 64: 300, 512: 60}
 """Requests of a measurement, by rows a request."""
 DEPTH = 8
 OUTSTANDING = (1_000, 100_000)

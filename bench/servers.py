@@ -25,7 +25,7 @@ from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate
-from flowrt.wire.link import _bind, _Socket
+from flowrt.wire.link import _bind, server_socket
 from flowrt.wire.loops import serve_loop
 from flowrt.wire.records import Stage
 
@@ -71,7 +71,7 @@ class NoLedger(Ledger):
 
 async def echo(answer: bytes) -> None:
     """On the product's own socket: no codec, no core, one constant answer."""
-    raw = _Socket(zmq.ROUTER)
+    raw = server_socket()
     send = raw.send
     _bind(raw.socket, ANY_PORT)
     raw.start(lambda frames: send([frames[0], answer]))

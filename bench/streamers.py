@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import os
 import time
-from typing import Any
 
 import torch
 from children import obey_on_loop
@@ -51,21 +50,18 @@ async def put(part: str, rows: int, requests: int, depth: int = 1, at_s: float =
 async def get(part: str, rows: int, requests: int, depth: int = 1) -> float:  # noqa: ARG001
     """Read and commit all that `put` has put, ``rows`` rows a request; returns the seconds that it took.
 
-    The commit of a batch travels with the next pull, as in a stream that is iterated over.
+    That the work on a batch is done travels with the next pull, as in a stream that is iterated over.
     """
     session = sessions[-1]
     got: list[list[float]] = []
 
     async def chain(first: int) -> None:
-        done: asyncio.Task[Any] | None = None
+        batch: Batch | None = None
         for _ in range(first, requests, depth):
-            batch = await session.pull(STAGE, rows)
+            batch = await session.pull(STAGE, rows, done=batch)
             got.append(batch.inline["value"])
-            if done is not None:
-                await done
-            done = asyncio.create_task(session.commit(STAGE, batch.slots, batch.leases))
-        if done is not None:
-            await done
+        if batch is not None:
+            await session.commit(STAGE, batch.slots, batch.leases)
 
     start_s = time.monotonic()
     await asyncio.gather(*(chain(first) for first in range(depth)))

@@ -16,8 +16,8 @@ import torch
 
 from flowrt.client.arrivals import Arrivals
 from flowrt.errors import FlowError
-from flowrt.transport.blocks import Packed
 from flowrt.transport.lane import LaneSet
+from flowrt.transport.rows import Packed
 from flowrt.transport.store import TensorStore
 from flowrt.transport.transports import transports
 from flowrt.wire import messages as m

@@ -110,7 +110,7 @@ class Workers:
                 self._look(descriptor)
             for descriptor in self._wait(min(due[0][0] - now, 0.1) if due else 0.1):
                 grant = self._receive(descriptor)
-                if grant is None:
+                if grant is None or isinstance(grant, m.Heartbeat):
                     continue
                 now = clock()
                 if not isinstance(grant, m.Grant) or len(grant.slots) != 1:

@@ -9,12 +9,17 @@ from rich.console import Console
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
+       flowrt resume RUN [--steps N]
+       flowrt ledger RUN [--prompt N [--epoch E]]
        flowrt keys DIR [NAME ...]
        flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
   flowrt run [RECIPE] --help               every knob, one sentence each
+  flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
+  flowrt ledger RUN                        how many prompts of a run are in which state
+  flowrt ledger RUN --prompt N             the life of a prompt
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
   flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
@@ -49,8 +54,49 @@ def _templates(words: list[str]) -> int:
     return 0
 
 
+def _resume(words: list[str]) -> int:
+    from flowrt.launch.resume import resume
+
+    run_dir, values = _run_dir("resume", words, "steps")
+    code: int = resume(run_dir, values.get("steps"), Console())
+    return code
+
+
+def _ledger(words: list[str]) -> int:
+    from flowrt.launch.accounts import show
+
+    run_dir, values = _run_dir("ledger", words, "prompt", "epoch")
+    show(run_dir, values.get("prompt"), values.get("epoch"), Console())
+    return 0
+
+
+def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[str, int]]:
+    """The run directory, and the flags that take a whole number."""
+    takes = f"flowrt {command} takes a run directory{''.join(f' [--{flag} N]' for flag in flags)}"
+    values: dict[str, int] = {}
+    places: list[str] = []
+    rest = iter(word for given in words for word in (given.split("=", 1) if given.startswith("--") else [given]))
+    for word in rest:
+        flag = word.removeprefix("--")
+        if not word.startswith("-"):
+            places.append(word)
+        elif flag in flags and (value := next(rest, "")).isdecimal():
+            values[flag] = int(value)
+        else:
+            raise ConfigError(f"{takes}, and --{flags[0]} a whole number; not {' '.join(words)!r}")
+    if len(places) != 1:
+        raise ConfigError(takes)
+    return Path(places[0]), values
+
+
 # In the order of the messages that name them.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"keys": _keys, "run": _run, "templates": _templates}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "keys": _keys,
+    "ledger": _ledger,
+    "resume": _resume,
+    "run": _run,
+    "templates": _templates,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

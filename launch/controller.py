@@ -15,13 +15,16 @@ import signal
 import sys
 from pathlib import Path
 
+from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
+from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
+from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
-from flowrt.recipes.paths import address_file
+from flowrt.recipes.paths import address_file, checkpoint_steps, write_whole
 from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
@@ -30,13 +33,15 @@ log = logging.getLogger("flowrt")
 
 
 def make_server(config: RunConfig, text: str) -> Server:
-    """A controller for this configuration, not yet listening."""
-    flow = grpo.dataflow(config)
-    core = Core(grpo.settings(config), flow, grpo.policies(config))
-    times = config.controller
-    Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    """A controller for this configuration, not yet listening; it goes on from the newest checkpoint."""
+    flow, times, run_dir = grpo.dataflow(config), config.controller, Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
-    return Server(core, flow.columns, text, Path(config.run_dir), times.heartbeat_s, times.wait_s, keys=keys)
+    ledger, clock = Ledger(run_dir / "ledger.sqlite"), MonotonicClock()
+    position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
+    core = Core(dataclasses.replace(grpo.settings(config), position=position), flow, grpo.policies(config))
+    if position.step:
+        log.info("going on after step %d", position.step - 1)
+    return Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
 
 
 async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
@@ -49,7 +54,7 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
     place = address_file(Path(config.run_dir))
-    replace_text(place, address + "\n")
+    write_whole(place, address + "\n")
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
@@ -61,17 +66,10 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         "exit_code": ended.code,
         "reason": ended.reason,
     }
-    replace_text(Path(config.run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(Path(config.run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
     place.unlink(missing_ok=True)
     server.ledger.close()
     return ended.code
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Whoever reads the file finds all of it or what was there before."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text)
-    aside.rename(path)
 
 
 def main() -> int:
@@ -88,6 +86,9 @@ def main() -> int:
         config = from_toml(text)
         if arguments.keys:
             config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        RunLock(run_dir)  # until this process ends
         return serve_loop(serve(config, text, arguments.ready_fd))
     except (FlowError, OSError) as error:
         log.error("%s", error)

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import datetime
-import json
 import os
 import shutil
 import signal
@@ -15,11 +14,13 @@ from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
+from flowrt.launch.restarts import Restarts, read_summary
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
+from flowrt.recipes.paths import model_dir, write_whole
 from flowrt.recipes.subjects import subject
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
@@ -76,8 +77,9 @@ class LocalRun:
         self._made_dir = not self._run_dir.exists()
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run_dir.chmod(0o700)
-        (self._run_dir / "logs").mkdir()
-        (self._run_dir / "config.toml").write_text(to_toml(config))
+        (self._run_dir / "logs").mkdir(exist_ok=True)
+        self._is_new = not (self._run_dir / "config.toml").exists()
+        write_whole(self._run_dir / "config.toml", to_toml(config))
         threads = str(config.threads)
         self._children = Children(
             self._run_dir / "logs",
@@ -94,6 +96,7 @@ class LocalRun:
         self._failure = ""
         self._controller: Child | None = None
         self._meeting: Child | None = None
+        self._restarts = Restarts(self._run_dir, config.restarts)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -105,7 +108,8 @@ class LocalRun:
                 code = await self._guarded(view)
         except ConfigError:
             await self._children.end(0.0)
-            self._leave_nothing()
+            if self._is_new:
+                self._leave_nothing()
             raise
         finally:
             await self._children.end(0.0)
@@ -131,13 +135,27 @@ class LocalRun:
         return work.result()
 
     async def _work(self, view: LiveView) -> int:
-        if not self._config.model:
+        if not self._config.model and not model_dir(self._config).is_dir():
             command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", self._toml]
             prepare = await self._children.start("prepare", command)
             view.say("building the model and warming it up")
             if await prepare.process.wait() != 0:
                 self._failure = prepare.last_words()
                 return EXIT_FAILED
+        while True:
+            code, trainer_code = await self._live(view)
+            self._controller = None
+            back_off_s = self._restarts.back_off_s(trainer_code)
+            if back_off_s is None:
+                return code
+            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            await self._children.end(0.0)
+            await asyncio.sleep(back_off_s)
+            self._failure = ""
+
+    async def _live(self, view: LiveView) -> tuple[int, int | None]:
+        """One life of the run; returns its exit code and that of the trainer, if it has left."""
+        (self._run_dir / "summary.json").unlink(missing_ok=True)
         controller, address = await self._start_controller()
         self._controller = controller
         observer = Observer(address, view.show, self._keys)
@@ -155,8 +173,8 @@ class LocalRun:
         observer.close()
         if code < 0:
             self._failure = controller.last_words()
-            return EXIT_FAILED
-        return code
+            code = EXIT_FAILED
+        return code, workers[-1].process.returncode
 
     async def _start_controller(self) -> tuple[Child, str]:
         command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml]
@@ -202,9 +220,8 @@ class LocalRun:
 
     def _farewell(self, code: int) -> None:
         """The summary and the picture, whatever there is of them."""
-        path = self._run_dir / "summary.json"
-        if path.is_file():
-            summary = json.loads(path.read_text())
+        summary = read_summary(self._run_dir)
+        if summary is not None:
             if summary["steps"]:
                 self._console.print(summary_table(summary))
                 self._console.print(f"picture {draw(self._run_dir)}", highlight=False, soft_wrap=True)

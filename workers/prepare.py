@@ -16,6 +16,7 @@ from flowrt.engines.checkpoint import save_model
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.seeds import sample_seed
 from flowrt.errors import EXIT_BAD_INPUT, FlowError
+from flowrt.lock import RunLock
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
 from flowrt.recipes.paths import model_dir
@@ -27,6 +28,7 @@ log = logging.getLogger("flowrt")
 
 def prepare(config: RunConfig) -> None:
     """Write the checkpoint that the run starts from into its directory."""
+    RunLock(Path(config.run_dir))  # until this process ends
     torch.set_num_threads(config.threads)
     start_s = time.monotonic()
     subject_ = subject(config)

@@ -5,32 +5,26 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from flowrt.workers.engines import rollout_engine
 from flowrt.workers.entry import main
 
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.engines.checkpoint import load_model, load_tokenizer
 from flowrt.engines.protocols import Prompt, Response, RolloutEngine
 from flowrt.engines.seeds import sample_seed
-from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
-from flowrt.recipes.paths import model_dir
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Load the model and generate until the run ends."""
+    """Generate with the engine that the configuration names until the run ends."""
     with session.timeline.busy("load"):
-        path = model_dir(config)
-        model = await asyncio.to_thread(load_model, path)
-        engine = TorchRollout(
-            model,
-            eos_id=load_tokenizer(path).eos_token_id,
-            rows=1 if config.deterministic else config.rollout.rows,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            recompute=config.rollout.recompute,
-        )
+        engine = await asyncio.to_thread(rollout_engine, config)
+    await generate(session, config, engine)
+
+
+async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
+    """Generate until the run ends; the engine has the weights that the run starts from."""
     session.params.applied(POLICY, 0)
     async with asyncio.TaskGroup() as tasks:
         in_flight = config.rollout.swap == "inflight"

@@ -16,6 +16,7 @@ from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.problems import Problem
 from flowrt.recipes.subjects import subject
+from flowrt.wire.positions import unpack
 
 NEWEST = -1
 
@@ -25,7 +26,8 @@ async def run(session: Session, config: RunConfig) -> None:
     subject_ = subject(config)
     columns = Columns(load_tokenizer(model_dir(config)))
     held_out = subject_.held_out_problems()
-    if held_out:
+    known = dict(session.welcome.position.numbers)
+    if held_out and "eval_first" not in known:
         session.report({"eval_first": await evaluate(session, columns, held_out, at_least=0, epoch=0)})
     await offer_all(session, config, columns, subject_.training_problems())
     if held_out:
@@ -54,14 +56,21 @@ async def offer_all(
     columns: Callable[[Problem], dict[str, torch.Tensor]],
     problems: Sequence[Problem],
 ) -> None:
-    """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip."""
+    """Offer prompts until the run needs no more; some always wait at the controller, so opening needs no round trip.
+
+    Those that a resumed run is done with are passed over; the others come in the order that they would have come in.
+    """
+    passed = unpack(session.welcome.position.passed)
     waiting: deque[asyncio.Task[int | None]] = deque()
     epoch = 0
     try:
         while config.data.epochs == 0 or epoch < config.data.epochs:
             order = list(range(len(problems)))
             random.Random(f"order {config.seed} {epoch}").shuffle(order)
+            done = passed.get(epoch, frozenset())
             for prompt in order:
+                if prompt in done:
+                    continue
                 offer = session.offer(TRAIN, prompt, epoch, config.group_size, columns(problems[prompt]))
                 waiting.append(asyncio.create_task(offer))
                 while len(waiting) >= config.prompts_per_step:

@@ -2,22 +2,20 @@
 
 import asyncio
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
+from flowrt.workers.engines import train_engine
 from flowrt.workers.entry import main
+from flowrt.workers.saving import Checkpoints
 
-from flowrt.algorithms import GrpoLoss, group_advantages
+from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.engines.checkpoint import load_model, load_tokenizer, save_model
+from flowrt.engines.checkpoint import load_tokenizer
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
-from flowrt.engines.torch_train import TorchTrainer
-from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
@@ -28,38 +26,44 @@ UNIFORM = Uniform()
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Train the run's steps; rank 0 speaks for all: it ends steps, publishes and saves."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks != config.trainer.ranks:
-        raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {config.trainer.ranks}")
+    """Train with the engine that the configuration names."""
     with session.timeline.busy("load"):
-        if ranks > 1:
-            deadline = timedelta(seconds=config.controller.stall_s)
-            await asyncio.to_thread(dist.init_process_group, "gloo", timeout=deadline)
-        model = await asyncio.to_thread(load_model, model_dir(config))
-        loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
-        engine = TorchTrainer(
-            model,
-            config.trainer,
-            loss,
-            correction_cap=config.loss.correction_cap,
-            temperature=config.rollout.temperature,
-        )
-    for step in range(config.steps):
+        engine = await asyncio.to_thread(train_engine, config)
+    await train(session, config, engine)
+
+
+async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
+    """Train the run's steps, from its checkpoint on; rank 0 speaks for all. The engines of all ranks meet."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    checkpoints = Checkpoints(session, config, engine)
+    done = await checkpoints.load()
+    if done:
+        await publish(session, engine, done, first)
+    for step in range(done, config.steps):
         await train_step(session, config, engine, step)
         with session.timeline.busy("step"):
             metrics = await asyncio.to_thread(engine.step)
         if not metrics:
             break
-        if rank == 0:
+        done = step + 1
+        if first:
             session.step_done(step, metrics)
-            with session.timeline.busy("snapshot"):
-                snapshot = await asyncio.to_thread(Snapshot.take, step + 1, engine.parameters())
-            await session.params.publish(POLICY, snapshot)
-    if rank == 0 and config.trainer.save:
+        await publish(session, engine, done, first)
+        await checkpoints.save_if_due(done)
+    await checkpoints.save(done)
+    if config.trainer.save:
         with session.timeline.busy("save"):
-            await asyncio.to_thread(save, model, config)
+            await asyncio.to_thread(save, engine, config, first)
     session.finished()
+
+
+async def publish(session: Session, engine: TrainEngine, version: int, first: bool) -> None:
+    """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
+    with session.timeline.busy("snapshot"):
+        tensors = await asyncio.to_thread(engine.parameters)
+        snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
+    if snapshot is not None:
+        await session.params.publish(POLICY, snapshot)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
@@ -101,9 +105,14 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: Sample
     )
 
 
-def save(model: torch.nn.Module, config: RunConfig) -> None:
-    """Write the trained model where `AutoModelForCausalLM.from_pretrained` finds it."""
-    save_model(model, load_tokenizer(model_dir(config)), Path(final_dir(config)))
+def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
+    """Write the trained model where `AutoModelForCausalLM.from_pretrained` finds it: whole, or not at all."""
+    path = Path(final_dir(config))
+    aside = path.with_name(f".{path.name}.part")
+    engine.export(aside)
+    if first:
+        load_tokenizer(model_dir(config)).save_pretrained(aside)
+        aside.rename(path)
 
 
 if __name__ == "__main__":

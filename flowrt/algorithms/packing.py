@@ -25,6 +25,10 @@ class Padded:
     response_mask_BL: Tensor
     """bool, True on the tokens to train on"""
 
+    def to(self, device: torch.device) -> "Padded":
+        """The same on a device."""
+        return Padded(self.tokens_BL.to(device), self.attention_mask_BL.to(device), self.response_mask_BL.to(device))
+
     @property
     def sample_T(self) -> Tensor:
         """int64, the row of each response token."""

@@ -8,7 +8,7 @@ from typing import Any
 from flowrt.errors import FlowError, RemoteProtocolError, WaitExpired
 from flowrt.wire import messages as m
 
-Request = m.Offer | m.Pull | m.Commit
+Request = m.Offer | m.Pull | m.Commit | m.Saved
 LAST_WORD_S = 30.0
 """How long the controller may take to answer a request that was withdrawn."""
 
@@ -99,7 +99,7 @@ class Asking:
         self._loop.call_later(LAST_WORD_S, self._expire, one, deadline_s + LAST_WORD_S)
 
     def _withdraw(self, one: _Open) -> bool:
-        if isinstance(one.message, m.Commit):
+        if isinstance(one.message, m.Commit | m.Saved):
             return False
         one.withdrawn = True
         self._send(m.Withdraw(one.message.request))

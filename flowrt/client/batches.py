@@ -66,6 +66,11 @@ class Batch:
         return (self.grant.lease,) * len(self.grant.slots)
 
     @property
+    def refused(self) -> Sequence[int]:
+        """Leases of earlier batches that this one's pull said were done, and that had ended before."""
+        return self.grant.refused
+
+    @property
     def flows(self) -> Sequence[str]:
         """The flow of each slot."""
         flows = self.grant.flows

@@ -24,7 +24,7 @@ from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
-from flowrt.wire.records import BusySpan, Incoming, Lengths, Part, Values
+from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
 PULL_TRIES = 3
@@ -42,8 +42,8 @@ class Session:
         self._address = address
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, self._signal)
-        self._arrivals = Arrivals(self.store, self._lanes, self._undelivered)
+        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, lambda *key: self._tell(m.Signal(*key)))
+        self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
         self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
@@ -105,17 +105,23 @@ class Session:
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
 
     async def pull(
-        self, stage: str, slots: int, tokens: int = 0, step: int = -1, deadline_s: float | None = None
+        self,
+        stage: str,
+        slots: int,
+        tokens: int = 0,
+        step: int = -1,
+        deadline_s: float | None = None,
+        done: Batch | None = None,
     ) -> Batch:
         """Lease up to ``slots`` slots that are ready for ``stage``; waits until there are some.
 
-        Raises WaitExpired, with nothing leased, when there are none within ``deadline_s`` seconds. Slots whose
-        tensors did not come are given back and the pull is repeated; raises TransferError when that has happened
-        PULL_TRIES times in a row.
+        ``done`` is a batch, of a stage that makes nothing, on which the work is complete: one message for a commit
+        and a pull (the new batch's ``refused`` says if it was too late). Raises WaitExpired, with nothing leased, when
+        there are none within ``deadline_s`` seconds; TransferError when their tensors did not come PULL_TRIES times.
         """
-        reason = ""
+        reason, leases = "", () if done is None else (done.grant.lease,)
         for _ in range(PULL_TRIES):
-            pull = m.Pull(self._asking.number(), stage, slots, tokens, step)
+            pull = m.Pull(self._asking.number(), stage, slots, tokens, step, leases)
             grant: m.Grant = await self._asking.ask(pull, deadline_s or self.welcome.wait_s)
             try:
                 if grant.parts and self.store.missing(grant.parts):
@@ -125,14 +131,12 @@ class Session:
             except asyncio.CancelledError:
                 self._unclaimed(grant)
                 raise
-            missing = self.store.missing(grant.parts)
-            if not missing:
+            if not self.store.missing(grant.parts):
                 tensors = {part.column: self._rows(part, grant) for part in grant.parts}
                 return Batch(grant, Columns(tensors), {values.column: list(values.values) for values in grant.inline})
             self._give_back(grant, stage, reason or "freed on its way")
-        raise TransferError(
-            f"{self.worker} pulled stage {stage} {PULL_TRIES} times and its tensors never came: {reason}"
-        )
+            leases = ()
+        raise TransferError(f"{self.worker} pulled {stage} {PULL_TRIES} times and its tensors never came: {reason}")
 
     async def commit(
         self,
@@ -143,11 +147,11 @@ class Session:
         inline: Mapping[str, Sequence[float]] | None = None,
         spans: Sequence[tuple[int, ...]] = (),
     ) -> tuple[int, ...]:
-        """Say that the stage is done for these slots; returns the slots that were refused.
+        """Say that the stage is done for these slots; returns those that were refused.
 
-        Tensor columns stay in this worker's store, inline columns travel with the message. A column is a list of 1-D
-        tensors, or `Packed`. Raises, with nothing said or kept, LocalProtocolError when a tensor is not what its column
-        takes, OverBudget when the store has no room for them.
+        Tensor columns (lists of 1-D tensors, or `Packed`) stay in this worker's store, inline columns travel with the
+        message. Raises, with nothing said or kept, LocalProtocolError when a tensor is not what its column takes,
+        OverBudget when the store has no room for them.
         """
         request, columns = self._asking.number(), tensors or {}
         self._promised.commit(request, slots, columns)
@@ -173,6 +177,10 @@ class Session:
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """The optimiser has stepped: everything leased to this step is trained."""
         self.send(m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items())))
+
+    async def saved(self, step: int) -> None:
+        """The state after ``step`` steps is written aside; returns once the ledger is on disk as far as that."""
+        await self._asking.ask(m.Saved(self._asking.number(), step), self.welcome.wait_s)
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
         """Send the spans of work since the last report, and named numbers for the summary."""
@@ -200,8 +208,6 @@ class Session:
             return await task
         finally:
             task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
-
-    # ---- plumbing
 
     def send(self, message: m.Message) -> None:
         self._link.send(message)
@@ -262,22 +268,17 @@ class Session:
     def _rows(self, part: Part, grant: m.Grant) -> Rows:
         return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
 
-    def _undelivered(self, incoming: Incoming, reason: str) -> None:
-        if not self._ended.done():
-            self.send(m.Undelivered(incoming, reason))
-
     def _unclaimed(self, answer: m.Message) -> None:
         if isinstance(answer, m.Grant) and answer.slots:
             # Whoever asked has gone; what was leased must not wait for its lease to end.
             self._give_back(answer, "", "nobody waits for this grant any more")
 
     def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
-        if not self._ended.done():
-            self.send(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
+        self._tell(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
 
-    def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
+    def _tell(self, message: m.Message) -> None:
         if not self._ended.done():
-            self.send(m.Signal(peer, lane, key, value))
+            self.send(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -10,28 +10,33 @@ from flowrt.client.session import Session
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncIterator[Batch]:
     """Batches of at most ``slots`` rows of a stage that makes nothing; ends when the stage's flows are exhausted.
 
-    A batch is committed when the next one is asked for, and given back when it never is (the loop was left, or the
+    A batch is done when the next one is asked for, and given back when it never is (the loop was left, or the
     process died): each row is then served again, to this or to another consumer of the stage. With ``ahead`` one
     more batch is leased and fetched while the present one is worked on.
     """
     following = asyncio.create_task(session.pull(stage, slots))
     committing: asyncio.Task[tuple[int, ...]] | None = None
     batch: Batch | None = None
+    done: Batch | None = None  # the work on it is complete, and the next pull says so
     try:
         while True:
-            batch = None
             batch = await following
             if batch.closed:
                 break
             if ahead:
-                following = asyncio.create_task(session.pull(stage, slots))
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            else:
+                done = None
             yield batch
-            # Its answer is awaited one batch later; the order of messages is kept, so the next pull comes after it.
-            if committing is not None:
-                await committing
-            committing = asyncio.create_task(session.commit(stage, batch.slots, batch.leases))
+            done = worked = batch
+            batch = None
             if not ahead:
-                following = asyncio.create_task(session.pull(stage, slots))
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            elif not following.done():
+                # It may be long until the next pull, and the rows be waited for. Its answer is awaited a batch later.
+                if committing is not None:
+                    await committing
+                committing, done = asyncio.create_task(session.commit(stage, worked.slots, worked.leases)), None
         batch = None
     finally:
         following.cancel()
@@ -40,5 +45,5 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             leftover += [following.result()]
         for one in leftover:
             session.give_back(stage, one)
-        if committing is not None:
-            await asyncio.gather(committing, return_exceptions=True)
+        last = [session.commit(stage, done.slots, done.leases)] if done is not None else []
+        await asyncio.gather(*([] if committing is None else [committing]), *last, return_exceptions=True)

@@ -7,6 +7,8 @@ what was made from its columns, so nothing derived from a lost tensor survives i
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import cast
 
 from flowrt.controller.dispatch import Queue
 from flowrt.controller.flows import Flows
@@ -41,20 +43,6 @@ class Board:
     def is_done(self, slot: Slot, stage: str) -> bool:
         return bool(slot.done & self._bits[stage])
 
-    def complete(self, groups: Iterable[Group]) -> list[Group]:
-        """Those of these groups of which every stage of their flow is done on every slot."""
-        found = []
-        flow, bits = "", 0
-        for group in groups:
-            if group.flow != flow:
-                flow, bits = group.flow, self.flows.all_bits(group.flow)
-            for slot in group.slots:
-                if slot.done != bits:
-                    break
-            else:
-                found.append(group)
-        return found
-
     # ---- the walk of a slot
 
     def open(
@@ -72,29 +60,26 @@ class Board:
 
         ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
         """
-        groups: list[Group] = []
-        slots: list[Slot] = []
-        number = self._next_slot
-        for group_id, prompt in enumerate(prompts, self._next_group):
-            group = Group(GroupId(group_id), flow, prompt, epoch, at_least)
-            for member in range(members):
-                slot = Slot(SlotId(number), group, member)
-                number += 1
-                group.slots.append(slot)
-                slots.append(slot)
-            groups.append(group)
-        self.groups.update([(group.id, group) for group in groups])
-        self.slots.update([(slot.id, slot) for slot in slots])
-        self._next_slot = number
+        first_group, first_slot, rows = self._next_group, self._next_slot, len(prompts) * members
+        group_ids = cast(Sequence[GroupId], range(first_group, first_group + len(prompts)))
+        slot_ids = cast(Sequence[SlotId], range(first_slot, first_slot + rows))
+        groups = [Group(one, flow, prompt, epoch, at_least) for one, prompt in zip(group_ids, prompts, strict=True)]
+        slots = [
+            Slot(one, group, member)
+            for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
+        ]
+        for group, start in zip(groups, range(0, rows, members), strict=True):
+            group.slots = slots[start : start + members]
+        self.groups.update(zip(group_ids, groups, strict=True))
+        self.slots.update(zip(slot_ids, slots, strict=True))
+        self._next_slot += rows
         self._next_group += len(groups)
-        self.rows[flow] += len(slots)
+        self.rows[flow] += rows
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
-                group.tensors[column] = Holding(length, {owner})
-        for column, of_slot in tags.items():
-            for slot, value in zip(slots, of_slot, strict=True):
-                slot.inline[column] = value
+                group.keep(column, Holding(length, {owner}))
+        self._tell(slots, tags)
         for stage in self.flows.of(flow):
             self.undone[stage.name] += len(slots)
             if slots and all(map(slots[0].has, stage.needs)):
@@ -139,6 +124,18 @@ class Board:
         lease = self.leases.get(LeaseId(lease_id))
         return lease if lease is not None and lease.worker == worker else None
 
+    def finish(self, lease: Lease) -> list[Slot]:
+        """A stage that makes nothing is done for all slots of the lease; returns them."""
+        stage, bit = lease.stage, self._bits[lease.stage]
+        slots = list(lease.slots.values())
+        for slot in slots:
+            del slot.leases[stage]
+            slot.done |= bit
+        lease.slots.clear()
+        del self.leases[lease.id]
+        self._settle(stage, lease.worker, slots)
+        return slots
+
     def commit(
         self,
         lease: Lease,
@@ -154,20 +151,11 @@ class Board:
             slot.done |= bit
         if not lease.slots:
             del self.leases[lease.id]
-        self.undone[stage] -= len(slots)
-        if not self.undone[stage]:
-            self.changed.add(stage)
-        for column in self.flows.fetched[stage]:
-            for slot in slots:
-                needed = slot.holding(column)
-                if needed is not None and needed.sent.pop(worker, None) is not None:
-                    needed.owners.add(worker)
-        for column, values in inline.items():
-            for slot, value in zip(slots, values, strict=True):
-                slot.inline[column] = value
+        self._settle(stage, worker, slots)
+        self._tell(slots, inline)
         for column, of_slot in lengths.items():
             for slot, length in zip(slots, of_slot, strict=True):
-                slot.tensors[column] = Holding(length, {worker})
+                slot.keep(column, Holding(length, {worker}))
                 self.bytes[slot.group.flow] += length * self.flows.item_bytes[column]
         if spans:
             for slot, span in zip(slots, spans, strict=True):
@@ -198,8 +186,7 @@ class Board:
                 slot.done -= self._bits[name]
                 self.undone[name] += 1
             for column in self.stages[name].makes:
-                slot.inline.pop(column, None)
-                holding = slot.tensors.pop(column, None)
+                holding = slot.forget(column)
                 if holding is not None:
                     self.bytes[slot.group.flow] -= holding.length * self.flows.item_bytes[column]
                     for worker in holding.holders:
@@ -224,24 +211,28 @@ class Board:
     def close(self, groups: Iterable[Group]) -> None:
         """These groups leave the board: trained, scored or dropped."""
         self.freed = True
-        flow, bits = "", 0
+        flow, bits, rows, live = "", 0, 0, self.slots
+        ready_groups = [ready for ready in self.ready_groups.values() if ready]
         for group in groups:
             if group.flow != flow:
-                flow, bits = group.flow, self.flows.all_bits(group.flow)
+                self.rows[flow] -= rows
+                flow, bits, rows = group.flow, self.flows.all_bits(group.flow), 0
             for slot in group.slots:
+                rows += 1
                 if slot.tensors:
                     self._weigh_off(flow, slot.tensors)
                 if slot.done == bits:
-                    del self.slots[slot.id]
+                    del live[slot.id]
                 else:
                     self._take_off(slot)
             if group.tensors:
                 self._weigh_off(flow, group.tensors)
-            for ready in self.ready_groups.values():
+            for ready in ready_groups:
                 ready.pop(group.id, None)
-            self.rows[flow] -= len(group.slots)
             del self.groups[group.id]
             group.slots.clear()  # no cycle of references: freed at once, without the collector
+        if flow:
+            self.rows[flow] -= rows
 
     def _take_off(self, slot: Slot) -> None:
         for stage in self.flows.of(slot.group.flow):
@@ -253,6 +244,23 @@ class Board:
         del self.slots[slot.id]
 
     # ---- inside
+
+    def _settle(self, stage: str, worker: WorkerId, slots: Sequence[Slot]) -> None:
+        """The stage has been done for these, by a worker that therefore has what the stage needed of them."""
+        self.undone[stage] -= len(slots)
+        if not self.undone[stage]:
+            self.changed.add(stage)
+        for column in self.flows.fetched[stage]:
+            for slot in slots:
+                needed = slot.holding(column)
+                if needed is not None and needed.sent.pop(worker, None) is not None:
+                    needed.owners.add(worker)
+
+    @staticmethod
+    def _tell(slots: Sequence[Slot], columns: Mapping[str, Sequence[float]]) -> None:
+        for column, values in columns.items():
+            for slot, value in zip(slots, values, strict=True):
+                slot.inline = {**slot.inline, column: value} if slot.inline else {column: value}
 
     def _end_lease(self, slot: Slot, stage: str) -> None:
         lease = slot.leases.pop(stage, None)

@@ -3,6 +3,8 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
+import dataclasses
+
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
@@ -13,8 +15,11 @@ from flowrt.controller.versions import ModelVersions
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
+from flowrt.wire.records import Position
 
 OBSERVER = "observer"
+SOURCE = "source"
+"""The role of those that are told which prompts a resumed run is done with."""
 MAX_SIGNAL_BYTES = 4096
 
 
@@ -64,6 +69,8 @@ class Core:
         samples = self.samples
         if isinstance(message, m.Pull):
             samples.pull(worker, message, now)
+            if message.done:
+                self._progress_s = now
         elif isinstance(message, m.Commit):
             samples.commit(worker, message, now)
             self._progress_s = now
@@ -91,6 +98,8 @@ class Core:
                 self.samples.retreat.undelivered(worker, message.incoming)
             case m.StepDone():
                 self.samples.training.step_done(worker, message)
+            case m.Saved():
+                self.samples.training.saved(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
             case m.Finished():
@@ -177,6 +186,11 @@ class Core:
         assert len(window.taken) <= window.groups_per_step
         for group in window.taken.values():
             assert all(self.train_stage in slot.leases for slot in group.slots)
+
+    def position_for(self, role: str) -> Position:
+        """Where the run goes on, as far as a worker of this role has to know."""
+        position = self.settings.position
+        return position if role == SOURCE else dataclasses.replace(position, passed=())
 
     @property
     def weights(self) -> ModelVersions:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
+from operator import lt
 from typing import Protocol
 
 from flowrt.controller.slots import Slot
@@ -100,6 +102,12 @@ class FifoQueue:
     def add(self, slots: Iterable[Slot]) -> None:
         ready, in_order = self._ready, self._in_order
         last = in_order[-1] if in_order else -1
+        slots = tuple(slots)
+        ids = [slot.id for slot in slots]
+        if ids and ids[0] > last and all(map(lt, ids, ids[1:])) and ready.keys().isdisjoint(ids):
+            ready.update(zip(ids, slots, strict=True))
+            in_order.extend(ids)
+            return
         for slot in slots:
             if slot.id in ready:
                 continue
@@ -122,9 +130,8 @@ class FifoQueue:
         if may_start is None and not self._late:
             ready, in_order = self._ready, self._in_order
             while in_order and len(taken) < room:
-                found = ready.pop(in_order.popleft(), None)
-                if found is not None:
-                    taken.append(found)
+                ids = [in_order.popleft() for _ in range(min(room - len(taken), len(in_order)))]
+                taken += filter(None, map(ready.pop, ids, repeat(None)))
             return taken
         passed: list[Slot] = []
         while len(taken) < room and (slot := self._pop()) is not None:

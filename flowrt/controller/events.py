@@ -81,6 +81,14 @@ class StepClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Persist:
+    """Make sure that everything recorded so far is on disk, then tell the worker: a checkpoint depends on it."""
+
+    worker: WorkerId
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The run is over."""
 
@@ -88,4 +96,4 @@ class End:
     code: int
 
 
-Command = Send | Dismiss | Record | StepClosed | End
+Command = Send | Dismiss | Record | StepClosed | Persist | End

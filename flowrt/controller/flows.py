@@ -1,7 +1,8 @@
 """What follows from a dataflow: which stages a group goes through, which come after which, what each needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from flowrt.controller.slots import Group
 from flowrt.wire.records import ITEM_BYTES, Column, Stage
 
 
@@ -25,6 +26,20 @@ class Flows:
     def all_bits(self, flow: str) -> int:
         """What `Slot.done` is when every stage of the flow is done."""
         return self._found(flow)[1]
+
+    def complete(self, groups: Iterable[Group]) -> list[Group]:
+        """Those of these groups of which every stage of their flow is done on every slot."""
+        found = []
+        flow, bits = "", 0
+        for group in groups:
+            if group.flow != flow:
+                flow, bits = group.flow, self.all_bits(group.flow)
+            for slot in group.slots:
+                if slot.done != bits:
+                    break
+            else:
+                found.append(group)
+        return found
 
     def _found(self, flow: str) -> tuple[list[Stage], int]:
         found = self._of.get(flow)

@@ -8,13 +8,19 @@ from flowrt.controller.slots import Lease, Slot
 from flowrt.controller.transfers import Lanes, plan
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Grant, Pull, Serve
-from flowrt.wire.records import Values
+from flowrt.wire.records import Ints, Values
 
 NO_LEASE = -1
 
 
 def grant(
-    board: Board, lanes: Lanes, pull: Pull, slots: Sequence[Slot], lease: Lease, more: tuple[Values, ...] = ()
+    board: Board,
+    lanes: Lanes,
+    pull: Pull,
+    slots: Sequence[Slot],
+    lease: Lease,
+    more: tuple[Values, ...] = (),
+    refused: Ints = (),
 ) -> Iterator[Send]:
     """Tell the puller what it got, and each owner of what it lacks to serve it."""
     groups = [slot.group for slot in slots]
@@ -45,12 +51,13 @@ def grant(
             parts=parts,
             incoming=incoming,
             closed=False,
+            refused=refused,
         ),
     )
     for one in incoming:
         yield Send(WorkerId(one.turn.sender), Serve(one.turn, one.parts))
 
 
-def closed(pull: Pull) -> Grant:
+def closed(pull: Pull, refused: Ints = ()) -> Grant:
     """Nothing more will come."""
-    return Grant(pull.request, NO_LEASE, (), (), (), (), (), (), (), (), (), (), (), closed=True)
+    return Grant(pull.request, NO_LEASE, (), (), (), (), (), (), (), (), (), (), (), closed=True, refused=refused)

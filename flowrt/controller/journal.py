@@ -1,6 +1,11 @@
-"""What a run leaves behind besides its ledger: metrics.jsonl, timeline.jsonl, and the numbers of summary.json."""
+"""What a run leaves behind besides its ledger: metrics.jsonl, timeline.jsonl, and the numbers of summary.json.
+
+A run that goes back to a checkpoint goes on in the same files: the lines of steps that were taken back are cut off, and
+the summary counts the whole run.
+"""
 
 import json
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
@@ -9,6 +14,7 @@ from flowrt.controller.events import StepClosed
 from flowrt.controller.ledger import Account
 from flowrt.metrics import Span, busy_fraction
 from flowrt.wire.messages import Report
+from flowrt.wire.records import Position
 
 ENDS = 10
 """Steps at either end of the run that `reward_first` and `reward_last` are means of."""
@@ -17,23 +23,36 @@ ENDS = 10
 class Journal:
     """Written as the run goes; its memory does not grow with the run."""
 
-    def __init__(self, run_dir: Path, start_s: float) -> None:
+    def __init__(self, run_dir: Path, start_s: float, position: Position | None = None) -> None:
+        position = position or Position()
+        metrics = run_dir / "metrics.jsonl"
+        before, spent_s = _before(metrics, position.step)
         self._run_dir = run_dir
-        self._start_s = start_s
-        self._metrics: TextIO = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._start_s = start_s - spent_s
+        self._first_step = position.step
+        self._metrics: TextIO = metrics.open("a", buffering=1)
         self._timeline: TextIO = (run_dir / "timeline.jsonl").open("a", buffering=1)
+        self._timeline_start = self._timeline.tell()  # of this controller: those before it may have had another clock
+        self._began_s: float | None = None  # training, in this life of the run
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=ENDS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_start_s: float | None = None
         self._train_end_s = start_s
-        self.numbers: dict[str, float] = {}
+        self.numbers: dict[str, float] = dict(position.numbers)
         self.latest: dict[str, Any] = {}
+        for line in before:
+            self._count(line)
+        if before:
+            first_s = before[0]["samples"] / before[0]["samples_per_s"]
+            self._train_start_s = self._start_s + before[0]["wall_s"] - first_s
 
     def training_began(self, now: float) -> None:
-        """The first prompt to be trained on has been opened."""
+        """A prompt to be trained on has been opened; of the first one in a life, this is where training begins."""
+        if self._began_s is None:
+            self._began_s = self._train_end_s = now
         if self._train_start_s is None:
-            self._train_start_s = self._train_end_s = now
+            self._train_start_s = now
 
     def step(self, closed: StepClosed, now: float) -> None:
         means = dict(closed.inline_means)
@@ -52,17 +71,21 @@ class Journal:
             **{name: float(f"{value:.6g}") for name, value in closed.metrics},
         }
         self._metrics.write(json.dumps(line) + "\n")
+        self._count(line, sum(closed.lags))
+
+    def _count(self, line: dict[str, Any], lag_sum: int | None = None) -> None:
+        """Add a step to the numbers of the summary."""
         self.latest = line
         totals = self._totals
         totals["steps"] += 1
-        totals["samples"] += closed.samples
-        totals["tokens"] += closed.tokens
-        totals["lag_sum"] += sum(closed.lags)
-        totals["lag_max"] = max(totals["lag_max"], *closed.lags, 0)
-        if "reward" in means:
+        totals["samples"] += line["samples"]
+        totals["tokens"] += line["tokens"]
+        totals["lag_sum"] += round(line["staleness_mean"] * line["samples"]) if lag_sum is None else lag_sum
+        totals["lag_max"] = max(totals["lag_max"], line["staleness_max"])
+        if "reward" in line:
             if len(self._first) < ENDS:
-                self._first.append(means["reward"])
-            self._last.append(means["reward"])
+                self._first.append(line["reward"])
+            self._last.append(line["reward"])
 
     def report(self, worker: str, role: str, report: Report) -> None:
         """Spans of work of one worker, and numbers for the summary."""
@@ -70,6 +93,10 @@ class Journal:
             line = {"worker": worker, "role": role, "kind": span.kind, "start_s": span.start_s, "end_s": span.end_s}
             self._timeline.write(json.dumps(line) + "\n")
         self.numbers.update(dict(report.numbers))
+
+    def persist(self) -> None:
+        """What was written about steps outlasts the machine."""
+        os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
         self._metrics.close()
@@ -82,6 +109,7 @@ class Journal:
         training_s = max(self._train_end_s - start_s, 1e-9)
         return {
             "steps": totals["steps"],
+            "resumed_from": self._first_step,
             "wall_s": round(now - self._start_s, 3),
             "first_step_s": round(start_s - self._start_s, 3),
             "training_s": round(training_s, 3),
@@ -99,14 +127,16 @@ class Journal:
             "prompts_trained_twice": account.trained_twice,
             "prompts": account.states,
             "dropped": dict(dropped),
-            "busy_fraction": self._busy(start_s, self._train_end_s),
+            "busy_fraction": self._busy(start_s if self._began_s is None else self._began_s, self._train_end_s),
         }
 
     def _busy(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Mean over a role's workers of the share of training time in which each was at work."""
+        """Mean over a role's workers of the share of this life's training time in which each was at work."""
         spans: dict[str, dict[str, list[Span]]] = {}
-        for text in (self._run_dir / "timeline.jsonl").read_text().splitlines():
-            line = json.loads(text)
+        with (self._run_dir / "timeline.jsonl").open() as timeline:
+            timeline.seek(self._timeline_start)
+            lines = [json.loads(text) for text in timeline]
+        for line in lines:
             workers = spans.setdefault(line["role"], {})
             workers.setdefault(line["worker"], []).append(Span(line["kind"], line["start_s"], line["end_s"]))
         return {
@@ -117,3 +147,20 @@ class Journal:
 
 def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
+
+
+def _before(path: Path, step: int) -> tuple[list[dict[str, Any]], float]:
+    """The lines of the steps before ``step``, all others cut off; and the time that the run has taken so far."""
+    if not path.is_file():
+        return [], 0.0
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break  # the last one, of a controller that was killed while it wrote
+    kept = [line for line in lines if line["step"] < step]
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    aside.rename(path)
+    return kept, lines[-1]["wall_s"] if lines else 0.0

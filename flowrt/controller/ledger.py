@@ -1,15 +1,20 @@
 """The ledger: each prompt in exactly one state, across any crash. SQLite in the run directory, written in batches.
 
-``prompts`` holds the present state of each prompt of each epoch; ``events`` holds its life, append only.
+``prompts`` holds the present state of each prompt of each epoch, ``events`` its life, append only. A run that goes back
+to a checkpoint takes back what was trained after it: those prompts are unread again, and their life says why. ``lives``
+has a row for each start of a controller, ``notes`` what else has to survive it.
 """
 
 import sqlite3
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from flowrt.controller.events import Record
 from flowrt.errors import FlowError
+from flowrt.wire.positions import pack
+from flowrt.wire.records import Position
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
@@ -20,7 +25,30 @@ CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL,
     state TEXT NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS lives (after_event INTEGER NOT NULL, step INTEGER NOT NULL, at_s REAL NOT NULL,
+    at_unix_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value REAL NOT NULL, step INTEGER NOT NULL) WITHOUT ROWID;
 """
+_GO_BACK = (
+    "INSERT INTO lives SELECT COALESCE(MAX(id), 0), :step, :at_s, :unix_s FROM events",
+    "INSERT INTO events (at_s, epoch, prompt, state, step, reason) "
+    "SELECT :at_s, epoch, prompt, 'unread', :step, 'rolled back: ' || state || ' in step ' || step FROM prompts "
+    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
+    "UPDATE prompts SET reason = 'rolled back: ' || state || ' in step ' || step, state = 'unread', "
+    "at_s = :at_s, step = :step "
+    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
+    # What was evaluated before the first step is known for good, even if no step was trained.
+    "DELETE FROM notes WHERE step >= MAX(:step, 1)",
+)
+_TRAINED_TWICE = """
+SELECT COUNT(*) FROM (
+    SELECT 1 FROM events LEFT JOIN
+        (SELECT epoch, prompt, MAX(id) AS last FROM events WHERE state = 'unread' GROUP BY epoch, prompt)
+        USING (epoch, prompt)
+    WHERE state = 'trained' AND id > COALESCE(last, 0) GROUP BY epoch, prompt HAVING COUNT(*) > 1
+)
+"""
+"""Of what a run took back, only what it trained since counts."""
 
 
 class Account(NamedTuple):
@@ -37,6 +65,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._buffer: list[tuple[float, Record]] = []
+        self._notes: dict[str, tuple[float, int]] = {}
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -48,9 +77,38 @@ class Ledger:
     def add(self, record: Record, at_s: float) -> None:
         self._buffer.append((at_s, record))
 
+    def note(self, name: str, value: float, step: int) -> None:
+        """Keep a number of the summary, which became known while ``step`` was in training."""
+        self._notes[name] = (value, step)
+
+    def resume(self, step: int, at_s: float) -> Position:
+        """A controller starts after so many trained steps: take back what was done since; returns where it goes on."""
+        self.commit()
+        values = {"step": step, "at_s": at_s, "unix_s": time.time()}
+        try:
+            self._db.execute("BEGIN")
+            for statement in _GO_BACK:
+                self._db.execute(statement, values)
+            self._db.execute("COMMIT")
+            done = self._db.execute(
+                "SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')"
+            ).fetchall()
+            notes = self._db.execute("SELECT name, value FROM notes ORDER BY name").fetchall()
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
+        return Position(step, pack(done), tuple(notes))
+
+    def persist(self) -> None:
+        """As `commit`, and what was committed outlasts the machine too."""
+        self.commit()
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
+
     def commit(self) -> None:
         """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses."""
-        if not self._buffer:
+        if not self._buffer and not self._notes:
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
         try:
@@ -64,12 +122,20 @@ class Ledger:
                 "step = excluded.step, reason = excluded.reason",
                 rows,
             )
+            self._db.executemany(
+                "INSERT OR REPLACE INTO notes (name, value, step) VALUES (?, ?, ?)",
+                [(name, value, step) for name, (value, step) in self._notes.items()],
+            )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise FlowError(f"ledger {self._path} cannot be written: {error}") from error
+            raise self._refused(error) from error
         self._buffer.clear()
+        self._notes.clear()
+
+    def _refused(self, error: sqlite3.Error) -> FlowError:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        return FlowError(f"ledger {self._path} cannot be written: {error}")
 
     def account(self, live: Iterable[tuple[int, int]]) -> Account:
         """Compare the ledger with the (epoch, prompt) pairs that are still live on the board.
@@ -78,13 +144,9 @@ class Ledger:
         """
         self.commit()
         states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
-        unfinished = set(
-            self._db.execute("SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped')").fetchall()
-        )
-        twice = self._db.execute(
-            "SELECT COUNT(*) FROM (SELECT 1 FROM events WHERE state = 'trained' "
-            "GROUP BY epoch, prompt HAVING COUNT(*) > 1)"
-        ).fetchone()[0]
+        under_way = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
+        unfinished = set(self._db.execute(under_way).fetchall())
+        twice = self._db.execute(_TRAINED_TWICE).fetchone()[0]
         return Account(states, len(unfinished - set(live)), int(twice))
 
     def close(self) -> None:

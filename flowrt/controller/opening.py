@@ -8,6 +8,7 @@ from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.waits import Parked
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Offer, Opened
+from flowrt.wire.positions import unpack
 from flowrt.wire.records import ITEM_BYTES
 
 MOST_ROWS = 1_000_000
@@ -35,6 +36,7 @@ class Opening:
         self._policies = policies
         self._out = out
         self._group_columns = {column.name: column for column in flow.columns if column.scope == "group"}
+        self._passed = unpack(settings.position.passed)
         self._exhausted: dict[str, set[WorkerId]] = {}  # by flow that was offered to, who said so
 
     # ---- what can never be opened
@@ -61,6 +63,9 @@ class Opening:
             return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
         if self.is_exhausted(offer.flow):
             return f"{_name(offer)} came after the flow was said to be exhausted"
+        passed = self._passed.get(offer.epoch, frozenset()) if offer.flow == self._flow.train_flow else frozenset()
+        if again := sorted(passed.intersection(offer.prompts)):
+            return f"{_name(offer)} brings prompts {again[:3]} of epoch {offer.epoch}, which the run is done with"
         return self._too_large(offer)
 
     def _too_large(self, offer: Offer) -> str:

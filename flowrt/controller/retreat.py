@@ -90,7 +90,7 @@ class Retreat:
         if group.flow == self._flow.train_flow:
             if group.id in self._board.ready_groups[self._flow.train_stage]:
                 self.record(group, "ready", "without a lost sample")
-        elif self._board.complete([group]):
+        elif self._board.flows.complete([group]):
             self.close([group])
 
     # ---- leases that end without a result

@@ -41,7 +41,8 @@ class Samples:
         self._weights = weights
         self._out = out
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
-        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order)
+        start = settings.position.step
+        self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order, start)
         self.room = WaitingRoom()
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
@@ -75,7 +76,13 @@ class Samples:
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif not self._serve(parked, now):
+        elif fault := self._done_fault(message):
+            self._send(worker, Refused(message.request, fault))
+        else:
+            if message.done:
+                parked.refused = self._finish(worker, message)
+            if self._serve(parked, now):
+                return
             # Those that were parked before could not be served by what is there, or they would not be parked.
             self.room.park_pull(parked)
 
@@ -85,6 +92,8 @@ class Samples:
         if parked is not None:
             self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
             reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
+            if parked.refused:
+                reason += f"; the leases {parked.refused}, said to be done, had ended before"
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
@@ -114,9 +123,9 @@ class Samples:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
             lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
-            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease))
+            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
-            self._send(worker, closed(pull))
+            self._send(worker, closed(pull, parked.refused))
         return bool(chosen) or self.opening.is_over(pull.stage)
 
     def _gate(self, worker: WorkerId, shut: bool) -> None:
@@ -135,6 +144,23 @@ class Samples:
         self.training.forget(worker)
 
     # ---- commits
+
+    def _done_fault(self, pull: Pull) -> str:
+        stage = self.board.stages[pull.stage]
+        if pull.done and (stage.makes or stage.whole_groups):
+            return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
+        return ""
+
+    def _finish(self, worker: WorkerId, pull: Pull) -> tuple[int, ...]:
+        """The work on these leases is done; returns those that had ended before."""
+        late = []
+        for lease_id in pull.done:
+            lease = self.board.find_lease(lease_id, worker)
+            if lease is None or lease.stage != pull.stage:
+                late.append(lease_id)
+            else:
+                self._moved_on(dict.fromkeys([slot.group for slot in self.board.finish(lease)]))
+        return tuple(late)
 
     def commit(self, worker: WorkerId, message: Commit, now: float) -> None:
         stage = self.board.stages.get(message.stage)
@@ -199,7 +225,7 @@ class Samples:
                 streamed.append(group)
             elif group.id in self.board.ready_groups[self._flow.train_stage]:
                 self.retreat.record(group, "ready")
-        if complete := self.board.complete(streamed):
+        if complete := self.board.flows.complete(streamed):
             self.retreat.close(complete)
 
     # ---- after every event

@@ -1,16 +1,18 @@
 """The asyncio shell around the mind: sockets, clock, disk. It decides nothing."""
 
 import asyncio
+import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from flowrt.clock import Clock, MonotonicClock
+from flowrt.controller.books import Books
 from flowrt.controller.core import OBSERVER, Core
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Record, Said, Send, StepClosed, Tick
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
@@ -19,7 +21,7 @@ from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
 from flowrt.wire.link import ServerLink
-from flowrt.wire.records import Column
+from flowrt.wire.records import Column, Position
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -45,13 +47,12 @@ class Server:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
-        self._columns = columns
-        self._config = config
-        self._heartbeat_s = heartbeat_s
-        self._wait_s = wait_s
+        times = (heartbeat_s, wait_s, core.settings.lane_s)
+        self._welcome = m.Welcome(0, *times, core.settings.store_bytes, columns, config, Position())
         self._clock = clock or MonotonicClock()
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
-        self.journal = Journal(run_dir, self._clock.now())
+        self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
+        self._books = Books(self.ledger, self.journal)
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
         self._worker_of: dict[bytes, WorkerId] = {}
         self._peer_of: dict[WorkerId, bytes] = {}
@@ -130,11 +131,7 @@ class Server:
             await asyncio.sleep(TICK_S)
             self._handle(Tick())
             self._status()
-            try:
-                self.ledger.commit()
-            except FlowError as error:
-                log.error("%s", error)
-                self.end(str(error))
+            self._write(self.ledger.commit)
 
     # ---- in
 
@@ -148,7 +145,7 @@ class Server:
             self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
-                self.journal.report(worker, self._role_of[worker], message)
+                self._books.report(worker, self._role_of[worker], message, self._core.samples.window.step)
             self._handle(Said(worker, message))
             if isinstance(message, m.Bye):
                 self._forget(worker)
@@ -193,16 +190,8 @@ class Server:
         self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
         self._incarnations += 1
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        welcome = m.Welcome(
-            self._incarnations,
-            self._heartbeat_s,
-            self._wait_s,
-            self._core.settings.lane_s,
-            self._core.settings.store_bytes,
-            self._columns,
-            self._config,
-        )
-        self._send(worker, welcome)
+        position = self._core.position_for(hello.role)
+        self._send(worker, dataclasses.replace(self._welcome, incarnation=self._incarnations, position=position))
         self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
 
     def _handle(self, event: Event) -> None:
@@ -239,15 +228,14 @@ class Server:
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
                 self._forget(worker)
-            case Record():
-                self.ledger.add(command, now)
-                if command.state == "in_flight":
-                    self.journal.training_began(now)
-            case StepClosed():
-                self.journal.step(command, now)
+            case Persist(worker, request):
+                if self._write(self._books.persist):
+                    self._send(worker, m.Committed(request, (), ""))
             case End():
                 log.info("the run ends: %s", command.reason)
                 self._ended.set()
+            case _:
+                self._books.enter(command, now)
 
     def _send(self, worker: WorkerId, message: m.Message) -> None:
         peer = self._peer_of.get(worker)
@@ -260,6 +248,16 @@ class Server:
         if peer is not None:
             self._worker_of.pop(peer, None)
         self._alone.set()
+
+    def _write(self, write: Callable[[], None]) -> bool:
+        """Write to disk; one that refuses ends the run."""
+        try:
+            write()
+        except (FlowError, OSError) as error:
+            log.error("%s", error)
+            self.end(str(error))
+            return False
+        return True
 
     def end(self, reason: str, code: int = EXIT_FAILED) -> None:
         """End the run from outside the mind: a signal, a full disk, a worker that breaks the rules."""

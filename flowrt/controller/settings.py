@@ -9,7 +9,7 @@ from flowrt.controller.dispatch import Dispatch
 from flowrt.controller.sharing import OnDemand, Sharing
 from flowrt.controller.versions import Refresh
 from flowrt.errors import ConfigError
-from flowrt.wire.records import ITEM_BYTES, Column, Stage
+from flowrt.wire.records import ITEM_BYTES, Column, Position, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +89,4 @@ class Settings:
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
     store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
     stall_s: float = 300.0
+    position: Position = field(default_factory=Position)  # where a run that is resumed goes on

@@ -1,11 +1,15 @@
 """Slots and groups: what exists of each sample, who holds it, who works on it. Plain state, no policy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.wire.records import LaneTurn
 
 NO_STEP = -1
+NO_TENSORS: Mapping[str, "Holding"] = MappingProxyType({})
+NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +55,11 @@ class Group:
         self.epoch = epoch
         self.at_least = at_least
         self.slots: list[Slot] = []
-        self.tensors: dict[str, Holding] = {}
+        self.tensors = NO_TENSORS
+
+    def keep(self, column: str, holding: Holding) -> None:
+        """Somebody has this column of the whole group."""
+        self.tensors = {**self.tensors, column: holding}
 
     def oldest_version(self) -> int | None:
         """Oldest version of any finished member, or that a running member may have started with."""
@@ -61,7 +69,10 @@ class Group:
 
 
 class Slot:
-    """The controller's row for one sample. (No dataclass: those take five times as long to make.)"""
+    """The controller's row for one sample.
+
+    Many are made: no dataclass, which takes five times as long, and no table before there is something in it.
+    """
 
     __slots__ = ("attempt", "done", "group", "id", "inline", "leases", "member", "spans", "spans_of", "tensors")
 
@@ -70,8 +81,8 @@ class Slot:
         self.group = group
         self.member = member
         self.attempt = 0
-        self.tensors: dict[str, Holding] = {}
-        self.inline: dict[str, float] = {}
+        self.tensors = NO_TENSORS
+        self.inline = NO_NUMBERS
         self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …
         self.spans_of = ""  # the stage that generated
         self.done = 0  # one bit a stage, see Board.bits
@@ -79,6 +90,17 @@ class Slot:
 
     def has(self, column: str) -> bool:
         return column in self.tensors or column in self.inline or column in self.group.tensors
+
+    def keep(self, column: str, holding: Holding) -> None:
+        """Somebody has this column."""
+        self.tensors = {**self.tensors, column: holding}
+
+    def forget(self, column: str) -> Holding | None:
+        """The column is not there any more; returns who had it, if it was a tensor."""
+        self.inline = {name: value for name, value in self.inline.items() if name != column}
+        held = self.tensors.get(column)
+        self.tensors = {name: one for name, one in self.tensors.items() if name != column}
+        return held
 
     def holding(self, column: str) -> Holding | None:
         """Who has a tensor column of this slot or of its group; None for what is inline or not there."""

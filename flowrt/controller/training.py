@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from flowrt.controller.batchers import Batcher, GroupCount
 from flowrt.controller.board import Board
-from flowrt.controller.events import Command, Send, StepClosed
+from flowrt.controller.events import Command, Persist, Send, StepClosed
 from flowrt.controller.grants import closed, grant
 from flowrt.controller.planning import StepPlan, micro_batch
 from flowrt.controller.retreat import Retreat
@@ -17,7 +17,7 @@ from flowrt.controller.transfers import Lanes
 from flowrt.controller.waits import Parked
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.wire.messages import Pull, StepDone
+from flowrt.wire.messages import Pull, Saved, StepDone
 from flowrt.wire.records import KEPT_TOKENS, Values
 
 
@@ -129,3 +129,11 @@ class Training:
         self._out.append(done)
         self._retreat.close(trained)
         self._retreat.drop_expired()
+
+    def saved(self, worker: WorkerId, message: Saved) -> None:
+        """A checkpoint waits for the ledger: what the one has trained, the other has to know."""
+        if message.step != self._window.step:
+            raise RemoteProtocolError(
+                f"{worker} saved its state after {message.step} steps, but {self._window.step} are closed"
+            )
+        self._out.append(Persist(worker, message.request))

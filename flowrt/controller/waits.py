@@ -20,6 +20,7 @@ class Parked(Generic[Request]):
     worker: WorkerId
     request: Request
     since_s: float
+    refused: tuple[int, ...] = ()  # leases that a pull said were done, too late
 
 
 class WaitingRoom:

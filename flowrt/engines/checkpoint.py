@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: in through `from_pretrained`, out through `save_pretrained`."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowrt.errors import EngineError
 
 
-def load_model(path: str | os.PathLike[str], device: str = "cpu") -> Any:
-    """The causal LM in a directory, in float32, with the attention that transformers prefers for it (mostly SDPA).
+def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """The causal LM in a directory, with the attention that transformers prefers for it (mostly SDPA).
 
     Raises EngineError when transformers cannot load it.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)
@@ -39,14 +40,22 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer aside, then rename: a checkpoint is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.part")
+    """Write model and tokenizer aside, then rename: it is there whole or not at all. An old one is replaced."""
+    aside, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
+    for left in (aside, old):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    if path.exists():
+        path.rename(old)
     aside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter once (tied ones under their first name), in the model's order."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Every parameter that is trained, once (tied ones under their first name), in the model's order.
+
+    In a model with adapters these are the adapters alone.
+    """
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}

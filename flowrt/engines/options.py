@@ -1,6 +1,9 @@
 """Options of the engines, without torch: recipes carry them."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -11,6 +14,12 @@ class TrainOptions:
     """Learning rate after the warm-up."""
     warmup_steps: int = 5
     """Optimiser steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall to min_lr."""
+    decay_steps: int = 0
+    """Optimiser steps over which it falls; 0: all that the run has left after the warm-up."""
+    min_lr: float = 0.0
+    """Where the learning rate ends when it falls."""
     beta1: float = 0.9
     """AdamW's decay of the gradient mean."""
     beta2: float = 0.95
@@ -21,3 +30,35 @@ class TrainOptions:
     """Gradients are clipped to this norm."""
     forward_tokens: int = 8192
     """Most padded tokens in one forward pass; a larger micro-batch is cut."""
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """The FSDP2 engine: parameters, gradients and optimiser state in shards over the ranks."""
+
+    gather: Literal["step", "pass"] = "step"
+    """When ranks hold whole parameters. step: from one step to the next, so that each works at its own pace; pass:
+    layer by layer in each forward pass, for models that do not fit otherwise, and ranks go in lock step."""
+    dtype: Dtype = "float32"
+    """Type of the parameters in forward passes and when they are published; the optimiser's own are float32
+    (float64 is for comparisons: then everything is)."""
+    recompute: bool = False
+    """Keep only each layer's input and compute the rest of its activations again in the backward pass."""
+    device: str = "auto"
+    """cpu, cuda, npu, or auto: whichever accelerator is there, else cpu."""
+    file_gb: float = 5.0
+    """Largest file of the model that is written at the end; a larger model is cut into several."""
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters in place of training all weights; needs flowrt[lora]."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = 16.0
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: str = "all-linear"
+    """Names of the layers that get one (q_proj,v_proj), or all-linear."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """What rollout workers receive: the adapters, which they then have too, or whole weights with these added."""

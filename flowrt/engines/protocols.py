@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -83,7 +84,10 @@ class TrainingBatch:
 
 
 class TrainEngine(Protocol):
-    """Trains; the gradient must not depend on how a step's samples are cut into micro-batches or ranks."""
+    """Trains; the gradient must not depend on how a step's samples are cut into micro-batches or ranks.
+
+    With several ranks each has an engine, and all methods but `accumulate` are called on all of them, in one order.
+    """
 
     def accumulate(self, batch: TrainingBatch) -> None:
         """Add the gradient of the *sum* of the batch's token losses."""
@@ -94,5 +98,27 @@ class TrainEngine(Protocol):
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The weights to publish, by name, in a fixed order."""
+        """The weights to publish, by name, in a fixed order; only those of rank 0 are looked at."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write all that the next steps depend on into a directory that exists: weights, optimiser, RNG, step count.
+
+        All ranks call it together. When it returns on rank 0, what every rank had to write is there.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Take up what `save` wrote; the steps that follow are those that would have followed, bit for bit.
+
+        All ranks call it together. Raises EngineError when the directory holds no state of this model.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradient that was accumulated for the present step."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the model into a new directory, where `from_pretrained` finds it; rank 0 writes."""
         ...

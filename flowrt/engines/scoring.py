@@ -16,6 +16,7 @@ def response_logprobs(
     Gradients flow when they are enabled. Right padding needs no mask: no real token can see what comes after it.
     """
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
+    padded = padded.to(next(model.parameters()).device)
     # Logits are wanted at the positions that predict responses, but a rectangle of them is what models give.
     logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
     return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded

@@ -6,6 +6,7 @@ has the right shapes and sizes (all zeros), so stores and lanes carry real bytes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from flowrt.engines.decoder import SimulatedDecoder
 from flowrt.engines.lengths import Lengths
 from flowrt.engines.pace import Device, Pace
 from flowrt.engines.protocols import Interrupt, Prompt, Response, TrainingBatch
+from flowrt.engines.state import read_tensors, write_tensors
 from flowrt.errors import EngineError
 from flowrt.transport.weights import Snapshot
 
@@ -189,6 +191,20 @@ class SimulatedTrainer:
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return self._weights
+
+    def save(self, directory: Path) -> None:
+        write_tensors(directory, self._weights)
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir()
+        self.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self._weights["weight"].copy_(read_tensors(directory)["weight"])
+        self.discard()
+
+    def discard(self) -> None:
+        self._tokens = 0
 
 
 class SimulatedScorer:

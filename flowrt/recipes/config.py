@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from flowrt.engines.options import TrainOptions
+from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class RolloutConfig:
 class TrainerConfig(TrainOptions):
     """Training."""
 
+    engine: Literal["torch", "fsdp"] = "torch"
+    """torch: each rank has a whole model; fsdp: models, gradients and optimiser state in shards over the ranks."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
     nodes: int = 1
@@ -100,6 +102,10 @@ class TrainerConfig(TrainOptions):
     """Write the trained model."""
     final_dir: str = ""
     """Where the trained model is written, on the host of trainer rank 0; empty: final in the run directory."""
+    fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    """The fsdp engine."""
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    """Low-rank adapters in place of training all weights (fsdp engine)."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,16 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run can be resumed from."""
+
+    every: int = 50
+    """Steps between checkpoints, of which the last step always is one; 0: none, a resumed run starts anew."""
+    keep: int = 2
+    """The newest so many are kept."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: GRPO with a strict staleness bound."""
 
@@ -189,6 +205,8 @@ class RunConfig:
     """Where the run is written; empty: runs/ and the time of the start."""
     threads: int = 1
     """CPU threads of each worker's torch."""
+    restarts: int = 3
+    """How often a local run goes back to its last checkpoint by itself when a trainer is lost."""
     data: DataConfig = field(default_factory=DataConfig)
     """Where problems come from."""
     build: BuildConfig = field(default_factory=BuildConfig)
@@ -201,6 +219,8 @@ class RunConfig:
     """Training."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What a run can be resumed from."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """Addresses and deadlines."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

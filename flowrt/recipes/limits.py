@@ -4,13 +4,14 @@ import shlex
 from operator import attrgetter
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import RunConfig, TrainerConfig
 
 ABOVE_ZERO = (
     "steps",
     "prompts_per_step",
     "group_size",
     "threads",
+    "checkpoint.keep",
     "build.hidden_size",
     "build.layers",
     "build.heads",
@@ -28,6 +29,7 @@ ABOVE_ZERO = (
     "trainer.micro_batch_tokens",
     "trainer.forward_tokens",
     "trainer.max_grad_norm",
+    "trainer.fsdp.file_gb",
     "controller.heartbeat_s",
     "controller.silence_s",
     "controller.lease_s",
@@ -37,6 +39,8 @@ ABOVE_ZERO = (
     "controller.join_s",
 )
 ZERO_OR_ABOVE = (
+    "restarts",
+    "checkpoint.every",
     "data.epochs",
     "data.eval_prompts",
     "warm_start.steps",
@@ -46,6 +50,9 @@ ZERO_OR_ABOVE = (
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
+    "trainer.decay_steps",
+    "trainer.min_lr",
+    "trainer.lora.rank",
     "trainer.step_tokens",
     "loss.clip_low",
     "loss.clip_high",
@@ -53,6 +60,7 @@ ZERO_OR_ABOVE = (
     "controller.store_gb",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
+DEVICES = ("auto", "cpu", "cuda", "npu")
 BELOW_ONE = ("trainer.beta1", "trainer.beta2")
 
 
@@ -72,6 +80,7 @@ def check_limits(config: RunConfig) -> None:
             raise ConfigError(f"{name} is {value}; use 0 or more, and less than 1")
     if not config.loss.correction_cap >= 1:
         raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
+    check_trainer(config.trainer)
     times = config.controller
     if times.lanes not in LANES:
         raise ConfigError(f"controller.lanes is {times.lanes!r}; use one of {', '.join(LANES)}")
@@ -81,6 +90,16 @@ def check_limits(config: RunConfig) -> None:
             "would count as gone between heartbeats; make it several times as long"
         )
     _check_hosts(config)
+
+
+def check_trainer(trainer: TrainerConfig) -> None:
+    """Raises ConfigError for what a training engine cannot do."""
+    if trainer.fsdp.device not in DEVICES:
+        raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
+    if trainer.engine == "torch" and trainer.lora.rank:
+        raise ConfigError("trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp")
+    if trainer.min_lr > trainer.lr:
+        raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
 
 
 def _check_hosts(config: RunConfig) -> None:

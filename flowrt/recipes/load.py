@@ -76,6 +76,12 @@ def from_toml(text: str) -> RunConfig:
     return merge(defaults(str(table["recipe"])), table, "the controller's configuration")
 
 
+def from_file(path: Path) -> RunConfig:
+    """The configuration that a run left in its directory. Raises ConfigError when it cannot be read, or is none."""
+    table = read_toml(path)
+    return merge(defaults(str(table.get("recipe", ""))), table, str(path))
+
+
 def to_toml(config: RunConfig) -> str:
     return tomli_w.dumps(dataclasses.asdict(config))
 

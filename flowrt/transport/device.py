@@ -13,7 +13,6 @@ IT HAS NOT RUN ON AN NPU.
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from flowrt.errors import TransferError
+from flowrt.transport.devices import has_cuda, has_npu, torch_npu
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
@@ -32,17 +32,6 @@ LOOK_S = 0.0002
 GROUP_PATIENCE = 4
 """The library's own timeout ends processes; ours, which only ends the lane, must come first by far."""
 _environment = threading.Lock()
-
-
-def has_cuda() -> bool:
-    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
-    return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
-
-
-def has_npu() -> bool:
-    """This process works on an NPU. torch_npu is never imported just to look."""
-    npu = getattr(torch, "npu", None)
-    return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
 
 
 class NcclTransport:
@@ -73,24 +62,20 @@ class HcclTransport:
     def __init__(self) -> None:
         self._device: int | None = None
         if has_npu():
-            import torch_npu
-
-            self._device = torch_npu.npu.current_device()
+            self._device = torch_npu().npu.current_device()
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
         if self._device is None:
             raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
-        import torch_npu
-
         rank = SENDER_RANK if sending else RECEIVER_RANK
-        kind: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        kind: Any = torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = kind.Options()
         options.is_high_priority_stream = False
         options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
-        torch_npu.npu.set_device(self._device)
+        torch_npu().npu.set_device(self._device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
         return DeviceChannel(group, store, torch.device("npu", self._device), deadline_s)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flowrt.transport.channel import Transport
-from flowrt.transport.device import HcclTransport, NcclTransport, has_cuda, has_npu
+from flowrt.transport.device import HcclTransport, NcclTransport
+from flowrt.transport.devices import has_cuda, has_npu
 from flowrt.transport.gloo import GlooTransport
 from flowrt.transport.rendezvous import local_address
 from flowrt.transport.shm import ShmTransport

@@ -24,10 +24,14 @@ from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
 from flowrt.wire.messages import Message
 
 _DRAIN_AT_MOST = 256
-_LINGER_MS = 500
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
-_ALIVE_EVERY_MS, _ALIVE_WITHIN_MS, _HANDSHAKE_MS = 1000, 15000, 5000
+_OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
 _UNREAD_AT_MOST = 1000  # messages of one peer that wait to be read; a peer that sends faster has to wait
+# A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are. That it
+# is gone is noticed within 17 s; to ask more often costs at thousands of workers. Sooner would be too soon: TCP waits
+# longer and longer to try again, so a link that was cut for 5 s speaks after up to 7 s, one of 10 s after up to 13 s.
+_HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 15000}
+_SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.RCVHWM: _UNREAD_AT_MOST, zmq.HANDSHAKE_IVL: 5000, **_HEARTBEATS}
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failure.UNKNOWN_KEY,
@@ -43,16 +47,15 @@ _NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN
 class _Socket:
     """What both ends share: a socket that calls back for every multipart message."""
 
-    def __init__(self, kind: int, beside: "_Socket | None" = None) -> None:
+    def __init__(
+        self, kind: int, beside: "_Socket | None" = None, options: dict[zmq.SocketOption, int] | None = None
+    ) -> None:
         self._context: zmq.Context[Any] = zmq.Context() if beside is None else beside._context
         self._shared = beside is not None
         self.socket = self._context.socket(kind)
         self._descriptor = int(self.socket.getsockopt(zmq.FD))
-        self.socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        for option, value in (_OPTIONS | (options or {})).items():
+            self.socket.setsockopt(option, value)
         # The calls below pyzmq's Python layer, which checks and converts on every call what is fixed here.
         self._send_frame = partial(BareSocket.send, self.socket)
         self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
@@ -176,6 +179,11 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
         raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
 
 
+def server_socket() -> _Socket:
+    """The controller's socket, not yet bound."""
+    return _Socket(zmq.ROUTER, options=_SERVER_OPTIONS)
+
+
 class ServerLink:
     """The controller's end.
 
@@ -192,9 +200,7 @@ class ServerLink:
     ) -> None:
         self._receive, self._garbled = receive, garbled
         self._keyed = keys is not None
-        self._raw = _Socket(zmq.ROUTER)
-        self._raw.socket.setsockopt(zmq.RCVHWM, _UNREAD_AT_MOST)
-        self._raw.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._raw = server_socket()
         self.gate = Gate({} if keys is None else keys.admitted, closed)
         self._asked: _Socket | None = None
         if keys is not None:
@@ -205,10 +211,6 @@ class ServerLink:
             self._raw.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
             self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
-        self._raw.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are.
-        self._raw.socket.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_EVERY_MS)
-        self._raw.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ALIVE_WITHIN_MS)
         on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
         self._monitor = _Monitor(self._raw.socket, on_event, self.gate.failed)
 

@@ -1,14 +1,13 @@
-"""The whole protocol: every message that workers and the controller exchange.
+"""The whole protocol: every message that workers and the controller exchange; tensors go over lanes that it orders.
 
-Workers speak to the controller only; tensors go from worker to worker over lanes that it orders. `Hello` is answered by
-`Welcome` or `Refused`, a ``request`` once by a message with its number: at once, or later when it had to be parked."""
+`Hello` is answered by `Welcome` or `Refused`, a ``request`` once by a message with its number, at once or later."""
 
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Values, Weights
+from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
-PROTOCOL = 3  # said in the greeting; both sides must speak the same one
+PROTOCOL = 4  # said in the greeting; both sides must speak the same one
 
 
 @dataclass(slots=True)
@@ -34,6 +33,7 @@ class Welcome:
     store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
     config: str  # the run's resolved configuration, TOML
+    position: Position  # where the run goes on; only sources are told the prompts that are done with
 
 
 @dataclass(slots=True)
@@ -107,6 +107,7 @@ class Pull:
     slots: int
     tokens: int
     step: int  # the optimiser step the puller works on; -1 outside training
+    done: Ints = ()  # leases of this stage, which makes nothing: the work on all their slots is done
 
 
 @dataclass(slots=True)
@@ -127,6 +128,7 @@ class Grant:
     parts: tuple[Part, ...]
     incoming: tuple[Incoming, ...]
     closed: bool  # nothing more will come: of this step (train stage), of the stream
+    refused: Ints = ()  # leases that the pull said were done, and that had ended before: their slots are served again
 
 
 @dataclass(slots=True)
@@ -184,6 +186,14 @@ class StepDone:
 
     step: int
     metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class Saved:
+    """trainer: my state after ``step`` steps is written aside; `Committed` once the ledger is on disk too."""
+
+    request: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -286,10 +296,7 @@ class Status:
     text: str
 
 
-# fmt: off
 Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
-    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Serve | Undelivered | Signal
-    | Publish | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)
-# fmt: on
-
+    | Withdraw | Commit | Committed | Abandon | Free | StepDone | Saved | Serve | Undelivered | Signal | Publish
+    | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL

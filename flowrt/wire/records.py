@@ -111,3 +111,20 @@ class BusySpan:
     kind: str
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Prompts of one epoch that are not to be offered again, packed as `positions` does."""
+
+    epoch: int
+    words: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run goes on: steps that are trained, prompts that are done with, and numbers of the summary so far."""
+
+    step: int = 0
+    passed: tuple[Passed, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()

@@ -259,7 +259,7 @@ def take(pair: pairs.Pair, sending: bool, columns: Any, **which: Any) -> "asynci
 
 
 def test_torch_npu_is_not_imported_to_look_for_a_device() -> None:
-    from flowrt.transport.device import has_npu
+    from flowrt.transport.devices import has_npu
 
     assert not has_npu()
     assert "torch_npu" not in sys.modules

@@ -52,7 +52,7 @@ class Stage:
     def issue(self, members: int, prompt: int, now: int) -> None:
         slots = self.issuing.group(members % 3 + 1, prompt).slots
         for slot in slots:
-            slot.inline["urgency"] = (prompt * 5 + members) % 8 / 4
+            slot.inline = {"urgency": (prompt * 5 + members) % 8 / 4}
         self.idle += slots
         if now % 2:
             self.come(7, 0, 0)
@@ -190,7 +190,7 @@ def test_a_slot_is_overtaken_by_no_more_later_groups_than_its_ageing_allows(
     waiting: dict[int, Slot] = {}
     for urgency, members, pulls, ahead in steps:
         for slot in (slots := issuing.group(members).slots):
-            slot.inline["urgency"] = urgency / 4
+            slot.inline = {"urgency": urgency / 4}
             waiting[slot.id] = slot
         queue.add(slots)
         for _ in range(pulls):

@@ -105,7 +105,7 @@ def test_a_group_is_ready_for_training_when_its_last_slot_is() -> None:
             assert ready(board, "train") == []
             do(board, slot, stage)
     assert ready(board, "train") == [group.id]
-    assert board.complete([group]) == []
+    assert board.flows.complete([group]) == []
 
 
 def test_a_stage_of_another_flow_is_never_ready() -> None:
@@ -116,7 +116,7 @@ def test_a_stage_of_another_flow_is_never_ready() -> None:
     assert ready(board, "reference") == ready(board, "train") == []
     assert ready(board, "evaluate") == [group.slots[0].id]
     do(board, group.slots[0], "evaluate")
-    assert board.complete([group]) == [group]
+    assert board.flows.complete([group]) == [group]
 
 
 def test_undo_takes_along_what_was_made_from_it_and_names_the_dead_copies() -> None:

@@ -28,7 +28,7 @@ def pull(room: int, not_yet: Collection[int] = (), elsewhere: Collection[int] = 
 def filled(policy: Priority, urgencies: list[float]) -> Queue:
     queue, slots = policy.queue(ROLLOUT), Issuing().many(len(urgencies))
     for slot, value in zip(slots, urgencies, strict=True):
-        slot.inline["urgency"] = value
+        slot.inline = {"urgency": value}
     queue.add(slots)
     return queue
 
@@ -52,12 +52,12 @@ def test_the_bound_on_overtaking_is_met_exactly_by_the_worst_arrivals(ageing: fl
     policy, issuing = Priority(urgency, ageing), Issuing()
     queue = policy.queue(ROLLOUT)
     calm = issuing.many(1)[0]
-    calm.inline["urgency"] = 0.0
+    calm.inline = {"urgency": 0.0}
     queue.add([calm])
     overtaken = 0
     while True:  # one most urgent slot comes for every one that leaves
         slot = issuing.many(1)[0]
-        slot.inline["urgency"] = 7.0
+        slot.inline = {"urgency": 7.0}
         queue.add([slot])
         if queue.take(pull(1)) == [calm]:
             break
@@ -69,9 +69,9 @@ def test_a_slot_keeps_the_urgency_it_came_with_until_it_comes_again() -> None:
     policy, slots = Priority(urgency, ageing=0.001), Issuing().many(2)
     queue = policy.queue(ROLLOUT)
     for slot in slots:
-        slot.inline["urgency"] = 1.0
+        slot.inline = {"urgency": 1.0}
     queue.add(slots)
-    slots[1].inline["urgency"] = 2.0
+    slots[1].inline = {"urgency": 2.0}
     queue.add(slots)
     assert ids(queue.take(pull(1))) == [0]
     queue.add(slots[:1])
@@ -151,7 +151,7 @@ def test_what_leaves_from_the_middle_is_swept() -> None:
     policy, slots = Priority(urgency, ageing=1.0), Issuing().many(100)
     queue = policy.queue(ROLLOUT)
     for slot in slots:
-        slot.inline["urgency"] = 0.0
+        slot.inline = {"urgency": 0.0}
     queue.add(slots)
     for _ in range(200):
         for slot in slots[50:]:

@@ -1,0 +1,77 @@
+"""A sharded training engine's state as safetensors, each rank its shards; read again on any number of ranks.
+
+Nothing in these files is code. Their names are those of `TorchTrainer`, whose files can be read here too.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from flowrt.engines.state import CPU_RNG
+from flowrt.errors import EngineError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Write the state; all ranks take part, and have written when this returns."""
+    state = _tensors(shards, optimizer)
+    state[_rng()] = torch.get_rng_state()
+    if dist.get_rank() == 0:
+        state["steps"] = torch.tensor(steps)
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+
+
+def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Read the state into the shards and the optimiser; returns the steps it was saved after. All ranks take part.
+
+    Raises EngineError when the directory holds no such state, or that of another model.
+    """
+    try:
+        known = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        if "steps" not in known:
+            raise EngineError(f"{directory} holds no state of a training engine; is the checkpoint complete?")
+        state = _tensors(shards, optimizer)
+        for name, tensor in state.items():
+            there = known.get(name)
+            if name.startswith("model.") and not (
+                isinstance(there, TensorStorageMetadata) and there.size == tensor.shape
+            ):
+                raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
+        state |= {"steps": torch.tensor(0), _rng(): torch.get_rng_state()}
+        state = {name: tensor for name, tensor in state.items() if name in known}
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
+    except (OSError, SafetensorError, ValueError, CheckpointException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
+    if _rng() in state:
+        torch.set_rng_state(state[_rng()])
+    steps = int(state["steps"])
+    for shard in shards.values():
+        optimizer.state[shard]["step"].fill_(float(steps))
+    return steps
+
+
+def _tensors(shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by name; the optimiser's exist from here on, as it would make them in its first step."""
+    state: dict[str, torch.Tensor] = {}
+    for name, shard in shards.items():
+        moments = optimizer.state[shard]
+        if not moments:
+            moments["step"] = torch.tensor(0.0)
+            moments.update({moment: torch.zeros_like(shard.detach()) for moment in MOMENTS})
+        state[f"model.{name}"] = shard.detach()
+        state |= {f"optimizer.{name}.{moment}": moments[moment] for moment in MOMENTS}
+    return state
+
+
+def _rng() -> str:
+    """Random numbers belong to a rank; one that was not there before keeps its own."""
+    return f"{CPU_RNG}.{dist.get_rank()}"

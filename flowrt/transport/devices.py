@@ -1,0 +1,116 @@
+"""The devices that flowrt computes on and moves tensors between: CPU, CUDA, Ascend NPU.
+
+The only file that imports torch_npu, and never just to look. Everything about NPUs is written against torch_npu's
+interface and HAS NOT RUN ON AN NPU.
+"""
+
+import importlib.util
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flowrt.errors import ConfigError
+
+Kind = Literal["cpu", "cuda", "npu"]
+BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this process uses of a device's memory, the most it has used, and all there is."""
+
+    used_bytes: int
+    peak_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of this machine; `choose` makes it."""
+
+    kind: Kind
+    index: int = 0
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
+
+    @property
+    def backend(self) -> str:
+        """For `init_process_group`: tensors in host memory go by gloo, those of a device by its own library."""
+        return "gloo" if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
+
+    def use(self) -> None:
+        """Make it the calling thread's current device: threads of a pool have one each."""
+        if self.kind != "cpu":
+            self._module().set_device(self.index)
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self.kind != "cpu":
+            self._module().synchronize(self.index)
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators, the device's own with them."""
+        torch.manual_seed(seed)
+
+    def memory(self) -> Memory:
+        if self.kind == "cpu":
+            page = os.sysconf("SC_PAGE_SIZE")
+            used = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return Memory(used, max(used, peak), os.sysconf("SC_PHYS_PAGES") * page)
+        module = self._module()
+        _, total = module.mem_get_info(self.index)
+        return Memory(module.memory_allocated(self.index), module.max_memory_allocated(self.index), total)
+
+    def _module(self) -> Any:
+        return torch_npu().npu if self.kind == "npu" else torch.cuda
+
+
+def choose(name: str, local_rank: int = 0) -> Device:
+    """The device for a process: cpu, cuda, npu, or auto (whichever accelerator is here, else cpu).
+
+    Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError when there are too few.
+    """
+    if name == AUTO:
+        name = "cuda" if torch.cuda.is_available() else "npu" if _npu_plugged_in() else "cpu"
+    if name == "cpu":
+        return Device("cpu")
+    if name not in BACKENDS:
+        raise ConfigError(f"there is no device {name!r}; use auto, {', '.join(BACKENDS)}")
+    count = torch.cuda.device_count() if name == "cuda" else int(torch_npu().npu.device_count())
+    if local_rank >= count:
+        raise ConfigError(f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here")
+    return Device("cuda" if name == "cuda" else "npu", local_rank)
+
+
+def has_cuda() -> bool:
+    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
+    return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
+
+
+def has_npu() -> bool:
+    """This process works on an NPU."""
+    npu = getattr(torch, "npu", None)
+    return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
+
+
+def torch_npu() -> Any:
+    """The module torch_npu, imported when first asked for. Raises ConfigError when it is not installed."""
+    try:
+        return importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise ConfigError(
+            f"an NPU needs torch_npu of the same version as torch {torch.__version__}: {error}"
+        ) from error
+
+
+def _npu_plugged_in() -> bool:
+    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None

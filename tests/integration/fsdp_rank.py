@@ -1,0 +1,109 @@
+"""One rank of an FSDP2 trainer under torchrun: does what a plan of JSON lines says, on samples fixed by the step."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from flowrt.algorithms import GrpoLoss
+from flowrt.engines.fsdp import FsdpTrainer
+from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
+from flowrt.engines.protocols import TrainingBatch
+from flowrt.transport.devices import Device
+
+SAMPLES = 24
+OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12)
+
+
+def samples(step: int) -> TrainingBatch:
+    """All samples of a step, the same wherever and however it is trained."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, 20, (SAMPLES, 2), generator=generator).tolist()
+    return TrainingBatch(
+        [torch.randint(2, 32, (p,), generator=generator) for p, _ in lengths],
+        [torch.randint(2, 32, (r,), generator=generator) for _, r in lengths],
+        [-3.5 + 0.3 * torch.randn(r, generator=generator) for _, r in lengths],
+        [-3.5 + 0.3 * torch.randn(r, generator=generator) for _, r in lengths],
+        torch.randn(SAMPLES, generator=generator),
+        torch.ones(SAMPLES),
+    )
+
+
+def some(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
+    assert batch.reference_logprobs is not None
+    return TrainingBatch(
+        [batch.prompts[row] for row in rows],
+        [batch.responses[row] for row in rows],
+        [batch.rollout_logprobs[row] for row in rows],
+        [batch.reference_logprobs[row] for row in rows],
+        batch.advantages_N[rows],
+        batch.weights_N[rows],
+    )
+
+
+def share(step: int, rank: int, ranks: int) -> list[list[int]]:
+    """Micro-batches of a rank, as if each pulled at its own pace: in each step another rank gets none at all."""
+    working = [one for one in range(ranks) if ranks == 1 or one != step % ranks]
+    if rank not in working:
+        return []
+    place = working.index(rank)
+    mine = [row for row in range(SAMPLES) if (row * row + step) % len(working) == place]
+    size = 2 + (step + rank) % 5
+    return [mine[start : start + size] for start in range(0, len(mine), size)]
+
+
+def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    metrics = []
+    for step in range(first, last):
+        batch = samples(step)
+        for rows in share(step, rank, ranks):
+            engine.accumulate(some(batch, rows))
+        metrics.append(engine.step())
+    return metrics
+
+
+def carry_out(order: dict[str, Any], model: Path) -> None:
+    """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
+    engine = FsdpTrainer(
+        model,
+        Device("cpu"),
+        dataclasses.replace(OPTIONS, **order.get("options", {})),
+        GrpoLoss(),
+        fsdp=FsdpOptions(**order.get("fsdp", {})),
+        lora=LoraOptions(**order.get("lora", {})),
+        correction_cap=2.0,
+        temperature=1.0,
+    )
+    if "load" in order:
+        engine.load(Path(order["load"]))
+    if order.get("discard"):
+        engine.accumulate(some(samples(99), [0, 1, 2]))
+        engine.discard()
+    metrics = train(engine, *order["steps"])
+    if "save" in order:
+        engine.save(Path(order["save"]))
+    if "export" in order:
+        engine.export(Path(order["export"]))
+    weights = engine.parameters()
+    if dist.get_rank() == 0:
+        whole = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+        save_file(whole, order["out"] + ".safetensors")
+        Path(order["out"] + ".json").write_text(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for line in Path(sys.argv[2]).read_text().splitlines():
+        carry_out(json.loads(line), Path(sys.argv[1]))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,116 @@
+"""What a training engine saves is all that its next steps depend on; what it discards leaves no trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrt.algorithms import GrpoLoss
+from flowrt.engines.build import build_model
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.protocols import TrainingBatch
+from flowrt.engines.torch_train import TorchTrainer
+from flowrt.errors import EngineError
+
+WARMUP = 6  # longer than the steps before the save: the count of steps shows in the learning rate
+
+
+def trainer(seed: int = 3, hidden_size: int = 32) -> TorchTrainer:
+    model = build_model(
+        vocab_size=24, hidden_size=hidden_size, layers=1, heads=2, intermediate_size=48, max_length=64, seed=seed
+    )
+    options = TrainOptions(warmup_steps=WARMUP, weight_decay=0.01)
+    return TorchTrainer(model, options, GrpoLoss(kl_coef=0.0), correction_cap=2.0, temperature=1.0)
+
+
+def batch(seed: int) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(4, 5), (3, 7), (6, 2)]
+    return TrainingBatch(
+        [torch.randint(2, 24, (p,), generator=generator) for p, _ in rows],
+        [torch.randint(2, 24, (r,), generator=generator) for _, r in rows],
+        [-3.0 + 0.3 * torch.randn(r, generator=generator) for _, r in rows],
+        None,
+        torch.randn(len(rows), generator=generator),
+        torch.ones(len(rows)),
+    )
+
+
+def train(engine: TorchTrainer, steps: range) -> list[dict[str, float]]:
+    metrics = []
+    for step in steps:
+        engine.accumulate(batch(2 * step))
+        engine.accumulate(batch(2 * step + 1))
+        metrics.append(engine.step())
+    return metrics
+
+
+def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
+    theirs = other.parameters()
+    for name, tensor in one.parameters().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, steps_before: int) -> None:
+    first = trainer()
+    train(first, range(steps_before))
+    first.save(tmp_path)
+    random_after = torch.rand(4)
+    after = train(first, range(steps_before, 8))
+    second = trainer(seed=4)
+    second.accumulate(batch(99))  # what was begun before the load is void
+    second.load(tmp_path)
+    assert torch.equal(torch.rand(4), random_after)
+    assert train(second, range(steps_before, 8)) == after
+    assert_same(first, second)
+
+
+def test_weights_alone_would_not_do(tmp_path: Path) -> None:
+    """The check above would notice an optimiser or a count of steps that was not taken up."""
+    first = trainer()
+    train(first, range(3))
+    first.save(tmp_path)
+    second = trainer(seed=4)
+    second.load(tmp_path)
+    second._optimizer.state.clear()
+    assert train(first, range(3, 5))[-1] != train(second, range(3, 5))[-1]
+    third = trainer(seed=4)
+    third.load(tmp_path)
+    third._steps = 0
+    assert train(third, range(3, 4))[0]["lr"] < train(trainer(), range(4))[-1]["lr"]
+
+
+def test_a_discarded_gradient_leaves_no_trace() -> None:
+    plain, interrupted = trainer(), trainer()
+    train(plain, range(2))
+    train(interrupted, range(1))
+    interrupted.accumulate(batch(50))
+    interrupted.discard()
+    train(interrupted, range(1, 2))
+    assert_same(plain, interrupted)
+    kept = trainer()
+    train(kept, range(1))
+    kept.accumulate(batch(50))
+    train(kept, range(1, 2))
+    names = plain.parameters()
+    assert any(not torch.equal(tensor, names[name]) for name, tensor in kept.parameters().items())
+
+
+def test_nothing_in_it_is_pickled(tmp_path: Path) -> None:
+    engine = trainer()
+    train(engine, range(1))
+    engine.save(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+
+
+def test_an_empty_directory_a_damaged_file_and_another_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="holds no state of a training engine"):
+        trainer().load(tmp_path)
+    trainer(hidden_size=64).save(tmp_path)
+    with pytest.raises(EngineError, match="state of another model"):
+        trainer().load(tmp_path)
+    [path] = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="cannot be read"):
+        trainer().load(tmp_path)

@@ -1,0 +1,93 @@
+"""The engines that a configuration names."""
+
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flowrt.algorithms import GrpoLoss
+from flowrt.engines.checkpoint import load_model, load_tokenizer
+from flowrt.engines.lora import add_adapters
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.protocols import RolloutEngine, TrainEngine
+from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.engines.torch_train import TorchTrainer
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.paths import model_dir
+from flowrt.transport.devices import Device, choose
+
+
+def train_engine(config: RunConfig) -> TrainEngine:
+    """The training engine of this rank; where there are several, they meet here."""
+    trainer = config.trainer
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != trainer.ranks:
+        raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {trainer.ranks}")
+    sharded = trainer.engine == "fsdp"
+    device = choose(trainer.fsdp.device if sharded else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
+    device.use()
+    if ranks > 1 or sharded:
+        _meet(device, config.controller.stall_s)
+    options = _options(config)
+    loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
+    cap, temperature = config.loss.correction_cap, config.rollout.temperature
+    if not sharded:
+        model = load_model(model_dir(config))
+        return TorchTrainer(model, options, loss, correction_cap=cap, temperature=temperature)
+    from flowrt.engines.fsdp import FsdpTrainer
+
+    return FsdpTrainer(
+        Path(model_dir(config)),
+        device,
+        options,
+        loss,
+        fsdp=trainer.fsdp,
+        lora=trainer.lora,
+        correction_cap=cap,
+        temperature=temperature,
+        seed=config.seed,
+    )
+
+
+def rollout_engine(config: RunConfig) -> RolloutEngine:
+    """A rollout engine that takes what the training engine publishes."""
+    path = model_dir(config)
+    return TorchRollout(
+        _published_model(config),
+        eos_id=load_tokenizer(path).eos_token_id,
+        rows=1 if config.deterministic else config.rollout.rows,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        recompute=config.rollout.recompute,
+    )
+
+
+def _published_model(config: RunConfig) -> Any:
+    """The model in the type in which its weights come, with adapters if these are what comes."""
+    trainer = config.trainer
+    if trainer.engine == "torch":
+        return load_model(model_dir(config))
+    model = load_model(model_dir(config), dtype=getattr(torch, trainer.fsdp.dtype))
+    adapted = trainer.lora.rank and trainer.lora.publish == "adapters"
+    return add_adapters(model, trainer.lora).to(model.dtype) if adapted else model
+
+
+def _options(config: RunConfig) -> TrainOptions:
+    options: TrainOptions = config.trainer
+    if options.decay_steps:
+        return options
+    return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))
+
+
+def _meet(device: Device, deadline_s: float) -> None:
+    """The process group of all ranks; of one alone where no launcher has said otherwise."""
+    deadline = timedelta(seconds=deadline_s)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(device.backend, timeout=deadline)
+    else:
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)

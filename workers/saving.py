@@ -1,0 +1,119 @@
+"""Checkpoints of the trainer: written aside, made certain, renamed, and only then are older ones taken away."""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from flowrt.client.session import Session
+from flowrt.engines.checkpoint import load_tokenizer
+from flowrt.engines.protocols import TrainEngine
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.paths import checkpoint_dir, checkpoint_steps, kept_model_dir, model_dir
+
+log = logging.getLogger("flowrt")
+
+
+class Checkpoints:
+    """Saves and loads the state of a training engine; every rank has one, and they act together."""
+
+    def __init__(self, session: Session, config: RunConfig, engine: TrainEngine) -> None:
+        self._session = session
+        self._config = config
+        self._engine = engine
+        self._run_dir = Path(config.run_dir)
+        self._saved = session.welcome.position.step  # the steps of the newest one
+        self._leads = not dist.is_initialized() or dist.get_rank() == 0
+
+    async def load(self) -> int:
+        """Take up the checkpoint that the controller goes on from, if there is one; returns the steps that are done."""
+        step = self._session.welcome.position.step
+        if step:
+            with self._session.timeline.busy("load"):
+                await asyncio.to_thread(self._engine.load, checkpoint_dir(self._run_dir, step))
+            log.info("going on after step %d", step - 1)
+        return step
+
+    async def save_if_due(self, step: int) -> None:
+        """Save if ``step`` steps are done and one is due after so many."""
+        if self._config.checkpoint.every and step % self._config.checkpoint.every == 0:
+            await self.save(step)
+
+    async def save(self, step: int) -> None:
+        """Save the state after ``step`` steps, unless it is saved already, or no checkpoints are wanted."""
+        if step == self._saved or not self._config.checkpoint.every:
+            return
+        with self._session.timeline.busy("save"):
+            whole = checkpoint_dir(self._run_dir, step)
+            aside = whole.with_name(f".{whole.name}.part")
+            if self._leads:
+                await asyncio.to_thread(self._make_room, aside)
+            if dist.is_initialized():
+                await asyncio.to_thread(dist.barrier)
+            await asyncio.to_thread(self._engine.save, aside)
+            if self._leads:
+                await asyncio.to_thread(self._complete, aside)
+                # A checkpoint must never know of a step of which the ledger does not.
+                await self._session.saved(step)
+                await asyncio.to_thread(self._publish, aside, whole)
+        self._saved = step
+
+    def _make_room(self, aside: Path) -> None:
+        """An empty directory; what earlier lives of the run left unfinished goes."""
+        aside.parent.mkdir(exist_ok=True)
+        for left in aside.parent.glob(".step-*"):
+            shutil.rmtree(left)
+        aside.mkdir()
+        if self._config.model:
+            keep_model(Path(self._config.model), kept_model_dir(self._run_dir))
+
+    def _complete(self, aside: Path) -> None:
+        load_tokenizer(model_dir(self._config)).save_pretrained(aside)
+        for path in _walk(aside):
+            _sync(path)
+
+    def _publish(self, aside: Path, whole: Path) -> None:
+        aside.rename(whole)
+        _sync(whole.parent)
+        for step in checkpoint_steps(self._run_dir)[: -self._config.checkpoint.keep]:
+            old = checkpoint_dir(self._run_dir, step)
+            gone = old.with_name(f".{old.name}.old")
+            old.rename(gone)  # first: half of a checkpoint must not look like one
+            shutil.rmtree(gone)
+
+
+def keep_model(model: Path, kept: Path) -> None:
+    """Keep the model that the run started from in the run directory, as links to its files where that is possible."""
+    if kept.exists() or kept.resolve() == model.resolve():
+        return
+    aside = kept.with_name(f".{kept.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(model, aside, copy_function=_link_or_copy)
+    for path in _walk(aside):
+        _sync(path)
+    aside.rename(kept)
+    _sync(kept.parent)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    yield from directory.rglob("*")
+    yield directory
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
