@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flowrt.recipes.load import defaults, to_toml
+from flowrt.recipes.paths import checkpoint_steps
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
+CORES = 4  # of a node: each worker has one to itself
 JOB_S = 180.0
 SMALL = [
     *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
@@ -38,7 +40,16 @@ class Site:
     def __init__(self, cluster: Any, directory: Path, *flags: str) -> None:
         self.cluster = cluster
         self.directory = directory
-        words = [str(FLOWRT), "templates", str(directory), "--runs", str(directory / "jobs"), "--cpus", "1", *flags]
+        words = [
+            str(FLOWRT),
+            "templates",
+            str(directory),
+            "--runs",
+            str(directory / "jobs"),
+            "--cpus",
+            str(CORES),
+            *flags,
+        ]
         subprocess.run(words, check=True, timeout=60, capture_output=True)
 
     def submit(self, template: str, *arguments: object) -> str:
@@ -64,7 +75,7 @@ class Site:
     def nodes(self, number: str) -> dict[str, int]:
         """How many steps of the job each node has run (the batch script is none)."""
         logs = {path.stem.removeprefix("slurmd-"): path for path in self.cluster.directory.glob("slurmd-n*.log")}
-        return {name: path.read_text().count(f"launch task StepId={number}.") for name, path in logs.items()}
+        return {name: path.read_text().count(f"(StepId={number}.") for name, path in logs.items()}
 
 
 def test_one_node_and_workers_that_join_from_an_array(cluster: Any, model: Path, tmp_path: Path) -> None:
@@ -95,7 +106,27 @@ def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_pa
     site.finish(number)
     controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
     assert all(f"trainer-{rank} joined" in controller for rank in range(2))
-    assert sorted(site.nodes(number).values()) + sorted(site.nodes(str(int(number) + 1)).values())
+    # SLURM picks the nodes of each component: two of them train, the third generates.
+    assert sorted(site.nodes(number).values()) == [0, 1, 1]
+    assert sorted(site.nodes(str(int(number) + 1)).values()) == [0, 0, 1]
+
+
+def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path)
+    flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "4"]
+    number = site.submit("one_node.sbatch", "--model", model, *SMALL, *flags)
+    run = site.job(number) / "run"
+    cluster.wait_until(lambda: checkpoint_steps(run), JOB_S, lambda: site.log(number))
+    cluster.run("scontrol", "requeue", number)
+    cluster.wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", 30.0, lambda: site.log(number))
+    kept = max(checkpoint_steps(run))
+    cluster.run("scontrol", "update", f"job={number}", "StartTime=now")  # SLURM would wait for two minutes
+    summary = site.finish(number)
+    assert cluster.job(number)["Restarts"] == "1"
+    assert f"going on after step {kept - 1}" in (run / "logs" / "controller.log").read_text()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(24))
+    assert summary["steps"] == 24
 
 
 def test_a_run_that_fails_fails_its_job(cluster: Any, tmp_path: Path) -> None:
