@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else EXIT_BAD_INPUT
     if words[0] not in COMMANDS:
         there_is = ", ".join(COMMANDS)
-        errors.print(f"flowrt: there is no command {words[0]!r}; there is: {there_is}", highlight=False, markup=False)
+        said = f"flowrt: there is no command {words[0]!r}; there is: {there_is}"
+        errors.print(said, highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     try:
         return COMMANDS[words[0]](words[1:])
