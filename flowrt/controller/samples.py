@@ -76,7 +76,7 @@ class Samples:
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif fault := self._done_fault(message):
+        elif message.done and (fault := self._done_fault(message)):
             self._send(worker, Refused(message.request, fault))
         else:
             if message.done:
@@ -147,7 +147,7 @@ class Samples:
 
     def _done_fault(self, pull: Pull) -> str:
         stage = self.board.stages[pull.stage]
-        if pull.done and (stage.makes or stage.whole_groups):
+        if stage.makes or stage.whole_groups:
             return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
         return ""
 

@@ -221,9 +221,10 @@ class Server:
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
+        if isinstance(command, Send):  # nearly all of them
+            self._send(command.worker, command.message)
+            return
         match command:
-            case Send(worker, message):
-                self._send(worker, message)
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))

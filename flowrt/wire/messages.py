@@ -1,6 +1,4 @@
-"""The whole protocol: every message that workers and the controller exchange; tensors go over lanes that it orders.
-
-`Hello` is answered by `Welcome` or `Refused`, a ``request`` once by a message with its number, at once or later."""
+"""The whole protocol: every message. A ``request`` is answered once, by a message with its number."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -107,7 +105,7 @@ class Pull:
     slots: int
     tokens: int
     step: int  # the optimiser step the puller works on; -1 outside training
-    done: Ints = ()  # leases of this stage, which makes nothing: the work on all their slots is done
+    done: Ints = ()  # leases of this stage, which makes nothing: all their slots are done
 
 
 @dataclass(slots=True)
