@@ -38,6 +38,10 @@ class Site:
     """GPUs of a node, as --gpus-per-node takes them (8, or a100:8); empty: none are asked for."""
     rollout_gpus: str = ""
     """GPUs of a generating node of a heterogeneous job; empty: as many."""
+    npus: str = "npu:8"
+    """Ascend NPUs of a node, as --gres takes them (for ascend.sbatch alone)."""
+    cann: str = "/usr/local/Ascend/ascend-toolkit"
+    """Where CANN is installed (for ascend.sbatch alone)."""
     cpus: int = 4
     """CPU cores of each worker."""
     time: str = "24:00:00"
@@ -66,6 +70,7 @@ def placeholders(site: Site) -> dict[str, str]:
         "GPUS": site.gpus,
         "ROLLOUT_GPUS": site.rollout_gpus or site.gpus,
         "ONE_GPU": _one(site.rollout_gpus or site.gpus),
+        "NPUS": site.npus,
         "TIME": site.time,
         "RECIPE": site.recipe,
     }
@@ -87,7 +92,7 @@ def placeholders(site: Site) -> dict[str, str]:
         "TRAINER_STEP": f"{steps} --gpus-per-node={site.gpus}" if site.gpus else steps,
         "ROLLOUT_STEP": f"--nodes=1 --ntasks=1 --cpus-per-task={site.cpus}{' --gpus-per-task=1' if site.gpus else ''}",
     }
-    paths = {"BIN": Path(sys.executable).parent, "RUNS": Path(site.runs).absolute()}
+    paths = {"CANN": Path(site.cann), "BIN": Path(sys.executable).parent, "RUNS": Path(site.runs).absolute()}
     return {
         **header,
         **{name: str(value) for name, value in numbers.items()},
