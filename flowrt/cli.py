@@ -12,6 +12,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
        flowrt resume RUN [--steps N]
        flowrt ledger RUN [--prompt N [--epoch E]]
        flowrt keys DIR [NAME ...]
+       flowrt doctor [--config FILE] [--on WORDS --nodes N] [--controller ADDRESS] [--json | --merge FILE ...]
        flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
@@ -21,6 +22,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
+  flowrt doctor                            can a run go well on this machine? --on 'srun ...': on these nodes?
   flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
@@ -44,6 +46,13 @@ def _keys(words: list[str]) -> int:
     write_keys(Path(words[0]), words[1:], new_pair)
     sys.stdout.write(f"keys in {words[0]}: use them with flowrt run --controller.keys {words[0]}, or {KEYS_HINT}\n")
     return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from flowrt.launch.doctor import doctor
+
+    code: int = doctor(words, Console())
+    return code
 
 
 def _templates(words: list[str]) -> int:
@@ -91,6 +100,7 @@ def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[st
 
 # In the order of the messages that name them.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "doctor": _doctor,
     "keys": _keys,
     "ledger": _ledger,
     "resume": _resume,
