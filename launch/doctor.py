@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flowrt.launch.checks import Finding, State, Wanted, is_well, judge, wanted
 from flowrt.launch.facts import PROBE_S, START_S, Facts, from_json, gather
-from flowrt.launch.memory import estimate, host_bytes, shape_of
+from flowrt.launch.memory import Shape, estimate, host_bytes, shape_of
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +47,7 @@ class Order:
     keys: str
     on: tuple[str, ...]
     nodes: int
+    deadline_s: float
 
 
 def doctor(arguments: Sequence[str], console: Console) -> int:
@@ -55,17 +56,22 @@ def doctor(arguments: Sequence[str], console: Console) -> int:
     given = parser.parse_args(list(arguments))
     config = from_file(Path(given.config)) if given.config else parse([])
     config = dataclasses.replace(config, run_dir=given.run_dir or config.run_dir, model=given.model or config.model)
-    order = Order(config, given.controller, given.peers, given.keys, tuple(shlex.split(given.on)), given.nodes)
+    try:
+        on = tuple(shlex.split(given.on))
+    except ValueError as error:
+        raise ConfigError(f"--on cannot be cut into words ({error}): {given.on!r}; mind the quotes") from None
+    order = Order(config, given.controller, given.peers, given.keys, on, given.nodes, given.deadline_s)
     if given.json:
         sys.stdout.write(_look(order).to_json() + "\n")
         return EXIT_OK
+    shape = shape_of(config)
     if given.merge:
         all_facts = [facts for path in given.merge for facts in _read(Path(path))]
     elif order.on:
         all_facts = run_loop(_look_everywhere(order))
     else:
         all_facts = [_look(order)]
-    findings = judge(sorted(all_facts, key=lambda facts: facts.node), _wanted(order, len(all_facts)))
+    findings = judge(sorted(all_facts, key=lambda facts: facts.node), _wanted(order, shape, len(all_facts)))
     return report(findings, console)
 
 
@@ -115,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory that flowrt keys made")
     parser.add_argument("--on", default="", help="words that start a command on all nodes at once, srun and its flags")
     parser.add_argument("--nodes", type=int, default=1, help="how many nodes that is")
+    parser.add_argument("--deadline-s", type=float, default=PROBE_S, help="for the controller and the others to answer")
     parser.add_argument("--json", action="store_true", help="print this node's facts as one line")
     parser.add_argument(
         "--merge", nargs="+", default=[], metavar="FILE", help="judge what --json has printed on each node"
@@ -122,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _wanted(order: Order, nodes: int) -> Wanted:
-    needs = estimate(order.config, shape_of(order.config))
+def _wanted(order: Order, shape: Shape, nodes: int) -> Wanted:
+    needs = estimate(order.config, shape)
     trainer = order.config.trainer
     device = trainer.fsdp.device if trainer.engine == "fsdp" else ""
     measured = bool(order.controller or order.on)
@@ -135,7 +142,7 @@ def _look(order: Order) -> Facts:
     if order.controller:
         probe = ["--controller", order.controller, "--peers", str(order.peers)]
         probe += ["--keys", order.keys] if order.keys else []
-    return gather(Path(order.config.run_dir or "."), order.config.model, probe)
+    return gather(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
 
 
 def _read(path: Path) -> list[Facts]:
@@ -155,7 +162,7 @@ async def _look_everywhere(order: Order) -> list[Facts]:
     keys = controller_keys(Path(order.keys)) if order.keys else None
     core = Core(Settings(), Dataflow((), ()), grpo.policies(order.config))
     with tempfile.TemporaryDirectory(prefix="flowrt-doctor-") as directory:
-        server = Server(core, (), "", Path(directory), heartbeat_s=1.0, wait_s=PROBE_S, keys=keys)
+        server = Server(core, (), "", Path(directory), heartbeat_s=1.0, wait_s=order.deadline_s, keys=keys)
         address = reachable(server.bind("tcp://*:0" if keys else "tcp://127.0.0.1:0"), order.config.controller.host)
         async with server.running():
             return await _start_everywhere(order, address)
@@ -163,7 +170,7 @@ async def _look_everywhere(order: Order) -> list[Facts]:
 
 async def _start_everywhere(order: Order, address: str) -> list[Facts]:
     words = [*order.on, sys.executable, "-m", "flowrt.cli", "doctor", "--json"]
-    words += ["--controller", address, "--peers", str(order.nodes)]
+    words += ["--controller", address, "--peers", str(order.nodes), "--deadline-s", str(order.deadline_s)]
     words += ["--keys", order.keys] if order.keys else []
     words += ["--run-dir", order.config.run_dir] if order.config.run_dir else []
     words += ["--model", order.config.model] if order.config.model else []
@@ -173,7 +180,7 @@ async def _start_everywhere(order: Order, address: str) -> list[Facts]:
         )
     except OSError as error:
         raise ConfigError(f"--on {shlex.join(order.on)} cannot be started: {error.strerror}") from None
-    deadline_s = START_S + PROBE_S + SPARE_S
+    deadline_s = START_S + order.deadline_s + SPARE_S
     try:
         async with asyncio.timeout(deadline_s):
             output, _ = await process.communicate()

@@ -91,8 +91,11 @@ def _device(table: dict[str, Any]) -> bool:
     )
 
 
-def gather(directory: Path, model: str, probe: list[str]) -> Facts:
-    """This node's facts. ``directory`` is where a run would write, ``probe`` what else to tell `workers/probe.py`."""
+def gather(directory: Path, model: str, probe: list[str], deadline_s: float) -> Facts:
+    """This node's facts. ``directory`` is where a run would write, ``probe`` what else to tell `workers/probe.py`.
+
+    ``deadline_s`` is for the controller and other nodes to answer.
+    """
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
     node = node_name()
     facts = Facts(
@@ -110,7 +113,7 @@ def gather(directory: Path, model: str, probe: list[str]) -> Facts:
         port_error=_port_error(),
         model_error="" if not model or Path(model).is_dir() else f"there is no directory {model}",
     )
-    return dataclasses.replace(facts, **_ask_torch(node, probe))
+    return dataclasses.replace(facts, **_ask_torch(node, probe, deadline_s))
 
 
 def node_name() -> str:
@@ -142,13 +145,13 @@ def _port_error() -> str:
         return f"{own_address()}: {error.strerror}"
 
 
-def _ask_torch(node: str, probe: list[str]) -> dict[str, Any]:
+def _ask_torch(node: str, probe: list[str], deadline_s: float) -> dict[str, Any]:
     """In a process of its own: torch may be broken, and this one does without it."""
-    words = [sys.executable, "-m", "flowrt.workers.probe", "--node", node, "--deadline-s", str(PROBE_S), *probe]
+    words = [sys.executable, "-m", "flowrt.workers.probe", "--node", node, "--deadline-s", str(deadline_s), *probe]
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=START_S + PROBE_S, check=False)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=START_S + deadline_s, check=False)
     except subprocess.TimeoutExpired:
-        return {"torch_error": f"it said nothing for {START_S + PROBE_S:.0f} s"}
+        return {"torch_error": f"it said nothing for {START_S + deadline_s:.0f} s"}
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()
         return {"torch_error": lines[-1] if lines else f"exit code {ended.returncode}"}

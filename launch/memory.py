@@ -12,7 +12,6 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.paths import model_dir
 
 PROCESS_BYTES = 700 * 10**6
 """A process with torch and transformers in it, before it has loaded anything."""
@@ -86,8 +85,7 @@ def read_shape(path: Path) -> Shape:
 
 def shape_of(config: RunConfig) -> Shape:
     """Of the model that this run starts from: the user's, or the one that is built."""
-    path = model_dir(config)
-    return read_shape(path) if (path / "config.json").is_file() else built_shape(config)
+    return read_shape(Path(config.model)) if config.model else built_shape(config)
 
 
 def estimate(config: RunConfig, shape: Shape) -> Needs:

@@ -80,7 +80,7 @@ class Meeting:
             await self._lanes.send(self._out("probe", 2 + number), [Run.of(bulk)])
 
     async def take(self) -> tuple[float, float]:
-        """The other side: seconds that the time took to come, by both clocks, and the best bytes per second of a bulk."""
+        """The other side: the seconds that the time took to come, by both clocks, and the best bytes per second."""
         await self._lanes.receive(self._in("probe", 0), [[8]])
         coming = self._lanes.receive(self._in("probe", 1), [[8]])
         await self._lanes.send(self._out("ready", 0), [Run.of(torch.zeros(8, dtype=torch.uint8))])
