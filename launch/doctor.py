@@ -25,10 +25,11 @@ from rich.table import Table
 from flowrt.controller.core import Core
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Settings
-from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError
+from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_file, parse
+from flowrt.waiting import until
 from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import run_loop
@@ -182,11 +183,10 @@ async def _start_everywhere(order: Order, address: str) -> list[Facts]:
         raise ConfigError(f"--on {shlex.join(order.on)} cannot be started: {error.strerror}") from None
     deadline_s = START_S + order.deadline_s + SPARE_S
     try:
-        async with asyncio.timeout(deadline_s):
-            output, _ = await process.communicate()
-    except TimeoutError:
+        output, _ = await until(process.communicate(), deadline_s, "all nodes to answer", shlex.join(order.on))
+    except WaitExpired:
         process.kill()
-        output, _ = await process.communicate()
+        output = b""
     lines = output.decode(errors="replace").splitlines()
     found = [from_json(line, shlex.join(order.on)) for line in lines if line.startswith("{")]
     if len(found) < order.nodes:

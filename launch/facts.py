@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import ConfigError
+from flowrt.waiting import blocking
 from flowrt.wire.hosts import interfaces, own_address
 from flowrt.wire.messages import PROTOCOL
 
@@ -148,10 +150,12 @@ def _port_error() -> str:
 def _ask_torch(node: str, probe: list[str], deadline_s: float) -> dict[str, Any]:
     """In a process of its own: torch may be broken, and this one does without it."""
     words = [sys.executable, "-m", "flowrt.workers.probe", "--node", node, "--deadline-s", str(deadline_s), *probe]
+    limit_s = START_S + deadline_s
+    ask = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=START_S + deadline_s, check=False)
+        ended = blocking(ask, limit_s, "what torch says of this node", "the probe")
     except subprocess.TimeoutExpired:
-        return {"torch_error": f"it said nothing for {START_S + deadline_s:.0f} s"}
+        return {"torch_error": f"it said nothing for {limit_s:.0f} s"}
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()
         return {"torch_error": lines[-1] if lines else f"exit code {ended.returncode}"}

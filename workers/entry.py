@@ -4,37 +4,30 @@ import argparse
 import asyncio
 import logging
 import os
-import socket
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
-from flowrt.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    ConfigError,
-    FlowError,
-    Stopped,
-    WaitExpired,
-)
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped, WaitExpired
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
-from flowrt.recipes.paths import address_file, model_dir
+from flowrt.waiting import CONTROLLER, Guard, all_of, first_of, open_waits
 from flowrt.wire.keys import KEYS_VARIABLE, worker_keys
 from flowrt.wire.loops import run_loop
 
 log = logging.getLogger("flowrt")
-Role = Callable[[Session, RunConfig], Awaitable[None]]
+Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 JOIN_S = 120.0
-LOOK_S = 0.2
+LEAVE_S = 2.0
+SILENCE = Guard("the silence of the controller")
 
 
 def main(role: str, run: Role) -> NoReturn:
@@ -61,39 +54,23 @@ def main(role: str, run: Role) -> NoReturn:
         code = run_loop(_live(arguments, name, role, run))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process now: threads may be inside gloo or an engine, which cannot be interrupted, and all would wait."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Lane threads may be inside gloo, which cannot be interrupted; nothing they hold outlives the process.
     os._exit(code)
 
 
-def worker_name(role: str, given: str, environment: Mapping[str, str]) -> str:
-    """``given`` as it is for a process of its own; with its number where torchrun or one srun starts several."""
-    number = environment.get("RANK", "")
-    if not number and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        number = environment["SLURM_PROCID"]
-    return given if given and not number else f"{given or role}-{number or 0}"
-
-
-async def find_address(where: str, deadline_s: float) -> str:
-    """The controller's address: ``where`` itself, or what the controller has written into that run directory.
-
-    Raises WaitExpired when nothing is written there by the deadline.
-    """
-    if "://" in where or os.sep not in where:
-        return where
-    path = address_file(Path(where))
-    try:
-        async with asyncio.timeout(deadline_s):
-            # A directory on a network file system tells nobody that it has changed.
-            while not path.is_file():  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        raise WaitExpired(f"waited {deadline_s:.0f} s for {path}: does a run go on in that directory?") from None
-    return path.read_text().strip()
+def _say_waits() -> None:
+    for wait in open_waits():
+        log.info("%s", wait)
 
 
 async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) -> int:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _say_waits)
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
         log.info("%s looks for the controller at %s, for at most %.0f s", name, arguments.controller, arguments.join_s)
@@ -108,8 +85,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
         check_reach(config)
-        await run(session, config)
-        await session.wait_stopped()
+        await _play(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
         first = _first(raised)
@@ -121,17 +97,24 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
             log.error("%s", error)
     finally:
         await session.close(error)
-    return EXIT_FAILED if error else EXIT_OK
+    _leave(EXIT_FAILED if error else EXIT_OK)
 
 
-def check_reach(config: RunConfig) -> None:
-    """Raises ConfigError when this host does not have the model under the path that the run has it under."""
-    path = model_dir(config)
-    if not path.is_dir():
-        raise ConfigError(
-            f"model {path} is not there on host {socket.gethostname()!r}: every worker reads it under this path; "
-            "put it (or the run directory, for a model that is built) on a file system that all hosts mount"
-        )
+async def _play(role: Coroutine[Any, Any, None], session: Session) -> None:
+    """The role, until it fails or the run ends. Raises what it raised, or Stopped."""
+    work = asyncio.create_task(role)
+    ended = asyncio.create_task(session.wait_stopped())
+    await first_of({work, ended}, SILENCE, "the role, or the end of the run", CONTROLLER)
+    if not ended.done():
+        work.result()
+        await ended
+    # The role learns of the end by its next request; what is inside a library then is not waited for long.
+    try:
+        await all_of({work}, LEAVE_S, "the role to notice that the run has ended", "this worker")
+    except WaitExpired:
+        for wait in open_waits():
+            log.warning("left while %s", wait)
+    ended.result()
 
 
 def _first(error: BaseException) -> BaseException:

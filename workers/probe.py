@@ -18,11 +18,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from flowrt.errors import EXIT_OK, FlowError, WaitExpired
+from flowrt.errors import EXIT_OK, FlowError, LocalProtocolError, WaitExpired
 from flowrt.transport.devices import has_cuda, has_npu
 from flowrt.transport.lane import LaneSet
 from flowrt.transport.pieces import Run
 from flowrt.transport.transports import abilities, transports
+from flowrt.waiting import CONTROLLER, Guard, until
 from flowrt.wire import messages as m
 from flowrt.wire.keys import worker_keys
 from flowrt.wire.link import ClientLink
@@ -32,6 +33,7 @@ from flowrt.wire.records import LaneTurn
 BULK_BYTES = 32 * 2**20
 BULKS = 3
 ROUND_TRIPS = 20
+MEASURED = Guard("the deadline of all measurements")
 PROBE = "probe"
 Facts = dict[str, Any]
 Heard = TypeVar("Heard", bound=m.Message)
@@ -109,6 +111,7 @@ class Prober:
         self._address: str = arguments.controller
         self._name = f"{PROBE}-{arguments.node}-{os.getpid()}"
         self._keys = worker_keys(Path(arguments.keys), self._name) if arguments.keys else None
+        self._awaited = f"the controller at {self._address}"
         self._heard: asyncio.Queue[m.Message | FlowError] = asyncio.Queue()
         self._lanes = LaneSet(self._name, transports(self._address), self._deadline_s, self._signal)
         self._watching = self._connect(f"{self._name}-watching", "observer", self._heard.put_nowait)
@@ -117,24 +120,27 @@ class Prober:
     async def run(self) -> Facts:
         """Everything there is to measure; what went wrong is one of the facts."""
         facts: Facts = {"probe": self._name, "delay_s": {}, "bytes_per_s": {}, "round_trip_s": None, "peer_error": ""}
-        waits_for = f"the controller at {self._address}"
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._hear(m.Welcome)
-                facts["round_trip_s"] = await self._round_trip_s()
-                if self._peers > 1:
-                    waits_for = f"{self._peers - 1} other nodes"
-                    names = await self._all_there()
-                    for pairs in rounds(len(names)):
-                        for pair in pairs:
-                            if self._name in (names[pair[0]], names[pair[1]]):
-                                waits_for = f"its turn with {names[pair[0]]} or {names[pair[1]]}"
-                                await self._meet(names[pair[0]], names[pair[1]], facts)
-        except TimeoutError:
-            facts["peer_error"] = f"waited {self._deadline_s:.0f} s for {waits_for}"
+            await until(self._measure(facts), self._deadline_s, "all that is to be measured", "the others")
+        except WaitExpired:
+            facts["peer_error"] = f"waited {self._deadline_s:.0f} s for {self._awaited}"
         except FlowError as error:
             facts["peer_error"] = str(error)
         return facts
+
+    async def _measure(self, facts: Facts) -> None:
+        await self._hear(m.Welcome)
+        facts["round_trip_s"] = await self._round_trip_s()
+        if self._peers == 1:
+            return
+        self._awaited = f"{self._peers - 1} other nodes"
+        names = await self._all_there()
+        for pairs in rounds(len(names)):
+            for pair in pairs:
+                first, second = (names[index] for index in pair)
+                if self._name in (first, second):
+                    self._awaited = f"its turn with {second if first == self._name else first}"
+                    await self._meet(first, second, facts)
 
     async def close(self) -> None:
         for link in (self._watching, self._link):
@@ -175,13 +181,13 @@ class Prober:
     async def _hear(self, kind: type[Heard]) -> Heard:
         """The next message of that kind; raises what the connection failed with."""
         while True:
-            message = await self._heard.get()
+            message = await until(self._heard.get(), MEASURED, self._awaited, CONTROLLER)
             if isinstance(message, kind):
                 return message
             if isinstance(message, FlowError):
                 raise message
             if isinstance(message, m.Refused | m.Stop):
-                raise WaitExpired(f"the controller at {self._address} refused this node: {message.reason}")
+                raise LocalProtocolError(f"the controller at {self._address} refused this node: {message.reason}")
 
     def _connect(self, name: str, role: str, receive: Callable[[m.Message], None]) -> ClientLink:
         link = ClientLink(receive, self._heard.put_nowait, self._keys)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
 
+_loading = threading.Lock()
+"""transformers changes torch for the whole process while it loads: one thread at a time."""
+
 
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The causal LM in a directory, with the attention that transformers prefers for it (mostly SDPA).
@@ -18,7 +22,8 @@ def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.d
     Raises EngineError when transformers cannot load it.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        with _loading:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)
@@ -40,13 +45,18 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer aside, then rename: it is there whole or not at all. An old one is replaced."""
-    aside, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
-    for left in (aside, old):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    """Write model and tokenizer aside, then rename: it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.part")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    put_in_place(aside, path)
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Give a directory that was written aside its name; what had it before is taken away."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
     if path.exists():
         path.rename(old)
     aside.rename(path)

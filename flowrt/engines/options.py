@@ -37,15 +37,15 @@ class FsdpOptions:
     """The FSDP2 engine: parameters, gradients and optimiser state in shards over the ranks."""
 
     gather: Literal["step", "pass"] = "step"
-    """When ranks hold whole parameters. step: from one step to the next, so that each works at its own pace; pass:
-    layer by layer in each forward pass, for models that do not fit otherwise, and ranks go in lock step."""
+    """Gather parameters once a step, so that ranks work at their own pace, or layer by layer in each forward pass,
+    in lock step, for models that do not fit otherwise."""
     dtype: Dtype = "float32"
     """Type of the parameters in forward passes and when they are published; the optimiser's own are float32
     (float64 is for comparisons: then everything is)."""
     recompute: bool = False
     """Keep only each layer's input and compute the rest of its activations again in the backward pass."""
     device: str = "auto"
-    """cpu, cuda, npu, or auto: whichever accelerator is there, else cpu."""
+    """Where to train: cpu, cuda, npu, or auto (whichever accelerator is there, else cpu)."""
     file_gb: float = 5.0
     """Largest file of the model that is written at the end; a larger model is cut into several."""
 

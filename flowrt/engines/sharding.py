@@ -35,7 +35,9 @@ def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOpt
     model.tie_weights()
     _fill(model, source, device)
     if options.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The name that transformers 5 began with is deprecated in its later versions.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 

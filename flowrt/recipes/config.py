@@ -87,7 +87,7 @@ class TrainerConfig(TrainOptions):
     """Training."""
 
     engine: Literal["torch", "fsdp"] = "torch"
-    """torch: each rank has a whole model; fsdp: models, gradients and optimiser state in shards over the ranks."""
+    """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
     nodes: int = 1

@@ -1,5 +1,6 @@
 """What lies where in a run directory."""
 
+import os
 import re
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def final_dir(config: RunConfig) -> Path:
 
 def address_file(run_dir: Path) -> Path:
     """Where a controller that listens says at which address; gone when its run has ended."""
-    return run_dir / "controller.address"
+    return run_dir / "address"
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -40,7 +41,9 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file aside, then rename: it is there whole, or as it was."""
+    """Write a file aside, then rename: it is there whole, or as it was. Nobody else may read it."""
     aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text)
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
     aside.rename(path)

@@ -15,6 +15,7 @@ from flowrt.algorithms import GrpoLoss
 from flowrt.engines.fsdp import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.protocols import TrainingBatch
+from flowrt.errors import EngineError
 from flowrt.transport.devices import Device
 
 SAMPLES = 24
@@ -28,10 +29,10 @@ def samples(step: int) -> TrainingBatch:
     return TrainingBatch(
         [torch.randint(2, 32, (p,), generator=generator) for p, _ in lengths],
         [torch.randint(2, 32, (r,), generator=generator) for _, r in lengths],
-        [-3.5 + 0.3 * torch.randn(r, generator=generator) for _, r in lengths],
-        [-3.5 + 0.3 * torch.randn(r, generator=generator) for _, r in lengths],
-        torch.randn(SAMPLES, generator=generator),
-        torch.ones(SAMPLES),
+        [-3.5 + 0.3 * torch.randn(r, generator=generator).double() for _, r in lengths],
+        [-3.5 + 0.3 * torch.randn(r, generator=generator).double() for _, r in lengths],
+        torch.randn(SAMPLES, generator=generator).double(),
+        torch.ones(SAMPLES).double(),
     )
 
 
@@ -81,6 +82,11 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         correction_cap=2.0,
         temperature=1.0,
     )
+    calls: list[int] = []  # of the first layer, in forward and backward passes
+    engine.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    if "damaged" in order:
+        refusal = refused(engine, Path(order["damaged"]))
+        Path(order["out"] + f".{dist.get_rank()}.refused").write_text(refusal)
     if "load" in order:
         engine.load(Path(order["load"]))
     if order.get("discard"):
@@ -95,7 +101,15 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
     if dist.get_rank() == 0:
         whole = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
         save_file(whole, order["out"] + ".safetensors")
-        Path(order["out"] + ".json").write_text(json.dumps(metrics))
+        Path(order["out"] + ".json").write_text(json.dumps({"metrics": metrics, "calls": len(calls)}))
+
+
+def refused(engine: FsdpTrainer, directory: Path) -> str:
+    try:
+        engine.load(directory)
+    except EngineError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

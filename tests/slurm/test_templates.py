@@ -88,7 +88,7 @@ def test_one_node_and_workers_that_join_from_an_array(cluster: Any, model: Path,
     timeline = (site.job(number) / "run" / "timeline.jsonl").read_text().splitlines()
     generated = {span["worker"] for span in map(json.loads, timeline) if span["kind"] == "generate"}
     assert generated == {"rollout-0", f"extra-{array}-0", f"extra-{array}-1"}
-    assert not (site.job(number) / "run" / "controller.address").exists()
+    assert not (site.job(number) / "run" / "address").exists()
     assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from flowrt.launch.commands import check_programs, worker_commands
-from flowrt.workers.entry import check_reach, find_address, worker_name
+from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.lifeline import LAUNCHER
@@ -127,7 +127,7 @@ async def test_a_run_directory_says_where_its_controller_is(tmp_path: Path) -> N
 
 
 async def test_a_run_directory_where_nothing_runs(tmp_path: Path) -> None:
-    with pytest.raises(WaitExpired, match=r"waited 0 s for .*controller\.address: does a run go on"):
+    with pytest.raises(WaitExpired, match=r"waited 0 s for .*/address: does a run go on"):
         await find_address(str(tmp_path), 0.05)
 
 

@@ -261,3 +261,16 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     # A flag, its type or choices, its sentence.
     flag = re.escape("--" + name.replace("_", "-"))
     assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\})" + re.escape(squeeze(doc)), help_text), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--trainer.lora.rank", "4"], "the torch engine has no adapters; use --trainer.engine fsdp"),
+        (["--trainer.fsdp.device", "tpu"], "trainer.fsdp.device is 'tpu'; use one of auto, cpu, cuda, npu"),
+        (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
+    ],
+)
+def test_what_a_training_engine_cannot_do_is_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
+        parse(flags)

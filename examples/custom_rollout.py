@@ -1,0 +1,69 @@
+"""A rollout engine of your own in a GRPO run: it computes every sequence from its beginning for each new token."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import torch
+
+from flowrt import api
+
+
+class Simple:
+    """Up to 32 sequences at a time; no cache, so that it is short."""
+
+    def __init__(self, config: api.RunConfig) -> None:
+        self._model = api.load_model(api.model_dir(config)).eval()
+        self._eos_id = api.load_tokenizer(api.model_dir(config)).eos_token_id
+        self._longest, self._temperature = config.rollout.max_new_tokens, config.rollout.temperature
+        self._version = 0
+        self._running: list[tuple[api.Prompt, list[int], list[float], torch.Generator]] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def room(self) -> int:
+        return 32 - self.running
+
+    def add(self, prompts: Sequence[api.Prompt]) -> None:
+        self._running += [(prompt, [], [], torch.Generator().manual_seed(prompt.seed)) for prompt in prompts]
+
+    @torch.inference_mode()
+    def run(self, interrupt: api.Interrupt) -> list[api.Response]:
+        finished: list[api.Response] = []
+        while self._running and not finished:
+            rows = [
+                torch.cat([prompt.tokens.long(), torch.tensor(made).long()]) for prompt, made, _, _ in self._running
+            ]
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            logits_RLV = self._model(input_ids=padded, use_cache=False).logits
+            for row, (prompt, made, logprobs, generator) in enumerate(list(self._running)):
+                scores_V = (logits_RLV[row, len(rows[row]) - 1] / self._temperature).log_softmax(0)
+                drawn = scores_V.argmax() if prompt.greedy else scores_V.exp().multinomial(1, generator=generator)
+                made.append(int(drawn))
+                logprobs.append(float(scores_V[drawn]))
+            for sequence in [
+                one for one in self._running if one[1][-1] == self._eos_id or len(one[1]) == self._longest
+            ]:
+                self._running.remove(sequence)
+                prompt, made, logprobs, _ = sequence
+                tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
+                finished.append(api.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
+            if interrupt.is_set():
+                break
+        return finished
+
+    def swap(self, snapshot: api.Snapshot) -> None:
+        snapshot.restore({name: parameter.detach() for name, parameter in self._model.named_parameters()})
+        self._version = snapshot.version  # nothing runs now, unless config.rollout.swap is inflight
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as run_dir:
+        config = api.parse(["arithmetic", "--steps", "30", *sys.argv[1:], "--run-dir", run_dir])
+        summary = asyncio.run(api.run_recipe(config, rollout_engine=Simple))
+    print(f"{summary['steps']} steps, mean reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")

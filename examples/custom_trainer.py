@@ -1,0 +1,65 @@
+"""A trainer of your own in a GRPO run: the plain policy gradient and SGD, in place of clipped ratios and AdamW."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrt import api
+
+
+class PolicyGradient:
+    """One rank. Where several train together, `step` adds up their gradients and tokens with torch.distributed."""
+
+    def __init__(self, config: api.RunConfig) -> None:
+        self._model = api.load_model(api.model_dir(config)).train()
+        self._temperature = config.rollout.temperature
+        self._lr, self._clip, self._tokens = 20 * config.trainer.lr, config.trainer.max_grad_norm, 0
+
+    def accumulate(self, batch: api.TrainingBatch) -> None:
+        scored = api.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
+        logprobs_T, padded = scored
+        loss = -(logprobs_T * batch.advantages_N[padded.sample_T]).sum()  # a sum: only the step divides
+        loss.backward()
+        self._tokens += len(logprobs_T)
+
+    def step(self) -> dict[str, float]:
+        if not self._tokens:
+            return {}
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad /= self._tokens
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._clip))
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= self._lr * parameter.grad
+        self.discard()
+        return {"grad_norm": norm}
+
+    def discard(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._tokens = 0
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def save(self, directory: Path) -> None:
+        save_file(dict(self.parameters()), directory / "weights.safetensors")
+
+    def load(self, directory: Path) -> None:
+        self._model.load_state_dict(load_file(directory / "weights.safetensors"), strict=False)
+
+    def export(self, directory: Path) -> None:
+        self._model.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as run_dir:
+        config = api.parse(["arithmetic", "--steps", "30", *sys.argv[1:], "--run-dir", run_dir])
+        summary = asyncio.run(api.run_recipe(config, train_engine=PolicyGradient))
+    print(f"{summary['steps']} steps, mean reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")

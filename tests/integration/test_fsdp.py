@@ -1,0 +1,199 @@
+"""The FSDP2 engine with real torchrun processes: 1, 2 and 4 ranks, checkpoints across them, adapters, export."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from flowrt.algorithms import GrpoLoss
+from flowrt.engines.build import build_model
+from flowrt.engines.checkpoint import load_model
+from flowrt.engines.torch_train import TorchTrainer
+
+SCRIPT = Path(__file__).with_name("fsdp_rank.py")
+spec = importlib.util.spec_from_file_location("fsdp_rank", SCRIPT)
+assert spec is not None
+fsdp_rank = importlib.util.module_from_spec(spec)
+assert spec.loader is not None
+spec.loader.exec_module(fsdp_rank)
+
+STEPS = 10
+EXACT = {"dtype": "float64"}
+LORA = {"rank": 4}
+
+pytestmark = pytest.mark.slow
+
+
+class Ranks:
+    """What trainers of 1, 2 and 4 ranks left behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"
+        build_model(
+            vocab_size=32, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=64, seed=3
+        ).save_pretrained(self.model)
+
+    def carry_out(self, ranks: int, **orders: dict[str, Any]) -> None:
+        """Run torchrun on the orders, one after the other; each is known by its name."""
+        plan = self.directory / f"{next(iter(orders))}.plan"
+        lines = [{"steps": [0, STEPS], **order, "out": str(self.directory / name)} for name, order in orders.items()]
+        plan.write_text("\n".join(json.dumps(line) for line in lines))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            [*torchrun, str(SCRIPT), str(self.model), str(plan)],
+            timeout=120,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+
+    def path(self, name: str) -> str:
+        path = self.directory / name
+        path.mkdir(exist_ok=True)
+        return str(path)
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.directory / f"{name}.safetensors")
+
+    def said(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
+        return found
+
+    def exported(self, name: str, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(self.directory / name, dtype=dtype)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """2 ranks, then 1, then 2 again for what was interrupted; 4; and everything else beside them."""
+    made = Ranks(tmp_path_factory.mktemp("fsdp"))
+    exported = str(made.directory / "exported")
+    made.carry_out(
+        2,
+        two={"fsdp": EXACT},
+        lock_step={"fsdp": {**EXACT, "gather": "pass", "recompute": True}},
+        # A fraction of the model's size: several files.
+        until_4={"steps": [0, 4], "fsdp": {**EXACT, "file_gb": 2e-4}, "save": made.path("at_4"), "export": exported},
+        adapters={"steps": [0, 4], "fsdp": EXACT, "lora": LORA, "export": str(made.directory / "adapted")},
+        added={"steps": [0, 4], "fsdp": EXACT, "lora": {**LORA, "publish": "merged"}},
+        narrow={"steps": [0, 3], "fsdp": {"dtype": "bfloat16"}},
+    )
+    made.carry_out(
+        1,
+        one={"fsdp": EXACT},
+        until_7={"steps": [4, 7], "fsdp": EXACT, "load": made.path("at_4"), "save": made.path("at_7"), "discard": True},
+        unharmed={"steps": [0, 0], "fsdp": EXACT, "damaged": made.path("nothing")},
+    )
+    made.carry_out(2, resumed={"steps": [7, STEPS], "fsdp": EXACT, "load": made.path("at_7")})
+    made.carry_out(4, four={"fsdp": EXACT}, single={})
+    return made
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert one.keys() == other.keys()
+    return max(float((tensor.double() - other[name].double()).abs().max()) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def torch_engine(ranks: Ranks) -> Callable[[int, torch.dtype], dict[str, torch.Tensor]]:
+    """The weights after so many steps of the engine on plain PyTorch."""
+
+    def train(steps: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        torch.set_num_threads(1)
+        model = load_model(ranks.model, dtype=dtype)
+        engine = TorchTrainer(model, fsdp_rank.OPTIONS, GrpoLoss(), correction_cap=2.0, temperature=1.0)
+        fsdp_rank.train(engine, 0, steps)
+        return {name: tensor.clone() for name, tensor in engine.parameters().items()}
+
+    return train
+
+
+@pytest.mark.parametrize("name", ["one", "two", "four", "lock_step"])
+def test_weights_do_not_depend_on_the_number_of_ranks(ranks: Ranks, torch_engine: Any, name: str) -> None:
+    """The engine on plain PyTorch is what all are compared with; how ranks share and cut the steps is in `share`."""
+    expected = torch_engine(STEPS, torch.float64)
+    assert apart(ranks.weights(name), expected) < 1e-6
+    assert apart(ranks.weights(name), load_model_weights(ranks)) > 1e-3
+    metrics = ranks.said(name)["metrics"]
+    for mine, theirs in zip(metrics, ranks.said("two")["metrics"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+
+
+def load_model_weights(ranks: Ranks) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in load_model(ranks.model).named_parameters()}
+
+
+def test_single_precision_stays_as_close_as_rounding_allows(ranks: Ranks, torch_engine: Any) -> None:
+    """Adam divides by the gradient's size, so a gradient that is all rounding still moves its weight."""
+    expected = torch_engine(STEPS, torch.float32)
+    for name, tensor in ranks.weights("single").items():
+        assert float((tensor - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+
+
+def test_a_rank_that_gets_nothing_takes_part(ranks: Ranks) -> None:
+    empty = [step for step in range(STEPS) if not fsdp_rank.share(step, 1, 2)]
+    assert empty
+    shares = [sorted(row for rank in range(4) for rows in fsdp_rank.share(5, rank, 4) for row in rows)]
+    assert shares == [list(range(fsdp_rank.SAMPLES))]
+
+
+def test_recomputing_runs_layers_twice(ranks: Ranks) -> None:
+    """The lock-step ranks make the same number of passes each, so both are counted on rank 0."""
+    assert ranks.said("lock_step")["calls"] % 2 == 0
+    passes = sum(max(len(fsdp_rank.share(step, rank, 2)) for rank in range(2)) for step in range(STEPS))
+    assert ranks.said("lock_step")["calls"] == 2 * passes
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
+    """2 ranks for four steps, 1 for three after a step that was begun and discarded, 2 for the last three."""
+    assert apart(ranks.weights("resumed"), ranks.weights("two")) < 1e-6
+    assert [line["lr"] for line in ranks.said("resumed")["metrics"]] == [
+        line["lr"] for line in ranks.said("two")["metrics"][7:]
+    ]
+
+
+def test_nothing_in_a_checkpoint_is_pickled(ranks: Ranks) -> None:
+    files = {path.suffix for path in Path(ranks.path("at_4")).iterdir()}
+    assert files == {".safetensors"}
+
+
+def test_a_directory_without_a_checkpoint_is_refused_and_nothing_changes(ranks: Ranks) -> None:
+    refusal = (ranks.directory / "unharmed.0.refused").read_text()
+    assert "holds no state of a training engine" in refusal
+    assert apart(ranks.weights("unharmed"), load_model_weights(ranks)) == 0.0
+
+
+def test_the_model_is_written_in_files_that_transformers_loads(ranks: Ranks) -> None:
+    assert len(list((ranks.directory / "exported").glob("model-*.safetensors"))) > 1
+    assert apart(ranks.exported("exported"), ranks.weights("until_4")) == 0.0
+
+
+def test_adapters_alone_are_published_and_added_to_the_model_at_the_end(ranks: Ranks) -> None:
+    adapters = ranks.weights("adapters")
+    assert all(".lora_" in name for name in adapters)
+    assert sum(t.numel() for t in adapters.values()) < 0.25 * sum(t.numel() for t in ranks.weights("two").values())
+    exported = ranks.exported("adapted")
+    assert apart(exported, ranks.weights("added")) < 1e-6
+    assert apart(exported, load_model_weights(ranks)) > 1e-4
+    untouched = "model.embed_tokens.weight"
+    assert torch.equal(exported[untouched].float(), load_model_weights(ranks)[untouched])
+
+
+def test_bfloat16_is_what_passes_and_receivers_see(ranks: Ranks, torch_engine: Any) -> None:
+    narrow = ranks.weights("narrow")
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
+    assert apart(narrow, torch_engine(3, torch.float64)) < 0.01
