@@ -12,6 +12,8 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
        flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
        flowrt resume RUN [--steps N]
        flowrt ledger RUN [--prompt N [--epoch E]]
+       flowrt worker ROLE --controller ADDRESS [--name NAME]
+       flowrt drain WORKER --run RUN | --controller ADDRESS
        flowrt keys DIR [NAME ...]
        flowrt doctor [--config FILE] [--on WORDS --nodes N] [--controller ADDRESS] [--json | --merge FILE ...]
        flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
@@ -23,10 +25,13 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
+  flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say
+  flowrt drain WORKER --run RUN            let a worker leave a running job without losing a sample
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
   flowrt doctor                            can a run go well on this machine? --on 'srun ...': on these nodes?
   flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
+ROLES = ("reference", "reward", "rollout", "source", "trainer")
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
 
 
@@ -88,6 +93,24 @@ def _ledger(words: list[str]) -> int:
     return 0
 
 
+def _worker(words: list[str]) -> int:
+    import runpy
+
+    role = words[0] if words else ""
+    if role not in ROLES:
+        raise ConfigError(f"flowrt worker takes a role, not {role!r}; there is: {', '.join(ROLES)}")
+    sys.argv = [f"flowrt worker {role}", *words[1:]]
+    runpy.run_module(f"flowrt.workers.{role}", run_name="__main__", alter_sys=False)
+    return 0
+
+
+def _drain(words: list[str]) -> int:
+    from flowrt.launch.draining import drain
+
+    code: int = drain(words, Console())
+    return code
+
+
 def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[str, int]]:
     """The run directory, and the flags that take a whole number."""
     takes = f"flowrt {command} takes a run directory{''.join(f' [--{flag} N]' for flag in flags)}"
@@ -110,12 +133,14 @@ def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[st
 # In the order of the messages that name them.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
+    "drain": _drain,
     "keys": _keys,
     "ledger": _ledger,
     "resume": _resume,
     "run": _run,
     "status": _status,
     "templates": _templates,
+    "worker": _worker,
 }
 
 

@@ -16,22 +16,24 @@ from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
+from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
-from flowrt.recipes.paths import model_dir, write_whole
+from flowrt.recipes.paths import address_file, model_dir, write_whole
 from flowrt.recipes.subjects import subject
 from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
 OBSERVER = "observer"
+TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
-RUN, COMPUTES = Guard("the end of the run"), Guard("its own end: it computes, and waits for nobody")
+COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -152,7 +154,7 @@ class LocalRun:
             back_off_s = self._restarts.back_off_s(trainer_code)
             if back_off_s is None:
                 return code
-            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            view.say(f"{self._failure or self._restarts.reason()}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
             await pause(back_off_s)
             self._failure = ""
@@ -160,20 +162,21 @@ class LocalRun:
     async def _live(self, view: LiveView) -> tuple[int, int | None]:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
-        controller, address = await self._start_controller()
+        controller, address = await self._start_controller("--anew")
         self._controller = controller
         observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
-        commands = worker_commands(self._config, address, await self._start_meeting(address))
-        workers = [await self._children.start(command.name, command.words) for command in commands]
-        watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
-        hung = ""
-        try:
-            code: int = await controller.ended(observer.heard)
-        except WaitExpired as silent:
-            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
-            controller.process.kill()
-            code = await controller.ended(READY_S)
+        supervisor = Supervisor(self._children, self._config.supervisor, view.say)
+        watchers = []
+        for command in worker_commands(self._config, address, await self._start_meeting(address)):
+            kept = None if command.name == TRAINER else supervisor
+            worker = await self._children.start(command.name, command.words)
+            watchers.append(asyncio.create_task(self._watch(worker, command.words, kept, observer)))
+        code, hung = await self._reign(controller, observer)
+        # One that ended the run has taken its address away; one that died is missed by all who are left.
+        while address_file(self._run_dir).exists() and await supervisor.is_due(self._controller):
+            self._controller, _ = await self._start_controller()
+            code, hung = await self._reign(self._controller, observer)
         self._ended = observer.ended
         if self._meeting is not None and self._meeting.process.returncode is None:
             self._meeting.process.terminate()
@@ -185,10 +188,10 @@ class LocalRun:
         if code < 0:
             self._failure = hung or controller.last_words()
             code = EXIT_FAILED
-        return code, workers[-1].process.returncode
+        return code, worker.process.returncode
 
-    async def _start_controller(self) -> tuple[Child, str]:
-        command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml]
+    async def _start_controller(self, *more: str) -> tuple[Child, str]:
+        command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml, *more]
         child, address = await self._children.start_ready("controller", command, READY_S)
         if not address:
             code = await child.ended(READY_S)
@@ -197,8 +200,19 @@ class LocalRun:
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
         return child, address
 
-    async def _watch(self, worker: Child, observer: Observer) -> None:
-        """A worker that dies without a word of its own still ends the run, with its last words."""
+    async def _reign(self, controller: Child, observer: Observer) -> tuple[int, str]:
+        """The exit code of a controller, and what was wrong with it if it hung."""
+        try:
+            return await controller.ended(observer.heard), ""
+        except WaitExpired as silent:
+            controller.process.kill()
+            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
+            return await controller.ended(READY_S), hung
+
+    async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
+        """A worker that dies for good, even without a word of its own, ends the run with its last words."""
+        if supervisor is not None:
+            worker = await supervisor.keep(worker, words)
         code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.

@@ -24,6 +24,9 @@ ABOVE_ZERO = (
     "rollout.rows",
     "rollout.max_new_tokens",
     "rollout.temperature",
+    "rollout.sglang.start_s",
+    "rollout.sglang.request_s",
+    "rollout.sglang.update_s",
     "trainer.ranks",
     "trainer.nodes",
     "trainer.micro_batch_tokens",
@@ -32,11 +35,16 @@ ABOVE_ZERO = (
     "trainer.fsdp.file_gb",
     "controller.heartbeat_s",
     "controller.silence_s",
+    "controller.return_s",
+    "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
     "controller.join_s",
+    "supervisor.window_s",
+    "supervisor.backoff_s",
+    "supervisor.absence_s",
 )
 ZERO_OR_ABOVE = (
     "restarts",
@@ -47,6 +55,7 @@ ZERO_OR_ABOVE = (
     "warm_start.bare_steps",
     "warm_start.lr",
     "warm_start.bare_lr",
+    "rollout.sglang.restarts",
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
@@ -58,6 +67,7 @@ ZERO_OR_ABOVE = (
     "loss.clip_high",
     "loss.kl_coef",
     "controller.store_gb",
+    "supervisor.restarts",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 DEVICES = ("auto", "cpu", "cuda", "npu")
