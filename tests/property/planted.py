@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowrt.controller import ledger, retreat
+from flowrt.controller import committing, ledger, retreat
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.board import Board
 from flowrt.controller.ledger import Ledger
@@ -50,11 +50,11 @@ def nothing(*_: Any, **__: Any) -> None:
 # ---- commits and leases
 
 
-@bug(Samples, "_by_lease")
+@bug(committing, "by_lease")
 def a_late_commit_is_accepted(right: Wrong) -> Wrong:
-    def by_whoever_has_the_lease_now(self: Samples, worker: Any, message: Any, stage: Any) -> Iterator[Any]:
+    def by_whoever_has_the_lease_now(board: Board, worker: Any, message: Any, stage: Any) -> Iterator[Any]:
         for row, slot_id in enumerate(message.slots):
-            slot = self.board.slots.get(slot_id)
+            slot = board.slots.get(slot_id)
             yield (slot.leases.get(stage.name) if slot else None), [row]
 
     return by_whoever_has_the_lease_now
@@ -113,7 +113,7 @@ def a_column_is_seen_before_its_numbers(right: Wrong) -> Wrong:
     return commit
 
 
-@bug(Board, "_is_ready")
+@bug(Board, "is_ready")
 def a_stage_does_not_wait_for_numbers(right: Wrong) -> Wrong:
     def is_ready(self: Board, slot: Any, stage: Any) -> bool:
         started = self.is_done(slot, stage.name) or stage.name in slot.leases
@@ -137,10 +137,10 @@ def what_was_made_from_a_lost_column_survives(right: Wrong) -> Wrong:
 # ---- groups
 
 
-@bug(Board, "_look")
+@bug(Board, "look")
 def a_group_is_trained_as_soon_as_one_of_it_is_ready(right: Wrong) -> Wrong:
     def look(self: Board, slot: Any, stage: Any) -> None:
-        if stage.flow in ("", slot.group.flow) and self._is_ready(slot, stage):
+        if stage.flow in ("", slot.group.flow) and self.is_ready(slot, stage):
             self._enqueue(stage, (slot.group,), (slot,))
 
     return look
