@@ -7,6 +7,7 @@ python bench/tensor_raw.py tcp RANK PORT SIZE COUNT      one end of a bare conne
 import mmap
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from datetime import timedelta
 import torch
 
 GB = 1e9
-REPEATS = 3
+REPEATS = 9
 TIMEOUT_S = 60
 
 
@@ -32,7 +33,7 @@ def gloo(rank: int, file: str, size: int, count: int) -> None:
     in_flight = 8 if size <= 1 << 20 else 2
     buffers = torch.ones(count, size, dtype=torch.uint8)
     ready = torch.zeros(1, dtype=torch.uint8)
-    best_s = float("inf")
+    seconds = []
     for _ in range(REPEATS + 1):
         (group.send if rank else group.recv)([ready], 1 - rank, 0).wait()
         begin_s = time.perf_counter()
@@ -44,9 +45,9 @@ def gloo(rank: int, file: str, size: int, count: int) -> None:
             flying.append(move([buffers[number]], 1 - rank, number + 1))
         for work in flying:
             work.wait()
-        best_s = min(best_s, time.perf_counter() - begin_s)
+        seconds.append(time.perf_counter() - begin_s)
     if rank:
-        print(size * count / GB / best_s)
+        print(size * count / GB / statistics.median(seconds[1:]))
 
 
 def tcp(rank: int, port: int, size: int, count: int) -> None:
@@ -60,15 +61,15 @@ def tcp(rank: int, port: int, size: int, count: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
         print(server.getsockname()[1], flush=True)
         link, _ = server.accept()
-    best_s = float("inf")
+    seconds = []
     for _ in range(REPEATS + 1):
         begin_s = time.perf_counter()
         for _ in range(count):
             got = 0
             while got < size:
                 got += link.recv_into(buffer[got:])
-        best_s = min(best_s, time.perf_counter() - begin_s)
-    print(size * count / GB / best_s)
+        seconds.append(time.perf_counter() - begin_s)
+    print(size * count / GB / statistics.median(seconds[1:]))
 
 
 def run_gloo(size: int, count: int) -> float:
@@ -100,14 +101,14 @@ def run_shm(size: int, count: int) -> float:
     with mmap.mmap(fd, size * count) as memory:
         os.close(fd)
         target, source = torch.frombuffer(memory, dtype=torch.uint8), torch.ones(size * count, dtype=torch.uint8)
-        best_s = float("inf")
+        seconds = []
         for _ in range(REPEATS + 1):
             begin_s = time.perf_counter()
             for start in range(0, size * count, size):
                 target[start : start + size].copy_(source[start : start + size])
-            best_s = min(best_s, time.perf_counter() - begin_s)
+            seconds.append(time.perf_counter() - begin_s)
         del target
-    return size * count / GB / best_s
+    return size * count / GB / statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from rich.console import Console
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
+       flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
        flowrt resume RUN [--steps N]
        flowrt ledger RUN [--prompt N [--epoch E]]
        flowrt keys DIR [NAME ...]
@@ -16,6 +17,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
   flowrt run [RECIPE] --help               every knob, one sentence each
+  flowrt status RUN                        who waits for whom in a run that goes on
   flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
@@ -42,6 +44,13 @@ def _keys(words: list[str]) -> int:
     write_keys(Path(words[0]), words[1:], new_pair)
     sys.stdout.write(f"keys in {words[0]}: use them with flowrt run --controller.keys {words[0]}, or {KEYS_HINT}\n")
     return 0
+
+
+def _status(words: list[str]) -> int:
+    from flowrt.launch.status import run
+
+    code: int = run(words, Console())
+    return code
 
 
 def _resume(words: list[str]) -> int:
@@ -85,6 +94,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ledger": _ledger,
     "resume": _resume,
     "run": _run,
+    "status": _status,
 }
 
 
@@ -104,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
+    except OSError as error:
+        errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
+        return EXIT_FAILED
     except FlowError as error:
         errors.print(f"flowrt: {type(error).__name__}: {error}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_FAILED

@@ -14,11 +14,14 @@ import signal
 import sys
 from pathlib import Path
 
+from flowrt.launch.status import ADDRESS, write_address
+
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
+from flowrt.controller.events import End
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
 from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
@@ -28,6 +31,7 @@ from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
+PART = ".summary.json.part"
 
 
 def make_server(config: RunConfig, text: str) -> Server:
@@ -51,10 +55,25 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
+    write_address(Path(config.run_dir), address)
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
     ended = await server.run()
+    # Nobody shall look for a controller where another process may soon listen.
+    (Path(config.run_dir) / ADDRESS).unlink(missing_ok=True)
+    try:
+        _summarize(server, config, ended)
+    except (FlowError, OSError) as error:
+        (Path(config.run_dir) / PART).unlink(missing_ok=True)
+        log.error("the summary cannot be written: %s", error)
+        return ended.code or EXIT_FAILED
+    server.ledger.close()
+    return ended.code
+
+
+def _summarize(server: Server, config: RunConfig, ended: End) -> None:
+    """Write summary.json, whole or not at all."""
     summary = {
         "recipe": config.recipe,
         "seed": config.seed,
@@ -62,11 +81,9 @@ async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
         "exit_code": ended.code,
         "reason": ended.reason,
     }
-    aside = Path(config.run_dir) / ".summary.json.part"
+    aside = Path(config.run_dir) / PART
     aside.write_text(json.dumps(summary, indent=2) + "\n")
     aside.rename(Path(config.run_dir) / "summary.json")
-    server.ledger.close()
-    return ended.code
 
 
 def main() -> int:

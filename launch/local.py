@@ -1,6 +1,7 @@
 """A whole run on this machine: controller, workers, live view; every process ends with it."""
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -20,6 +21,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.paths import model_dir
 from flowrt.recipes.subjects import subject
+from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
@@ -27,6 +29,7 @@ OBSERVER = "observer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
+RUN, COMPUTES = Guard("the end of the run"), Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -91,6 +94,7 @@ class LocalRun:
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
         self._interrupted = asyncio.Event()
         self._failure = ""
+        self._ended = ""  # what the controller said of it
         self._controller: Child | None = None
         self._restarts = Restarts(self._run_dir, config.restarts)
 
@@ -115,18 +119,18 @@ class LocalRun:
     async def _guarded(self, view: LiveView) -> int:
         """The run, or the interruption, whichever comes first."""
         work = asyncio.create_task(self._work(view))
-        interruption = asyncio.create_task(self._interrupted.wait())
-        await asyncio.wait({work, interruption}, return_when=asyncio.FIRST_COMPLETED)
+        interruption = asyncio.create_task(until(self._interrupted.wait(), RUN, "an interruption", "the user"))
+        await first_of({work, interruption}, RUN, "the end of the run, or an interruption", "the run")
         interruption.cancel()
         if not work.done():
             view.say("interrupted: ending the run")
             # A controller that listens ends its run in order; before that there is nothing to put in order.
             if self._controller is not None:
                 self._controller.process.send_signal(signal.SIGINT)
-                await asyncio.wait({work}, timeout=INTERRUPT_S)
+                with contextlib.suppress(WaitExpired):
+                    await all_of({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
             if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
+                await cancelled({work}, INTERRUPT_S)
                 return EXIT_INTERRUPTED
         return work.result()
 
@@ -134,7 +138,7 @@ class LocalRun:
         if not self._config.model and not model_dir(self._config).is_dir():
             prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
             view.say("building the model and warming it up")
-            if await prepare.process.wait() != 0:
+            if await prepare.ended(COMPUTES) != 0:
                 self._failure = prepare.last_words()
                 return EXIT_FAILED
         while True:
@@ -145,7 +149,7 @@ class LocalRun:
                 return code
             view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
-            await asyncio.sleep(back_off_s)
+            await pause(back_off_s)
             self._failure = ""
 
     async def _live(self, view: LiveView) -> tuple[int, int | None]:
@@ -153,18 +157,25 @@ class LocalRun:
         (self._run_dir / "summary.json").unlink(missing_ok=True)
         controller, address = await self._start_controller()
         self._controller = controller
-        observer = Observer(address, view.show, self._keys)
+        observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
         workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
         watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
-        code: int = await controller.process.wait()
+        hung = ""
+        try:
+            code: int = await controller.ended(observer.heard)
+        except WaitExpired as silent:
+            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
+            controller.process.kill()
+            code = await controller.ended(READY_S)
+        self._ended = observer.ended
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
             watcher.cancel()
         observer.close()
         if code < 0:
-            self._failure = controller.last_words()
+            self._failure = hung or controller.last_words()
             code = EXIT_FAILED
         return code, workers[-1].process.returncode
 
@@ -181,14 +192,14 @@ class LocalRun:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
         try:
-            async with asyncio.timeout(READY_S):
-                address = (await reader.readline()).decode().strip()
-        except TimeoutError:
+            line = await until(reader.readline(), READY_S, "the controller to listen", "the controller")
+        except WaitExpired:
             raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
         finally:
             transport.close()
+        address = line.decode().strip()
         if not address:
-            code = await child.process.wait()
+            code = await child.ended(READY_S)
             words = child.log.read_text().strip().splitlines()
             reason = words[-1].split(" ERROR ")[-1] if words else child.last_words()
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
@@ -196,7 +207,7 @@ class LocalRun:
 
     async def _watch(self, worker: Child, observer: Observer) -> None:
         """A worker that dies without a word of its own still ends the run, with its last words."""
-        code = await worker.process.wait()
+        code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
             self._failure = worker.last_words()
@@ -234,6 +245,7 @@ class LocalRun:
             if summary["steps"]:
                 self._console.print(summary_table(summary))
                 self._console.print(f"picture {draw(self._run_dir)}", highlight=False, soft_wrap=True)
-            self._failure = self._failure or (summary["reason"] if code != EXIT_OK else "")
+            self._ended = summary["reason"]
+        self._failure = self._failure or (self._ended if code != EXIT_OK else "")
         if self._failure:
             self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)

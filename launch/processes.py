@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrt.errors import WaitExpired
 from flowrt.lifeline import LAUNCHER, die_with_parent
+from flowrt.waiting import Deadline, Guard, all_of, cancelled, until
 
 LAST_WORDS_LINES = 3
+TOGETHER = Guard("the deadline for all of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,11 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     log: Path
+
+    async def ended(self, deadline: Deadline) -> int:
+        """Its exit code. Raises WaitExpired."""
+        code: int = await until(self.process.wait(), deadline, f"{self.name} to leave", self.name)
+        return code
 
     def last_words(self) -> str:
         """How it ended and the end of its log."""
@@ -64,10 +72,11 @@ class Children:
 
     async def wait_all(self, deadline_s: float) -> bool:
         """Wait for every process to leave; False when some had not by the deadline."""
+        ends = [asyncio.ensure_future(child.ended(TOGETHER)) for child in self._all]
         try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.gather(*(child.process.wait() for child in self._all))
-        except TimeoutError:
+            await all_of(ends, deadline_s, "all processes to leave", "each of them")
+        except WaitExpired:
+            await cancelled(ends, 1.0)
             return False
         return True
 

@@ -1,27 +1,32 @@
 """What every worker's command does: find the controller, get the configuration, run the role, leave with a reason."""
 
 import argparse
+import asyncio
 import logging
 import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped, WaitExpired
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.waiting import CONTROLLER, Guard, all_of, first_of, open_waits
 from flowrt.wire.keys import KEYS_VARIABLE, worker_keys
 from flowrt.wire.loops import run_loop
 
 log = logging.getLogger("flowrt")
-Role = Callable[[Session, RunConfig], Awaitable[None]]
+Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 JOIN_S = 120.0
+LEAVE_S = 2.0
+SILENCE = Guard("the silence of the controller")
 
 
 def main(role: str, run: Role) -> NoReturn:
@@ -47,13 +52,23 @@ def main(role: str, run: Role) -> NoReturn:
         code = run_loop(_live(arguments, name, role, run))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process now: threads may be inside gloo or an engine, which cannot be interrupted, and all would wait."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Lane threads may be inside gloo, which cannot be interrupted; nothing they hold outlives the process.
     os._exit(code)
 
 
+def _say_waits() -> None:
+    for wait in open_waits():
+        log.info("%s", wait)
+
+
 async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) -> int:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _say_waits)
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
         session = await connect(arguments.controller, name, role, arguments.join_s, keys)
@@ -64,8 +79,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
-        await run(session, config)
-        await session.wait_stopped()
+        await _play(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
         first = _first(raised)
@@ -77,7 +91,24 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
             log.error("%s", error)
     finally:
         await session.close(error)
-    return EXIT_FAILED if error else EXIT_OK
+    _leave(EXIT_FAILED if error else EXIT_OK)
+
+
+async def _play(role: Coroutine[Any, Any, None], session: Session) -> None:
+    """The role, until it fails or the run ends. Raises what it raised, or Stopped."""
+    work = asyncio.create_task(role)
+    ended = asyncio.create_task(session.wait_stopped())
+    await first_of({work, ended}, SILENCE, "the role, or the end of the run", CONTROLLER)
+    if not ended.done():
+        work.result()
+        await ended
+    # The role learns of the end by its next request; what is inside a library then is not waited for long.
+    try:
+        await all_of({work}, LEAVE_S, "the role to notice that the run has ended", "this worker")
+    except WaitExpired:
+        for wait in open_waits():
+            log.warning("left while %s", wait)
+    ended.result()
 
 
 def _first(error: BaseException) -> BaseException:

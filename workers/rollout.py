@@ -14,6 +14,9 @@ from flowrt.engines.protocols import Prompt, Response, RolloutEngine
 from flowrt.engines.seeds import sample_seed
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
+from flowrt.waiting import CONTROLLER, Guard, first_of
+
+LEASE, PULL = Guard("the lease on what is generated"), Guard("the deadline of the pull, or the end of the session")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -79,7 +82,7 @@ class RolloutLoop:
         running = asyncio.create_task(run)
         staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
         try:
-            await asyncio.wait({running, staged}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of({running, staged}, LEASE, "the engine, or newer weights", "this worker's engine")
             self._interrupt.set()
             finished = await running
             if staged.done():
@@ -93,7 +96,7 @@ class RolloutLoop:
         staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
         waits = {staged} if self._pull is None else {staged, self._pull}
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(waits, PULL, "slots, or newer weights", CONTROLLER)
             if staged.done():
                 staged.result()  # raises what ended the session
         finally:

@@ -77,7 +77,8 @@ async def offer_all(
                     if await waiting.popleft() is None:
                         return
             epoch += 1
-        await asyncio.gather(*waiting)
+        while waiting:
+            await waiting.popleft()
         # Everything is open. From here on an offer only asks to be told when the last step has been trained.
         session.exhausted(TRAIN)
         await session.offer(TRAIN, 0, epoch, config.group_size, columns(problems[0]))

@@ -14,15 +14,17 @@ from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.engines.checkpoint import load_tokenizer
+from flowrt.engines.checkpoint import load_tokenizer, put_in_place
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import Guard, until
 from flowrt.wire.records import KEPT_TOKENS
 
 UNIFORM = Uniform()
+RANKS = Guard("the timeout of torch.distributed")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -42,7 +44,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     for step in range(done, config.steps):
         await train_step(session, config, engine, step)
         with session.timeline.busy("step"):
-            metrics = await asyncio.to_thread(engine.step)
+            metrics = await until(asyncio.to_thread(engine.step), RANKS, f"step {step} on all ranks", "the other ranks")
         if not metrics:
             break
         done = step + 1
@@ -60,7 +62,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
 async def publish(session: Session, engine: TrainEngine, version: int, first: bool) -> None:
     """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
     with session.timeline.busy("snapshot"):
-        tensors = await asyncio.to_thread(engine.parameters)
+        tensors = await until(asyncio.to_thread(engine.parameters), RANKS, f"version {version}", "the other ranks")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
         await session.params.publish(POLICY, snapshot)
@@ -112,7 +114,7 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
     engine.export(aside)
     if first:
         load_tokenizer(model_dir(config)).save_pretrained(aside)
-        aside.rename(path)
+        put_in_place(aside, path)
 
 
 if __name__ == "__main__":

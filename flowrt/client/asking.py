@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrt.errors import FlowError, RemoteProtocolError, WaitExpired
+from flowrt.waiting import CONTROLLER, noted
 from flowrt.wire import messages as m
 
 Request = m.Offer | m.Pull | m.Commit | m.Saved
@@ -53,7 +54,8 @@ class Asking:
         timer = self._loop.call_later(deadline_s, self._expire, one, deadline_s)
         try:
             self._send(message)
-            return await one.reply
+            with noted(f"the answer to {type(message).__name__} {message.request}", CONTROLLER, deadline_s):
+                return await one.reply
         except asyncio.CancelledError:
             # Whoever asked has given up: nothing may wait at the controller in its name, nor an answer be lost that
             # came at this very moment.

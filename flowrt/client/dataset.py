@@ -14,10 +14,12 @@ from flowrt.client.batches import Batch
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
 from flowrt.client.stream import stream
+from flowrt.waiting import Guard, blocking, joined
 
 Result = TypeVar("Result")
 Row = dict[str, torch.Tensor | float]
 JOIN_S = 60.0
+CLOSE_S = 10.0
 
 
 class StreamDataset(IterableDataset[Row]):
@@ -79,7 +81,8 @@ class _Call:
         self._loop = loop
 
     def __call__(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return blocking(done.result, Guard("the deadline of what runs there"), "the stream's own loop", "that loop")
 
 
 @contextmanager
@@ -94,5 +97,5 @@ def _background_loop() -> Iterator[_Call]:
     finally:
         call(loop.shutdown_default_executor())
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        if joined(thread, CLOSE_S):
+            loop.close()

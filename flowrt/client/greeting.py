@@ -8,6 +8,7 @@ import socket
 from flowrt.client.session import Session
 from flowrt.errors import FlowError, LocalProtocolError, WaitExpired
 from flowrt.transport.transports import abilities
+from flowrt.waiting import CONTROLLER, until
 from flowrt.wire import messages as m
 from flowrt.wire.keys import WorkerKeys
 from flowrt.wire.link import ClientLink
@@ -46,9 +47,8 @@ async def connect(address: str, worker: str, role: str, deadline_s: float, keys:
         link.connect(address)
         link.send(m.Hello(m.PROTOCOL, worker, role, socket.gethostname(), os.getpid(), abilities()))
         try:
-            async with asyncio.timeout(deadline_s):
-                answer = await welcome
-        except TimeoutError:
+            answer = await until(welcome, deadline_s, f"the welcome of {address}", CONTROLLER)
+        except WaitExpired:
             raise WaitExpired(
                 f"{worker} waited {deadline_s:.0f} s for a controller at {address} and nobody answered; "
                 "is it running, and is the address right?"

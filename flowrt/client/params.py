@@ -12,9 +12,11 @@ from flowrt.transport.deltas import Delta
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.relay import Arrival, pieces
 from flowrt.transport.weights import RunningChecksum, Snapshot
+from flowrt.waiting import CONTROLLER, Guard, until
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
 from flowrt.wire.records import NO_BASE, Weights
 
+BESIDE = Guard("the pull beside which it is watched, or the end of the session")
 Form = tuple[str, int, int]
 """Model, version, and the base that it is told as changes to (NO_BASE: whole)."""
 
@@ -92,7 +94,7 @@ class Params:
         """Wait until a version has arrived."""
         while (found := self.staged(model)) is None:
             self._changed.clear()
-            await self._changed.wait()
+            await until(self._changed.wait(), BESIDE, "a newer version", CONTROLLER)
         return found
 
     def applied(self, model: str, version: int) -> None:

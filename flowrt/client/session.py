@@ -10,25 +10,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowrt.client import heartbeat
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch, Columns
 from flowrt.client.params import Params
 from flowrt.client.promised import Promised
 from flowrt.clock import MonotonicClock
-from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError, WaitExpired
+from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError
 from flowrt.metrics import Timeline
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.rows import lengths_of
 from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
+from flowrt.waiting import CONTROLLER, cancelled, first_of, until
 from flowrt.wire import messages as m
 from flowrt.wire.link import ClientLink
 from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
 PULL_TRIES = 3
-SILENT_BEATS = 30  # heartbeats without any word from the controller after which it counts as gone
 
 
 class Session:
@@ -51,6 +52,8 @@ class Session:
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
         self._heard_s = self._loop.time()
+        self._waits = heartbeat.notable_waits()
+        heartbeat.sessions += 1
         self._spawn(self._beat())
 
     # ---- samples
@@ -125,7 +128,8 @@ class Session:
             grant: m.Grant = await self._asking.ask(pull, deadline_s or self.welcome.wait_s)
             try:
                 if grant.parts and self.store.missing(grant.parts):
-                    await self.unless_ended(self.store.wait_for(grant.parts))
+                    senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
+                    await self.unless_ended(self.store.wait_for(grant.parts, senders))
             except TransferError as error:
                 reason = str(error)
             except asyncio.CancelledError:
@@ -183,10 +187,12 @@ class Session:
         await self._asking.ask(m.Saved(self._asking.number(), step), self.welcome.wait_s)
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
-        """Send the spans of work since the last report, and named numbers for the summary."""
+        """Send the spans of work since the last report, open waits, and named numbers for the summary."""
         spans = tuple(BusySpan(*span) for span in self.timeline.drain())
-        if spans or numbers:
-            self.send(m.Report(spans, tuple((name, float(value)) for name, value in (numbers or {}).items())))
+        before, self._waits = self._waits, heartbeat.notable_waits()
+        named = tuple((name, float(value)) for name, value in (numbers or {}).items())
+        if spans or named or before or self._waits:
+            self.send(m.Report(spans, named, self._waits))
 
     def finished(self) -> None:
         """This worker's part of the run is complete; it goes on serving what it holds."""
@@ -195,16 +201,16 @@ class Session:
 
     async def wait_stopped(self) -> None:
         """Serve others until the controller ends the run; raises Stopped then."""
-        await asyncio.shield(self._ended)
+        await until(asyncio.shield(self._ended), heartbeat.SILENCE, "the end of the run", CONTROLLER)
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Run ``work``, but raise what ended the session as soon as that happens."""
         task = self._loop.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self._ended]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(either, heartbeat.SILENCE, "its work, or the end of the run", CONTROLLER)
             if not task.done():
-                await asyncio.shield(self._ended)
+                self._ended.result()
             return await task
         finally:
             task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
@@ -217,11 +223,10 @@ class Session:
         self.report()
         self.send(m.Bye(error))
         self.end(Stopped("the session is closed", 0))
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancelled(self._background, heartbeat.CLOSE_S)
         await self._lanes.close()
         self._link.close()
+        heartbeat.sessions -= 1
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""
@@ -286,14 +291,9 @@ class Session:
         task.add_done_callback(self._background.discard)
 
     async def _beat(self) -> None:
-        """Heartbeats, and the verdict on a controller that does not answer them."""
         beat_s = self.welcome.heartbeat_s
-        while True:
-            asked_s = self._loop.time()
-            self.send(m.Heartbeat())
-            self.report()
-            await asyncio.sleep(beat_s)
-            # Judged by beats that were really sent: a loop that was itself held up must not blame the controller.
-            if self._loop.time() - asked_s < 2 * beat_s and asked_s - self._heard_s > SILENT_BEATS * beat_s:
-                self.end(WaitExpired(f"controller {self._address} not heard of for {SILENT_BEATS * beat_s:.0f} s"))
-                return
+        self.end(await heartbeat.beat(beat_s, self._address, lambda: self._heard_s, self._sign_of_life))
+
+    def _sign_of_life(self) -> None:
+        self.send(m.Heartbeat())
+        self.report()

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
+from flowrt.transport.lane import seen
+from flowrt.waiting import CONTROLLER, Guard, all_of
 
 
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncIterator[Batch]:
@@ -45,5 +47,8 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             leftover += [following.result()]
         for one in leftover:
             session.give_back(stage, one)
-        last = [session.commit(stage, done.slots, done.leases)] if done is not None else []
-        await asyncio.gather(*([] if committing is None else [committing]), *last, return_exceptions=True)
+        ends = [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
+        ends += [committing] if committing is not None else []
+        for end in ends:
+            end.add_done_callback(seen)
+        await all_of(ends, Guard("their own deadlines"), "the answers to the last commits", CONTROLLER)

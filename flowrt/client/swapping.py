@@ -6,6 +6,7 @@ from collections.abc import Callable
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.transport.weights import Snapshot
+from flowrt.waiting import CONTROLLER, Guard, first_of
 
 
 async def pull_between(session: Session, stage: str, slots: int, swap: Callable[[Snapshot], None]) -> Batch:
@@ -18,7 +19,7 @@ async def pull_between(session: Session, stage: str, slots: int, swap: Callable[
     try:
         while not pull.done():
             staged = asyncio.create_task(session.unless_ended(session.params.wait_staged()))
-            await asyncio.wait({pull, staged}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of({pull, staged}, Guard("the deadline of the pull"), "slots, or a newer version", CONTROLLER)
             if not staged.done():
                 staged.cancel()
                 continue

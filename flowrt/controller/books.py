@@ -1,17 +1,22 @@
-"""The books of a run: what the mind says is written down, the ledger's part and the journal's together."""
+"""The books of a run: what the mind says is written down, the ledger's part and the journal's together.
+
+They are patient with a lock, and final about a disk that refuses.
+"""
 
 from flowrt.controller.events import Command, Record, StepClosed
 from flowrt.controller.journal import Journal
-from flowrt.controller.ledger import Ledger
+from flowrt.controller.ledger import Ledger, LedgerBusy
+from flowrt.errors import FlowError
 from flowrt.wire.messages import Report
 
 
 class Books:
-    """Entered as the run goes; `persist` makes them outlast the machine."""
+    """Entered as the run goes; `write` makes them outlast this process, or the machine."""
 
     def __init__(self, ledger: Ledger, journal: Journal) -> None:
         self._ledger = ledger
         self._journal = journal
+        self._busy_since_s: float | None = None
 
     def enter(self, command: Command, now: float) -> None:
         """Write down what has happened; commands that order something are none of our business."""
@@ -29,7 +34,22 @@ class Books:
         for name, value in report.numbers:
             self._ledger.note(name, value, step)
 
-    def persist(self) -> None:
-        """Raises FlowError or OSError when the disk refuses."""
-        self._ledger.persist()
-        self._journal.persist()
+    def write(self, now: float, patience_s: float, lasting: bool = False) -> bool:
+        """Commit what was entered (``lasting``: it outlasts the machine too); False while the ledger is locked.
+
+        Raises FlowError or OSError when the disk refuses, or the lock is held for longer than ``patience_s`` seconds.
+        """
+        self._journal.check()
+        try:
+            if lasting:
+                self._ledger.persist()
+                self._journal.persist()
+            else:
+                self._ledger.commit()
+        except LedgerBusy as error:
+            since_s = self._busy_since_s = now if self._busy_since_s is None else self._busy_since_s
+            if now - since_s < patience_s:
+                return False
+            raise FlowError(f"{error}, for {now - since_s:.0f} s; let go of it, and start again") from error
+        self._busy_since_s = None
+        return True

@@ -6,20 +6,23 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 import dataclasses
 
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
+from flowrt.controller.waitgraph import wait_graph
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.records import Position
 
-OBSERVER = "observer"
 SOURCE = "source"
 """The role of those that are told which prompts a resumed run is done with."""
+MOST_SENTENCES = 12
+"""Of the wait-for graph in the reason of a stall; the log has all of it."""
 MAX_SIGNAL_BYTES = 4096
 
 
@@ -29,6 +32,7 @@ class Core:
     def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
         self.settings = settings
         self._policies = policies
+        self._flow = flow
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
         lanes = Lanes(settings.lanes)
@@ -51,13 +55,14 @@ class Core:
             case Joined(worker, role, host, lanes):
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
+                self._progress_s = now  # a cluster that comes together is not stuck
             case Gone(worker, reason):
                 self._gone(worker, reason)
             case _:
                 self._tick(now)
         if self.ended is None:
             self.samples.settle(now)
-            self.models.move(self.samples.gated)
+            self.models.move(self.samples.gated, now)
             if self.roster.changed:
                 self._finish_if_complete()
         return list(self._out)
@@ -79,7 +84,7 @@ class Core:
         elif isinstance(message, m.Heartbeat):
             self._out.append(Send(worker, message))
         elif isinstance(message, m.Report):
-            pass  # the journal's business
+            self.roster.told(worker, message.waits, now)  # the rest is the journal's business
         elif isinstance(message, m.Withdraw):
             samples.withdraw(worker, message.request, now)
         else:
@@ -143,7 +148,7 @@ class Core:
         self.samples.retreat.expire_leases(now)
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
-            waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.samples.waiting())
+            waits = "; ".join(self.wait_graph(now).sentences(MOST_SENTENCES))
             self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
 
     def _finish_if_complete(self) -> None:
@@ -160,6 +165,10 @@ class Core:
         if self.ended is None:
             self.ended = End(reason, code)
             self._out.append(self.ended)
+
+    def wait_graph(self, now: float, wait_s: float = float("inf")) -> WaitGraph:
+        """Who waits for whom at this moment."""
+        return wait_graph(self._flow, self.samples, self.models, self.roster, now, wait_s)
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
@@ -199,4 +208,4 @@ class Core:
 
     @property
     def train_stage(self) -> str:
-        return self.samples._flow.train_stage
+        return self._flow.train_stage

@@ -51,6 +51,13 @@ SELECT COUNT(*) FROM (
 """Of what a run took back, only what it trained since counts."""
 
 
+OPEN_S = 5.0
+
+
+class LedgerBusy(FlowError):
+    """Another process has the ledger locked; nothing is lost, and it can be tried again."""
+
+
 class Account(NamedTuple):
     """What the ledger says about a run; ``lost`` and ``trained_twice`` must be 0."""
 
@@ -67,10 +74,12 @@ class Ledger:
         self._buffer: list[tuple[float, Record]] = []
         self._notes: dict[str, tuple[float, int]] = {}
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
+            # From here on a lock of somebody else must not hold up the loop on which everybody is served.
+            self._db.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
             raise FlowError(f"ledger {path} cannot be opened: {error}; use another run directory") from error
 
@@ -107,7 +116,10 @@ class Ledger:
             raise self._refused(error) from error
 
     def commit(self) -> None:
-        """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses."""
+        """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses.
+
+        Raises LedgerBusy while another process has it locked.
+        """
         if not self._buffer and not self._notes:
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
@@ -135,7 +147,11 @@ class Ledger:
     def _refused(self, error: sqlite3.Error) -> FlowError:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        return FlowError(f"ledger {self._path} cannot be written: {error}")
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            return LedgerBusy(f"ledger {self._path} is locked by another process")
+        return FlowError(
+            f"ledger {self._path} cannot be written: {error}; what it had committed is intact: is the disk full?"
+        )
 
     def account(self, live: Iterable[tuple[int, int]]) -> Account:
         """Compare the ledger with the (epoch, prompt) pairs that are still live on the board.

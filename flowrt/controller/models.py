@@ -21,6 +21,7 @@ class Models:
         self._lanes = lanes
         self._out = out
         self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last fetch that each receiver was told
+        self.began_s: dict[tuple[str, WorkerId], float] = {}  # when that was
         self.of = {name: ModelVersions(name) for name in names}
         self.policy = self.of[names[0]]
 
@@ -52,8 +53,9 @@ class Models:
         for name, versions in self.of.items():
             versions.forget(worker)
             self._turns.pop((name, worker), None)
+            self.began_s.pop((name, worker), None)
 
-    def move(self, gated: Collection[WorkerId]) -> None:
+    def move(self, gated: Collection[WorkerId], now: float) -> None:
         """Order what is due, and let go of what nobody will ask for again."""
         for versions in self.of.values():
             if not versions.changed:
@@ -63,6 +65,7 @@ class Models:
                 turn = self._lanes.next_turn(fetch.holder, fetch.receiver, "weights")
                 one = fetch.weights
                 self._turns[one.model, fetch.receiver] = turn
+                self.began_s[one.model, fetch.receiver] = now
                 self._out.append(Send(fetch.receiver, m.Fetch(turn, one)))
                 self._out.append(Send(fetch.holder, m.ServeWeights(turn, one.model, one.version, one.base)))
             for worker, version in versions.retire():

@@ -1,8 +1,22 @@
 """Who is here: workers, their roles, when they were last heard."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flowrt.ids import WorkerId
+
+MOST_WAITS = 8
+"""Of one worker that are remembered."""
+LONGEST_WORDS = 160
+
+
+class OpenWait(NamedTuple):
+    """Something that a worker waits for from somebody else than the controller, as it says itself."""
+
+    what: str
+    turn: str  # who has to act: a worker's name, where it is one
+    age_s: float
+    limit_s: float  # infinite where another wait ends this one
 
 
 @dataclass(slots=True)
@@ -14,6 +28,8 @@ class Member:
     host: str
     heard_s: float
     finished: bool = False
+    waits: tuple[OpenWait, ...] = ()  # for others than the controller, as it last said
+    told_s: float = 0.0  # when that was
 
 
 class Roster:
@@ -37,6 +53,16 @@ class Roster:
         if member is not None:
             member.heard_s = now
         return member is not None
+
+    def told(self, worker: WorkerId, waits: tuple[tuple[str, str, float, float], ...], now: float) -> None:
+        """Note what the worker says that it waits for."""
+        member = self._members[worker]
+        member.waits = tuple(
+            OpenWait(what[:LONGEST_WORDS], turn[:LONGEST_WORDS], age_s, limit_s)
+            for what, turn, age_s, limit_s in waits[:MOST_WAITS]
+            if 0 <= age_s < float("inf") and limit_s >= 0
+        )
+        member.told_s = now
 
     def finish(self, worker: WorkerId) -> None:
         self._members[worker].finished = self.changed = True

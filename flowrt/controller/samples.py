@@ -43,7 +43,7 @@ class Samples:
         self.board = Board(flow.columns, flow.stages, policies.dispatch.queue)
         start = settings.position.step
         self.window = TrainingWindow(settings.groups_per_step, settings.steps, settings.in_order, start)
-        self.room = WaitingRoom()
+        self.room = WaitingRoom(self.board.stages)
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
@@ -65,7 +65,7 @@ class Samples:
         self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
-        self.room.check_new(worker, message.request)
+        self.room.check_new(worker, message.request, message.stage)
         training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
@@ -76,7 +76,7 @@ class Samples:
             self._send(worker, Refused(message.request, reason))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif fault := self._done_fault(message):
+        elif message.done and (fault := self._done_fault(message)):
             self._send(worker, Refused(message.request, fault))
         else:
             if message.done:
@@ -91,7 +91,7 @@ class Samples:
         parked = self.room.take_out(worker, request)
         if parked is not None:
             self.board.freed |= isinstance(parked.request, Offer)  # those behind it may have room enough
-            reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self._why(parked)}"
+            reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {self.why(parked)}"
             if parked.refused:
                 reason += f"; the leases {parked.refused}, said to be done, had ended before"
             self._send(worker, Refused(request, reason))
@@ -147,7 +147,7 @@ class Samples:
 
     def _done_fault(self, pull: Pull) -> str:
         stage = self.board.stages[pull.stage]
-        if pull.done and (stage.makes or stage.whole_groups):
+        if stage.makes or stage.whole_groups:
             return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
         return ""
 
@@ -280,9 +280,10 @@ class Samples:
 
     def waiting(self) -> list[tuple[WorkerId, str, float]]:
         """Who waits, for what, since when."""
-        return [(parked.worker, self._why(parked), parked.since_s) for parked in self.room.all()]
+        return [(parked.worker, self.why(parked), parked.since_s) for parked in self.room.all()]
 
-    def _why(self, parked: Parked[Pull] | Parked[Offer]) -> str:
+    def why(self, parked: Parked[Pull] | Parked[Offer]) -> str:
+        """What a parked request waits for."""
         request = parked.request
         if isinstance(request, Offer):
             return self.opening.obstacle(request) or "the offers before it"

@@ -4,19 +4,22 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from flowrt.clock import Clock, MonotonicClock
+from flowrt.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.controller.books import Books
-from flowrt.controller.core import OBSERVER, Core
+from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
-from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError, RemoteProtocolError
+from flowrt.controller.status import status
+from flowrt.controller.waitgraph import OBSERVER
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError, WaitExpired
 from flowrt.ids import WorkerId
+from flowrt.waiting import Guard, pause, until
 from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
@@ -28,6 +31,10 @@ TICK_S = 0.5
 FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
 LONGEST_NAME = 200
+LOCKED_S = 30.0
+"""How long another process may keep the ledger locked; meanwhile the run goes on, its records wait."""
+MOST_LINES = 200
+STALLED, FAREWELL = Guard("controller.stall_s"), Guard("the deadline of the farewell")
 NOT_IN = "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection"
 
 
@@ -49,10 +56,11 @@ class Server:
         self._core = core
         times = (heartbeat_s, wait_s, core.settings.lane_s)
         self._welcome = m.Welcome(0, *times, core.settings.store_bytes, columns, config, Position())
-        self._clock = clock or MonotonicClock()
+        self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
         self._books = Books(self.ledger, self.journal)
+        self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
         self._worker_of: dict[bytes, WorkerId] = {}
         self._peer_of: dict[WorkerId, bytes] = {}
@@ -85,7 +93,7 @@ class Server:
     async def run(self) -> End:
         """Serve until the run ends and everyone has left (or had time to)."""
         ticker = asyncio.create_task(self._tick())
-        await self._ended.wait()
+        await until(self._ended.wait(), STALLED, "the end of the run", "the workers")
         ticker.cancel()
         ended = self._core.ended
         assert ended is not None
@@ -93,16 +101,16 @@ class Server:
         for worker in list(self._peer_of):
             self._send(worker, m.Stop(ended.reason, ended.code))
         try:
-            async with asyncio.timeout(FAREWELL_S):
-                await self._until_alone()
-        except TimeoutError:
+            await until(self._until_alone(), FAREWELL_S, "the goodbye of all workers", "the workers")
+        except WaitExpired:
             log.warning("left without a goodbye from %s", sorted(self._peer_of))
-        self.ledger.commit()
+        while not self._write(FAREWELL_S):
+            await pause(TICK_S)
         self.journal.close()
         if self._roll_call is not None:
             self._roll_call.cancel()
         self._link.close()
-        return ended
+        return self._core.ended or ended
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -124,14 +132,14 @@ class Server:
     async def _until_alone(self) -> None:
         while any(self._role_of.get(worker) != OBSERVER for worker in self._peer_of):
             self._alone.clear()
-            await self._alone.wait()
+            await until(self._alone.wait(), FAREWELL, "the next goodbye", "the workers")
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await pause(TICK_S)
             self._handle(Tick())
             self._status()
-            self._write(self.ledger.commit)
+            self._write(LOCKED_S)
 
     # ---- in
 
@@ -221,18 +229,22 @@ class Server:
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
+        if isinstance(command, Send):  # nearly all of them
+            self._send(command.worker, command.message)
+            return
         match command:
-            case Send(worker, message):
-                self._send(worker, message)
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
                 self._forget(worker)
             case Persist(worker, request):
-                if self._write(self._books.persist):
-                    self._send(worker, m.Committed(request, (), ""))
+                self._unsaved.append((worker, request))
+                self._write(LOCKED_S)
             case End():
                 log.info("the run ends: %s", command.reason)
+                if command.code == EXIT_STALLED:
+                    for sentence in self._core.wait_graph(now, self._welcome.wait_s).sentences(MOST_LINES):
+                        log.error("stalled: %s", sentence)
                 self._ended.set()
             case _:
                 self._books.enter(command, now)
@@ -249,14 +261,20 @@ class Server:
             self._worker_of.pop(peer, None)
         self._alone.set()
 
-    def _write(self, write: Callable[[], None]) -> bool:
-        """Write to disk; one that refuses ends the run."""
+    def _write(self, patience_s: float) -> bool:
+        """Write the books, and say so to who waits for it; True when they are, or never will be: then the run fails."""
         try:
-            write()
+            if not self._books.write(self._clock.now(), patience_s, lasting=bool(self._unsaved)):
+                return False
         except (FlowError, OSError) as error:
-            log.error("%s", error)
-            self.end(str(error))
-            return False
+            if self._core.ended is None or self._core.ended.code == EXIT_OK:
+                log.error("%s", error)
+                self._core.ended = End(str(error), EXIT_FAILED)
+                self._ended.set()
+            return True
+        for worker, request in self._unsaved:
+            self._send(worker, m.Committed(request, (), ""))
+        self._unsaved.clear()
         return True
 
     def end(self, reason: str, code: int = EXIT_FAILED) -> None:
@@ -276,18 +294,4 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""
-        now, samples = self._clock.now(), self._core.samples
-        waits = [(who, what, round(now - since_s, 1)) for who, what, since_s in samples.waiting()]
-        return {
-            "step": samples.window.step,
-            "steps": samples.window.steps,
-            "live_groups": samples.window.live,
-            "workers": {one.id: one.role for one in self._core.roster.members() if one.role != OBSERVER},
-            "versions": {who: receiver.applied for who, receiver in self._core.weights.receivers.items()},
-            "latest_version": self._core.weights.latest,
-            "dropped": dict(samples.retreat.dropped),
-            "waits": waits,
-            "latest": self.journal.latest,
-            "numbers": self.journal.numbers,
-            "ended": None if self._core.ended is None else [self._core.ended.reason, self._core.ended.code],
-        }
+        return status(self._core, self._clock.now(), self._welcome.wait_s, self.journal.latest, self.journal.numbers)

@@ -1,7 +1,7 @@
 """Requests that cannot be answered yet. Nobody polls: what changes the board says whom to look at again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,21 +26,26 @@ class Parked(Generic[Request]):
 class WaitingRoom:
     """Parked pulls by stage and parked offers, each in order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Iterable[str] = ()) -> None:
         self._pulls: dict[str, dict[RequestId, Parked[Pull]]] = defaultdict(dict)
         self._offers: dict[RequestId, Parked[Offer]] = {}
+        self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # who has ever asked for slots
+        self.offerers: dict[WorkerId, None] = {}  # and who has ever offered
         self._of: dict[WorkerId, dict[int, Parked[Pull] | Parked[Offer]]] = defaultdict(dict)
 
-    def check_new(self, worker: WorkerId, request: int) -> None:
+    def check_new(self, worker: WorkerId, request: int, stage: str = "") -> None:
         """Raises RemoteProtocolError when this worker waits under that number already: one of the two would be lost."""
         if request in self._of[worker]:
             raise RemoteProtocolError(f"{worker} asked under number {request}, under which it is still waiting")
+        if stage in self.pullers:
+            self.pullers[stage][worker] = None
 
     def park_pull(self, parked: Parked[Pull]) -> None:
         self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
 
     def park_offer(self, parked: Parked[Offer]) -> None:
+        self.offerers[parked.worker] = None
         self._offers[parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
 
@@ -91,6 +96,8 @@ class WaitingRoom:
         for request in list(self._of[worker]):
             self.take_out(worker, request)
         del self._of[worker]
+        for asked in (self.offerers, *self.pullers.values()):
+            asked.pop(worker, None)
 
     def all(self) -> Iterator[Parked[Pull] | Parked[Offer]]:
         """Everything that is parked."""

@@ -45,12 +45,17 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer aside, then rename: it is there whole or not at all. An old one is replaced."""
-    aside, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
-    for left in (aside, old):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    """Write model and tokenizer aside, then rename: it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.part")
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    put_in_place(aside, path)
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Give a directory that was written aside its name; what had it before is taken away."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
     if path.exists():
         path.rename(old)
     aside.rename(path)

@@ -12,14 +12,15 @@ from functools import partial
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Gone, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, End, Event, Gone, Persist, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
 from flowrt.testing.simrows import LaneId, Row, lane_of
 from flowrt.testing.simworker import Shared, Worker
 from flowrt.wire import messages as m
-from flowrt.wire.records import LaneTurn
+from flowrt.wire.positions import unpack
+from flowrt.wire.records import LaneTurn, Position
 
 LEASE_S = 100.0
 FAULT_CHANCE = 0.02
@@ -27,7 +28,7 @@ Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario) -> Core:
+def make_core(scenario: Scenario, position: Position | None = None) -> Core:
     """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once."""
     settings = Settings(
         steps=scenario.steps,
@@ -41,6 +42,7 @@ def make_core(scenario: Scenario) -> Core:
         lease_s=LEASE_S,
         silence_s=float("inf"),
         stall_s=float("inf"),
+        position=position or Position(),
     )
     policies = Policies(
         StrictLag(scenario.bound),
@@ -56,12 +58,14 @@ def make_core(scenario: Scenario) -> Core:
 class Cluster:
     """Make one, `run` it, look at what it recorded."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, position: Position | None = None) -> None:
+        """``position``: where a run goes on whose earlier lives were cut short."""
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.clock = DrivenClock()
-        self.core = make_core(scenario)
+        self.core = make_core(scenario, position)
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
+        self.shared.passed = unpack(self.core.settings.position.passed)
         self.workers: dict[str, Worker] = {}
         self.records: list[Record] = []
         self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
@@ -69,6 +73,7 @@ class Cluster:
         self.trained: list[tuple[int, Row]] = []  # (step, slot) as the trainer saw them
         self.log: list[Event | Command] = []
         self.actions = 0
+        self.durable = 0  # records that are on disk for certain
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
         self._faults = ["kill"] * scenario.kills
@@ -81,10 +86,21 @@ class Cluster:
             for rank in range(count):
                 self.workers[f"{role}{rank}"] = Worker(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
+        first_step = self.core.settings.position.step
+        for trainer in self._ranks:
+            trainer.step, trainer.closed = first_step, first_step == scenario.steps
+        self._ranks[0].unpublished = first_step or None
+        if first_step == scenario.steps:
+            self._say_finished()
 
-    def run(self) -> "Cluster":
-        """Until the run is complete and nothing is on its way. Raises AssertionError when it cannot be completed."""
+    def run(self, most_actions: int | None = None) -> "Cluster":
+        """Until the run is complete and nothing is on its way, or so many things have happened.
+
+        Raises AssertionError when it cannot be completed.
+        """
         while actions := list(self.possible()):
+            if self.actions == most_actions:
+                return self
             assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
             self.actions += 1
             if self._faults and self.rng.random() < FAULT_CHANCE:
@@ -169,6 +185,9 @@ class Cluster:
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
+                case Persist(worker, request):
+                    self.durable = len(self.records)
+                    self._send(worker, m.Committed(request, (), ""))
                 case End():
                     pass
         return commands
@@ -209,10 +228,16 @@ class Cluster:
         first.say(m.StepDone(step, (("loss", 0.5),)))
         if (step + 1) % self.scenario.publish_every == 0:
             first.unpublished = step + 1
+        if self.scenario.checkpoint_every and (step + 1) % self.scenario.checkpoint_every == 0:
+            first.requests += 1
+            first.say(m.Saved(first.requests, step + 1))
         if step + 1 == self.scenario.steps:
-            for rank in self._ranks:
-                rank.say(m.Finished())
-                rank.closed = True
+            self._say_finished()
+
+    def _say_finished(self) -> None:
+        for rank in self._ranks:
+            rank.say(m.Finished())
+            rank.closed = True
 
     def _finish(self) -> None:
         self._finished = True

@@ -16,9 +16,9 @@ from flowrt.testing.scenario import (
     COLUMNS,
     GROUP_COLUMNS,
     MODEL,
-    PROMPTS_PER_EPOCH,
     TENSORS_MADE,
     Scenario,
+    next_prompts,
     offered_lengths,
 )
 from flowrt.testing.simrows import Job, Key, LaneId, Packet, Row, Turns, keys_of, lane_of, rows_of
@@ -36,6 +36,7 @@ class Shared:
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
     broken: set[LaneId] = field(default_factory=set)
     evals_offered: int = 0
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that the run is done with, by epoch
 
 
 class Worker:
@@ -232,10 +233,9 @@ class Worker:
             self.shared.evals_offered += 1
             offer = m.Offer(number, "eval", (evals,), 0, 1, self.shared.latest(), offered_lengths(*lengths), ())
         else:
-            epoch, prompt = divmod(self.prompts, PROMPTS_PER_EPOCH)
-            count = min(scenario.prompts_at_once, PROMPTS_PER_EPOCH - prompt)
-            self.prompts += count
-            columns, prompts = offered_lengths(*lengths, prompts=count), tuple(range(prompt, prompt + count))
+            at_once = scenario.prompts_at_once
+            epoch, prompts, self.prompts = next_prompts(self.prompts, at_once, self.shared.passed)
+            columns = offered_lengths(*lengths, prompts=len(prompts))
             offer = m.Offer(number, "train", prompts, epoch, scenario.members, 0, columns, ())
         self.offers[number] = offer
         self.say(offer)

@@ -14,7 +14,6 @@ IT HAS NOT RUN ON AN NPU.
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,11 +21,12 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import TransferError
+from flowrt.errors import TransferError, WaitExpired
 from flowrt.transport.devices import has_cuda, has_npu, torch_npu
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
+from flowrt.waiting import looked_for
 
 LOOK_S = 0.0002
 GROUP_PATIENCE = 4
@@ -154,7 +154,9 @@ class DeviceChannel:
         return staged.copy_(gathered)
 
     def _complete(self, is_completed: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + self._deadline_s
-        while not is_completed():
-            if time.monotonic() > end_s or self._interrupted.wait(LOOK_S):
-                raise TransferError(f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left")
+        what, turn = f"a piece over lane {self._store.lane}", self._store.peer
+        try:
+            looked_for(is_completed, self._interrupted, LOOK_S, self._deadline_s, what, turn)
+        except WaitExpired:
+            reason = f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left"
+            raise TransferError(reason) from None

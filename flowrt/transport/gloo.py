@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from flowrt.transport.pieces import STAGE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
+from flowrt.waiting import blocking
 
 IN_FLIGHT = 4
 TAGS = 1 << 30
@@ -39,14 +40,17 @@ class GlooTransport:
         return ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "GlooChannel":
-        return GlooChannel(self.make_group(store, SENDER_RANK if sending else RECEIVER_RANK, deadline_s))
+        rank = SENDER_RANK if sending else RECEIVER_RANK
+        return GlooChannel(self.make_group(store, rank, deadline_s), store, deadline_s)
 
 
 class GlooChannel:
     """One end of a group. A wait counts its deadline from the piece before: they follow each other on the wire."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, store: SignalStore, deadline_s: float) -> None:
         self._group: ProcessGroup | None = group
+        self._lane, self._peer = store.lane, store.peer
+        self._deadline_s = deadline_s
         self._piece = 0
         self._staging: list[torch.Tensor] = []
         self._memory = WarmMemory()
@@ -58,10 +62,10 @@ class GlooChannel:
         for run in runs:
             for piece in cut(run.sizes):
                 if len(flying) == IN_FLIGHT:
-                    flying.popleft().wait()
+                    self._complete(flying.popleft())
                 flying.append(group.send([self._piece_of(run, piece)], RECEIVER_RANK, self._tag()))
         for work in flying:
-            work.wait()
+            self._complete(work)
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         group = self._group
@@ -71,11 +75,11 @@ class GlooChannel:
         for flat, rows in zip(received, sizes, strict=True):
             for piece in cut(rows):
                 if len(flying) == IN_FLIGHT:
-                    flying.popleft().wait()
+                    self._complete(flying.popleft())
                 target = flat[piece.start : piece.start + piece.size]
                 flying.append(group.recv([target], SENDER_RANK, self._tag()))
         for work in flying:
-            work.wait()
+            self._complete(work)
         return received
 
     def rest(self) -> None:
@@ -87,6 +91,9 @@ class GlooChannel:
 
     def close(self) -> None:
         self._group = None
+
+    def _complete(self, work: _Work) -> None:
+        blocking(work.wait, self._deadline_s, f"a piece over lane {self._lane}", self._peer)
 
     def _tag(self) -> int:
         self._piece += 1

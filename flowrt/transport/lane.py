@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import FlowError, TransferError
+from flowrt.errors import FlowError, TransferError, WaitExpired
 from flowrt.transport.channel import Channel, Transport
 from flowrt.transport.pieces import Run
 from flowrt.transport.rendezvous import SignalStore
+from flowrt.waiting import CONTROLLER, joined, taken
 from flowrt.wire.records import GONE, LaneTurn
 
 CLOSE_S = 0.5
@@ -97,7 +98,7 @@ class Lane:
 
     def join(self, deadline_s: float) -> None:
         """Wait for the thread: a group that is still open when the interpreter exits aborts the process."""
-        self._thread.join(deadline_s)
+        joined(self._thread, deadline_s)
 
     def _run(self) -> None:
         try:
@@ -114,8 +115,9 @@ class Lane:
         for rests in itertools.count():
             try:
                 # Both ends rest at about the same time: what one says then the other hears soon, not a rest later.
-                return self._turns.get(timeout=self._rest_s / (10 if rests % 3 else 1))
-            except queue.Empty:
+                rest_s = self._rest_s / (10 if rests % 3 else 1)
+                return taken(self._turns, rest_s, f"the next turn of lane {self.name}", CONTROLLER)
+            except WaitExpired:
                 if self._channel is None:
                     continue
                 try:
@@ -273,7 +275,7 @@ class LaneSet:
             def post(key: str, value: bytes) -> None:
                 self._loop.call_soon_threadsafe(self._signal, peer, lane, key, value)
 
-            self._stores[lane] = SignalStore(lane, post, self._deadline_s)
+            self._stores[lane] = SignalStore(lane, post, self._deadline_s, peer)
         return self._stores[lane]
 
 

@@ -3,8 +3,10 @@
 Both ends cut alike, from nothing but the sizes of the rows, so a piece needs no header.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,9 @@ def cut(sizes: Sequence[int], stage_bytes: int = STAGE_BYTES) -> Iterator[Piece]
         if total:
             yield Piece(0, len(sizes), 0, 0, total)
         return
+    if max(sizes) < stage_bytes:
+        yield from _cut_small(sizes, stage_bytes)
+        return
     first = start = size = 0
     for row, row_size in enumerate(sizes):
         if row_size >= stage_bytes:
@@ -51,6 +56,16 @@ def cut(sizes: Sequence[int], stage_bytes: int = STAGE_BYTES) -> Iterator[Piece]
             first, size = row + 1, 0
     if size:
         yield Piece(first, len(sizes), 0, start, size)
+
+
+def _cut_small(sizes: Sequence[int], stage_bytes: int) -> Iterator[Piece]:
+    """The same for rows that are all small: thousands, looked at a piece at a time."""
+    ends = list(accumulate(sizes))
+    first = start = 0
+    while start < ends[-1]:
+        last = min(bisect_left(ends, start + stage_bytes, first) + 1, len(ends))
+        yield Piece(first, last, 0, start, ends[last - 1] - start)
+        first, start = last, ends[last - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 
 import torch
 
-from flowrt.errors import TransferError
+from flowrt.errors import TransferError, WaitExpired
+from flowrt.waiting import until_true
 
 _SMALLEST_BYTES = 256 * 1024
 _LARGEST_BYTES = 16 * 1024 * 1024
@@ -57,8 +58,21 @@ class Arrival:
         """The pieces to send, each as soon as it is here. Raises TransferError when the next does not come."""
         for number, piece in enumerate(pieces(buckets)):
             with self._changed:
-                came = self._changed.wait_for(lambda: self._failure or self._count > number, self._deadline_s)  # noqa: B023
-                if self._count <= number:
-                    why = self._failure if came else f"nothing came for {self._deadline_s:.0f} s"
-                    raise TransferError(f"{self._what} cannot be passed on, its own transfer failed: {why}")
+                self._until(number)
             yield piece
+
+    def _until(self, number: int) -> None:
+        """Wait for a piece, holding the condition."""
+        why = ""
+        try:
+            until_true(
+                self._changed,
+                lambda: self._failure or self._count > number,
+                self._deadline_s,
+                f"piece {number} of {self._what}",
+                "whoever sends it here",
+            )
+        except WaitExpired:
+            why = f"nothing came for {self._deadline_s:.0f} s"
+        if self._count <= number:
+            raise TransferError(f"{self._what} cannot be passed on, its own transfer failed: {why or self._failure}")

@@ -12,7 +12,8 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from flowrt.errors import TransferError
+from flowrt.errors import TransferError, WaitExpired
+from flowrt.waiting import until_true
 
 SENDER_RANK = 0
 RECEIVER_RANK = 1
@@ -24,9 +25,12 @@ class SignalStore(Store):
     Called from the lane's own thread by torch; ``deliver`` is called by the event loop.
     """
 
-    def __init__(self, lane: str, post: Callable[[str, bytes], None], deadline_s: float) -> None:
+    def __init__(
+        self, lane: str, post: Callable[[str, bytes], None], deadline_s: float, peer: str = "the other end"
+    ) -> None:
         super().__init__()
         self.lane = lane
+        self.peer = peer
         self._post = post
         self._deadline_s = deadline_s
         self._values: dict[str, bytes] = {}
@@ -51,8 +55,17 @@ class SignalStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline_s = self._deadline_s if timeout is None else min(self._deadline_s, timeout.total_seconds())
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._has(keys), deadline_s):
-                raise TransferError(f"lane {self.lane}: the other end did not come within {deadline_s:.0f} s")
+            try:
+                until_true(
+                    self._changed,
+                    lambda: self._closed or self._has(keys),
+                    deadline_s,
+                    f"the rendezvous of lane {self.lane}",
+                    self.peer,
+                )
+            except WaitExpired:
+                reason = f"lane {self.lane}: the other end did not come within {deadline_s:.0f} s"
+                raise TransferError(reason) from None
             if not self._has(keys):
                 raise TransferError(f"lane {self.lane}: {self._closed}")
 

@@ -111,16 +111,20 @@ class Block:
             self._loose = [None if place in self._gone else row.clone() for place, row in enumerate(rows)]
             self._packed, self.size = None, self.live_bytes
 
+    def has_all(self, ids: Sequence[int]) -> bool:
+        """These are the rows of this block, and all of them are here still."""
+        return not self._gone and (self.ids is ids or self.ids == ids)
+
     def stretch(self, ids: tuple[int, ...]) -> Packed | None:
         """These rows as they lie, when they are a stretch of a packed block in its order; None otherwise."""
         if self._packed is None:
             return None
+        if self.has_all(ids):
+            return Packed(self._packed, self.lengths)
         first = self._index(ids[0])
         last = first + len(ids)
         if self.ids[first:last] != ids:
             return None
-        if len(ids) == len(self.ids):
-            return Packed(self._packed, self.lengths)
         lengths = self.lengths[first:last]
         start = self._start(first)
         return Packed(self._packed[start : start + sum(lengths)], lengths)

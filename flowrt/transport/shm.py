@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from flowrt.transport.pieces import PIECE_BYTES, Run, cut
 from flowrt.transport.rendezvous import SignalStore
 from flowrt.transport.segments import Segment, as_tensor, make_segment, map_segment
 from flowrt.transport.warm import KEEP_BYTES, ROOMY, capacity
+from flowrt.waiting import blocking
 
 READY, RELEASE = 1, 2  # receiver: numbers of the segments that nobody looks at any more
 SEGMENT, FORGET, MOVED, DONE = 3, 4, 5, 6  # sender: (number, size), numbers, none, numbers of the message's segments
@@ -37,8 +39,8 @@ class ShmTransport:
 
     def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "ShmSender | ShmReceiver":
         if sending:
-            return ShmSender(Talk(store.lane, _call(store, deadline_s)))
-        return ShmReceiver(Talk(store.lane, _await_call(store, deadline_s)))
+            return ShmSender(Talk(store, _call(store, deadline_s)))
+        return ShmReceiver(Talk(store, _await_call(store, deadline_s)))
 
 
 def _await_call(store: SignalStore, deadline_s: float) -> socket.socket:
@@ -50,11 +52,14 @@ def _await_call(store: SignalStore, deadline_s: float) -> socket.socket:
         listener.listen()
         store.set(_KEY, secret + name)
         while True:
-            listener.settimeout(max(end_s - time.monotonic(), 0.001))
+            left_s = max(end_s - time.monotonic(), 0.001)
+            listener.settimeout(left_s)
             try:
-                caller, _ = listener.accept()
+                caller, _ = blocking(listener.accept, left_s, f"the sender of lane {store.lane}", store.peer)
                 caller.settimeout(deadline_s)
-                if secrets.compare_digest(caller.recv(_SECRET_BYTES), secret):
+                hear = partial(caller.recv, _SECRET_BYTES)
+                told = blocking(hear, deadline_s, f"the greeting of lane {store.lane}", store.peer)
+                if secrets.compare_digest(told, secret):
                     return caller
             except TimeoutError:
                 raise TransferError(f"lane {store.lane}: the sender did not come within {deadline_s:.0f} s") from None
@@ -66,7 +71,8 @@ def _call(store: SignalStore, deadline_s: float) -> socket.socket:
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     caller.settimeout(deadline_s)
     try:
-        caller.connect(b"\0" + told[_SECRET_BYTES:])
+        connect = partial(caller.connect, b"\0" + told[_SECRET_BYTES:])
+        blocking(connect, deadline_s, f"the receiver of lane {store.lane}", store.peer)
         caller.send(told[:_SECRET_BYTES])
     except OSError as error:
         caller.close()
@@ -77,16 +83,17 @@ def _call(store: SignalStore, deadline_s: float) -> socket.socket:
 class Talk:
     """Packets over the socket of one channel."""
 
-    def __init__(self, lane: str, connection: socket.socket) -> None:
-        self._lane = lane
+    def __init__(self, store: SignalStore, connection: socket.socket) -> None:
+        self._lane, self._peer = store.lane, store.peer
         self._socket = connection
-        self._deadline_s = connection.gettimeout()
+        self._deadline_s = connection.gettimeout() or 0.0
 
     def say(self, kind: int, numbers: Sequence[int] = (), fds: Sequence[int] = ()) -> None:
         packet = struct.pack(f"<{1 + len(numbers)}q", kind, *numbers)
         try:
             self._socket.settimeout(self._deadline_s)
-            socket.send_fds(self._socket, [packet], fds)
+            say = partial(socket.send_fds, self._socket, [packet], fds)
+            blocking(say, self._deadline_s, f"room in the socket of lane {self._lane}", self._peer)
         except OSError as error:
             raise TransferError(f"lane {self._lane}: the other end has gone ({error})") from error
 
@@ -94,8 +101,10 @@ class Talk:
         """The next packet; None when there is none now and ``wait`` is False."""
         try:
             # A flag would not do: a socket with a timeout waits for it before it looks at any flag.
-            self._socket.settimeout(self._deadline_s if wait else 0.0)
-            packet, fds, _, _ = socket.recv_fds(self._socket, 8 * (1 + MOST_NUMBERS), 1)
+            within_s = self._deadline_s if wait else 0.0
+            self._socket.settimeout(within_s)
+            hear = partial(socket.recv_fds, self._socket, 8 * (1 + MOST_NUMBERS), 1)
+            packet, fds, _, _ = blocking(hear, within_s, f"a word over lane {self._lane}", self._peer)
         except TimeoutError:
             reason = f"lane {self._lane}: nothing moved for {self._deadline_s:.0f} s"
             raise TransferError(reason) from None

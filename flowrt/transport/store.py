@@ -8,6 +8,7 @@ import torch
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
 from flowrt.transport.pieces import Run
 from flowrt.transport.rows import Block, Packed, lengths_of, settled
+from flowrt.waiting import Guard, all_of
 from flowrt.wire.records import ITEM_BYTES, Column, Part
 
 Rows = Sequence[torch.Tensor] | Packed
@@ -27,6 +28,8 @@ class TensorStore:
         self._budget_bytes = budget_bytes
         self._held_bytes = 0
         self._coming: dict[asyncio.Future[None], int] = {}
+        # Arrivals of which something was freed, or is expected anew, before they were here.
+        self._overtaken: set[asyncio.Future[None] | None] = set()
 
     # ---- what columns are
 
@@ -127,7 +130,7 @@ class TensorStore:
             return ()
         ids = tuple(ids)
         packed = self._block(column, ids[0]).stretch(ids)
-        if packed is not None and all(map(self._blocks[column].__contains__, ids)):
+        if packed is not None and self._has(column, ids):
             return packed
         return [self._block(column, item).row(item) for item in ids]
 
@@ -144,10 +147,13 @@ class TensorStore:
             runs.append(Run(sizes, flat=rows.values) if isinstance(rows, Packed) else Run(sizes, rows))
         return runs
 
-    def sizes(self, part: Part) -> list[int]:
+    def sizes(self, part: Part) -> Sequence[int]:
         """Bytes of each row of a part."""
-        item_bytes = ITEM_BYTES[self._column(part.column).dtype]
-        return [length * item_bytes for length in part.lengths]
+        item_bytes = self._item_bytes(part)
+        return part.lengths if item_bytes == 1 else [length * item_bytes for length in part.lengths]
+
+    def _item_bytes(self, part: Part) -> int:
+        return ITEM_BYTES[self._column(part.column).dtype]
 
     # ---- on the way
 
@@ -156,7 +162,7 @@ class TensorStore:
 
         Raises OverBudget, with nothing changed, when there is no room for them.
         """
-        size = sum(sum(self.sizes(part)) for part in parts)
+        size = sum(sum(part.lengths) * self._item_bytes(part) for part in parts)
         self._need(size, f"{sum(len(part.ids) for part in parts)} rows that are to arrive")
         self._coming[arrival] = size
         self.refuse(parts, arrival)
@@ -164,13 +170,19 @@ class TensorStore:
     def refuse(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
         """What becomes of these is said by ``arrival``, until they are freed or expected anew."""
         for part in parts:
-            self._drop(part.column, self._blocks[part.column].keys() & set(part.ids))
-            self._arriving[part.column].update(dict.fromkeys(part.ids, arrival))
+            held, arriving = self._blocks[part.column], self._arriving[part.column]
+            if held:
+                self._drop(part.column, held.keys() & set(part.ids))
+            if arriving:
+                self._overtaken.update(map(arriving.get, part.ids))
+            arriving.update(dict.fromkeys(part.ids, arrival))
 
     def arrive(self, part: Part, flat: torch.Tensor, arrival: asyncio.Future[None]) -> None:
         """The bytes of a part are here; rows are kept unless they were freed on their way or are expected anew."""
         arriving = self._arriving[part.column]
-        late = [item for item in part.ids if arriving.get(item) is not arrival]
+        late: list[int] = []
+        if arrival in self._overtaken:
+            late = [item for item in part.ids if arriving.get(item) is not arrival]
         if not late and len(arriving) == len(part.ids):
             arriving.clear()
         else:
@@ -189,6 +201,7 @@ class TensorStore:
     def arrived(self, arrival: asyncio.Future[None]) -> None:
         """Nothing more comes with this."""
         self._coming.pop(arrival, None)
+        self._overtaken.discard(arrival)
 
     def fail(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
         """It will not come."""
@@ -202,30 +215,34 @@ class TensorStore:
             if arriving.get(item) is arrival:
                 del arriving[item]
 
+    def _has(self, column: str, ids: Sequence[int]) -> bool:
+        held = self._blocks[column]
+        block = held.get(ids[0]) if ids else None
+        # What came together is asked for together, most often.
+        return (block is not None and block.has_all(ids)) or all(map(held.__contains__, ids))
+
     def missing(self, parts: Iterable[Part]) -> tuple[Part, ...]:
         """Of these parts, what is not here."""
         found = []
         for part in parts:
             held = self._blocks[part.column]
-            if all(map(held.__contains__, part.ids)):
+            if self._has(part.column, part.ids):
                 continue
             rows = [row for row in zip(part.ids, part.lengths, strict=True) if row[0] not in held]
             ids, lengths = zip(*rows, strict=True)
             found.append(Part(part.column, ids, lengths))
         return tuple(found)
 
-    async def wait_for(self, parts: Iterable[Part]) -> None:
+    async def wait_for(self, parts: Iterable[Part], senders: str = "their owners") -> None:
         """Return when all these tensors are here. Raises what their transfer raised."""
-        arrivals = {
-            arrival
-            for part in parts
-            if self._arriving[part.column]
-            for arrival in map(self._arriving[part.column].get, part.ids)
-            if arrival is not None
-        }
+        found: set[asyncio.Future[None] | None] = set()
+        for part in parts:
+            if self._arriving[part.column]:
+                found.update(map(self._arriving[part.column].get, part.ids))
+        arrivals = {arrival for arrival in found if arrival is not None}
         if arrivals:
             # Not gather: a waiter that is cancelled must not cancel the arrival that others wait for.
-            await asyncio.wait(arrivals)
+            await all_of(arrivals, Guard("the deadline of each lane"), "tensors on their way here", senders)
         for arrival in arrivals:
             arrival.result()
 
@@ -236,8 +253,7 @@ class TensorStore:
             items = slots if self.scope(name) == "slot" else groups
             self._drop(name, {item for item in items if item in held})
             if arriving:
-                for item in items:
-                    arriving.pop(item, None)
+                self._overtaken.update([arriving.pop(item, None) for item in items])
 
     def statistics(self) -> tuple[int, int]:
         """Tensors held, and the bytes of memory that they keep."""

@@ -70,6 +70,11 @@ class Gate:
         """A connection was accepted; what it wants is not known yet."""
         self._knocking[descriptor] = _peer_of(descriptor)
 
+    def full(self, descriptor: int) -> None:
+        """A connection could not be accepted (in place of its descriptor comes why); whoever is in stays in."""
+        why = os.strerror(descriptor)
+        self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n) and start again", why)
+
     def failed(self, failure: Failure) -> None:
         """The connection that closes next has failed its handshake."""
         self._failure = failure

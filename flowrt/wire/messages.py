@@ -5,8 +5,6 @@ from typing import get_args
 
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
 
-PROTOCOL = 4  # said in the greeting; both sides must speak the same one
-
 
 @dataclass(slots=True)
 class Hello:
@@ -281,10 +279,11 @@ class Retire:
 
 @dataclass(slots=True)
 class Report:
-    """worker: what I did since the last report; ``numbers`` are named results for the run's summary."""
+    """worker: what I did since the last report, what I wait for; ``numbers`` are results for the run's summary."""
 
     spans: tuple[BusySpan, ...]
     numbers: tuple[tuple[str, float], ...]
+    waits: tuple[tuple[str, str, float, float], ...]  # for others: what, whose turn, age_s, limit_s
 
 
 @dataclass(slots=True)
@@ -298,3 +297,4 @@ Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer
     | Withdraw | Commit | Committed | Abandon | Free | StepDone | Saved | Serve | Undelivered | Signal | Publish
     | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
+PROTOCOL = 5  # said in the greeting; both sides must speak the same one

@@ -136,7 +136,7 @@ class Walk(RuleBasedStateMachine):
         self.move()
 
     def move(self) -> None:
-        self.models.move(())
+        self.models.move((), 0.0)
         commands, self.out[:] = list(self.out), []
         for command in commands:
             assert isinstance(command, Send)

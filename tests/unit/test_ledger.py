@@ -74,7 +74,7 @@ def test_what_the_disk_refuses_stays_in_the_buffer(tmp_path: Path) -> None:
     blocker = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
     ledger._db.execute("PRAGMA busy_timeout=10")
     blocker.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(FlowError, match="cannot be written"):
+    with pytest.raises(FlowError, match="is locked by another process"):
         ledger.commit()
     blocker.execute("ROLLBACK")
     blocker.close()

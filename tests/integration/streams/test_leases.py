@@ -63,7 +63,7 @@ async def test_a_late_commit_takes_nothing_from_who_has_the_lease_now(run, puppe
 
 
 async def test_a_silent_consumer_loses_its_leases_and_is_told_when_it_wakes(run, puppet) -> None:
-    async with run(silence_s=3.5) as stream:
+    async with run(silence_s=2.0) as stream:
         first, second, _ = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)
         await read_by(stream, second)
@@ -81,7 +81,7 @@ async def test_a_consumer_away_for_so_long_that_its_connection_was_closed_is_tol
     async with run() as stream:
         first, second, _ = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)
-        await read_by(stream, second)  # after about 6 s: long before its lease ends or it counts as silent
+        await read_by(stream, second)  # after about 5 s: long before its lease ends or it counts as silent
         first.signal(signal.SIGCONT)
         first.tell("commit")
         answer = await first.hear()

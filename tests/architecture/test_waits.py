@@ -1,0 +1,131 @@
+"""Nobody waits behind our back: every wait that Python can make goes through `flowrt.waiting`."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRIMITIVE = ROOT / "flowrt" / "waiting.py"
+PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
+ELSEWHERE = {
+    # A simulated second passes: nobody is waited for, and whoever interrupts it sets the event.
+    ("flowrt/engines/pace.py", "interrupt.wait"),
+    # Implements torch's Store, whose wait is called by torch; inside it is `until_true`.
+    ("flowrt/transport/rendezvous.py", "self.wait"),
+    # Posts a receive and returns at once; `blocking` waits for its end.
+    ("flowrt/transport/gloo.py", "group.recv"),
+    ("flowrt/transport/device.py", "self._group.recv"),
+    # zmq's own thread is told to end within LINGER.
+    ("flowrt/wire/link.py", "self._context.term"),
+}
+"""Waits that are no calls of the primitive, each with its reason."""
+
+ASYNCIO = {"wait", "wait_for", "timeout", "timeout_at", "sleep", "gather", "as_completed"}
+BLOCKING = {"wait", "wait_for", "acquire", "accept", "communicate", "recv_into", "recvfrom", "term", "getoutput"}
+RECEIVING = {"recv", "recv_fds", "recv_multipart", "recvmsg", "poll", "select"}
+PROCESSES = {"run", "call", "check_call", "check_output"}
+
+
+def waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls that may wait: line, and the call in words."""
+    handed = {id(argument) for node in ast.walk(tree) if _is_primitive(node) for argument in node.args}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _waits(node) and id(node) not in handed:
+            yield node.lineno, ast.unparse(node.func)
+
+
+def _is_primitive(node: ast.AST) -> TypeGuard[ast.Call]:
+    """What is handed to these as a coroutine is waited for by them."""
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return name in ("until", "self.unless_ended")
+
+
+def _waits(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return isinstance(call.func, ast.Name) and call.func.id in ("sleep", "wait_for", "gather")
+    name, owner = call.func.attr, ast.unparse(call.func.value)
+    words = ast.unparse(call)
+    if owner in ("asyncio", "time"):
+        return name in ASYNCIO
+    if owner == "subprocess":
+        return name in PROCESSES
+    if name in RECEIVING:
+        return "NOBLOCK" not in words
+    if name == "join":  # of a thread or queue, which has at most a timeout; text joins what it is given
+        text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
+        return not text and len(call.args) + len(call.keywords) <= 1 and not owner.startswith("os.path")
+    if name == "get":
+        return not call.args or any(word.arg in ("timeout", "block") for word in call.keywords)
+    if name == "result":
+        return bool(call.args or call.keywords) or "run_coroutine_threadsafe" in owner or ".submit(" in owner
+    if name == "init_process_group":
+        return all(word.arg != "timeout" for word in call.keywords)
+    return name in BLOCKING
+
+
+def test_every_wait_goes_through_the_primitive() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), call): line
+        for path in PRODUCT
+        if path != PRIMITIVE
+        for line, call in waits(ast.parse(path.read_text()))
+    }
+    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in ELSEWHERE]
+    assert not new, f"these wait behind our back, use flowrt.waiting: {new}"
+    assert not ELSEWHERE - set(found), "exceptions that are not needed any more"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "await asyncio.wait_for(x, 5)",
+        "await asyncio.wait({a, b})",
+        "async with asyncio.timeout(3): pass",
+        "await asyncio.sleep(1)",
+        "await asyncio.gather(a, b)",
+        "await event.wait()",
+        "work.wait()",
+        "condition.wait_for(lambda: True, 3)",
+        "await process.wait()",
+        "process.communicate()",
+        "items.get()",
+        "items.get(timeout=3)",
+        "items.get(block=True)",
+        "thread.join()",
+        "thread.join(3.0)",
+        "time.sleep(1)",
+        "socket.recv(4)",
+        "socket.recv_fds(one, 8, 1)",
+        "listener.accept()",
+        "lock.acquire()",
+        "asyncio.run_coroutine_threadsafe(work, loop).result()",
+        "executor.submit(work).result()",
+        "future.result(3)",
+        "subprocess.run(['ls'])",
+        "dist.init_process_group('gloo')",
+        "zmq_socket.poll(100)",
+        "context.term()",
+    ],
+)
+def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
+    if code.startswith(("await", "async")):
+        code = f"async def one():\n    {code}"
+    assert len(list(waits(ast.parse(code)))) >= 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "until(event.wait(), 3, what, turn)",
+        "', '.join(names)",
+        "f'{a} '.join(names)",
+        "table.get('key')",
+        "task.result()",
+        "roster.join(worker, role, now)",
+    ],
+)
+def test_the_lint_leaves_alone_what_does_not_wait(code: str) -> None:
+    assert not list(waits(ast.parse(code)))

@@ -1,0 +1,144 @@
+"""Runs in which somebody hangs or is stopped for good: they end soon, say who waited for whom, and leave nothing."""
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.recipes.load import defaults, to_toml
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+
+SMALL = [
+    *("--steps", "100000", "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
+    *("--rollout.workers", "1", "--loss.kl-coef", "0"),
+]
+STALL_S = 8
+NOTICED_S = 5.0
+WITHIN_S = 10.0
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(FLOWRT), "status", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+class Lonely:
+    """A controller and a source, started by hand; whoever should have started the other workers did not."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        base = defaults("arithmetic")
+        self.run_dir = directory / "run"
+        config = dataclasses.replace(
+            base,
+            run_dir=str(self.run_dir),
+            model=str(model),
+            prompts_per_step=4,
+            data=dataclasses.replace(base.data, eval_prompts=0),
+            controller=dataclasses.replace(base.controller, stall_s=STALL_S),
+        )
+        toml = directory / "config.toml"
+        toml.write_text(to_toml(config))
+        self._log = directory / "controller.log"
+        self.controller = self._start(self._log, "flowrt.launch.controller", "--config", str(toml))
+        self.wait_for(lambda: (self.run_dir / "address").is_file())
+        address = (self.run_dir / "address").read_text().strip()
+        self.source = self._start(
+            directory / "source.log", "flowrt.workers.source", "--controller", address, "--name", "source"
+        )
+
+    @staticmethod
+    def _start(log: Path, *module: str) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen([sys.executable, "-m", *module], stdout=output, stderr=output)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 60.0
+        while not condition():
+            assert self.controller.poll() is None, self.log
+            assert time.monotonic() < end_s, self.log
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for process in (self.controller, self.source):
+            process.kill()
+            process.wait(10.0)
+
+
+@pytest.fixture(scope="module")
+def lonely(untrained_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lonely]:
+    run = Lonely(untrained_model, tmp_path_factory.mktemp("lonely"))
+    yield run
+    run.close()
+
+
+@pytest.mark.slow
+def test_status_names_who_waits_and_that_nobody_acts(lonely: Lonely) -> None:
+    """Workers that never come up (all devices idle, no error, no log): the status says what is missing."""
+    address = lonely.run_dir / "address"
+    assert stat.S_IMODE(address.stat().st_mode) == 0o600
+
+    def waits() -> Any:
+        looked = status("--controller", address.read_text().strip(), "--json")
+        assert looked.returncode == 0, looked.stderr
+        return json.loads(looked.stdout)["graph"]["waits"]
+
+    lonely.wait_for(waits)
+    [first, *_] = waits()
+    assert (first["who"], first["nobody"]) == ("source", True)
+    table = status(str(lonely.run_dir))
+    assert table.returncode == 0, table.stderr
+    words = " ".join(table.stdout.split())
+    assert "source waits for admission: 8 groups live" in words
+    assert "nobody is there to act" in words
+
+
+@pytest.mark.slow
+def test_a_stalled_run_ends_with_its_graph_and_code_3(lonely: Lonely) -> None:
+    """The monitor goes on, nothing progresses, for hours: here a run ends when nothing has happened for stall_s."""
+    assert lonely.controller.wait(STALL_S + 60.0) == 3, lonely.log
+    assert lonely.source.wait(WITHIN_S) == 0
+    assert f"no progress for {STALL_S}" in lonely.log
+    assert "stalled: source waits" in lonely.log
+    assert "nobody is there to act" in lonely.log
+    assert "Traceback" not in lonely.log
+    # Whoever asks afterwards is told how it ended.
+    after = status(str(lonely.run_dir))
+    assert after.returncode == 1
+    assert "has ended with exit code 3: no progress" in after.stderr
+    assert "Traceback" not in after.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_noticed_in_5_s_and_an_interrupt_does_not_wait_for_it(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    """A process that is stopped for good holds nobody up: it is noticed by its silence, whatever it holds."""
+    run = launch("--model", str(untrained_model), *SMALL)
+    run.wait_for_training()
+    [rollout] = run.find("flowrt.workers.rollout")
+    run.signal(signal.SIGSTOP, rollout)
+    stopped_s = time.monotonic()
+    run.wait_for(lambda: "the run ends" in run.log("controller"), "end")
+    assert time.monotonic() - stopped_s < NOTICED_S + 0.5
+    assert run.wait(WITHIN_S) == 1
+    run.assert_gone(WITHIN_S)
+    assert "rollout-0: its connection is closed" in run.words

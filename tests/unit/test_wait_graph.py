@@ -1,0 +1,175 @@
+"""Who waits for whom, as the controller sees it: each wait names who has to act, and what nobody will untie."""
+
+import dataclasses
+import json
+
+import pytest
+
+from flowrt.controller.events import End, Gone, Tick
+from flowrt.controller.knots import Edge, WaitGraph, find_knots
+from flowrt.controller.status import status
+from flowrt.controller.waitgraph import MOST_WAITS
+from flowrt.ids import WorkerId
+from flowrt.testing.scenario import MODEL, offered_lengths, whole
+from flowrt.testing.talk import Talk
+from flowrt.wire import messages as m
+
+
+def graph(talk: Talk) -> WaitGraph:
+    return talk.core.wait_graph(talk.now, wait_s=600.0)
+
+
+def wait_of(talk: Talk, worker: str) -> Edge:
+    [edge] = [edge for edge in graph(talk).waits if edge.who == worker]
+    return edge
+
+
+def test_a_reward_worker_waits_for_whoever_generates() -> None:
+    talk = Talk()
+    talk.offer()
+    assert talk.pull("rollout0", "rollout") is not None
+    assert talk.pull("reward0", "reward") is None
+    talk.now = 7.0
+    edge = wait_of(talk, "reward0")
+    assert (edge.what, edge.turn, edge.age_s, edge.limit_s) == ("slots ready for reward", ("rollout0",), 7.0, 600.0)
+    standing = {one.worker: (one.state, one.holds) for one in graph(talk).workers}
+    assert standing["rollout0"] == ("at work", "1 slots of rollout (a lease ends in 93 s)")
+    assert standing["reward0"][0] == "waiting"
+    assert standing["trainer0"][0] == "idle"
+
+
+def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
+    talk = Talk()
+    talk.offer()
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    assert talk.pull("trainer0", "train", step=0) is None
+    assert wait_of(talk, "trainer0").turn == ("rollout0",)
+    talk.say("rollout0", talk.generated(grant))
+    # It could be scored, and nobody has ever asked for that.
+    edge = wait_of(talk, "trainer0")
+    assert edge.turn == ()
+    assert "nobody is there to act" in str(edge)
+    assert talk.pull("reward0", "reward") is not None
+    assert wait_of(talk, "trainer0").turn == ("reward0",)
+
+
+def test_an_offer_waits_for_the_trainer_and_a_rollout_for_the_source() -> None:
+    talk = Talk(bound=0)
+    assert talk.pull("trainer0", "train", step=0) is None
+    talk.offer(prompt=0)
+    assert talk.pull("rollout0", "rollout") is not None
+    talk.offer(prompt=1)
+    assert talk.pull("rollout1", "rollout") is None
+    assert wait_of(talk, "source0").turn == ("trainer0",)
+    assert wait_of(talk, "rollout1").turn == ("source0",)
+    # Everybody waits, and all for rollout0, which is at work.
+    assert graph(talk).knots == ()
+
+
+def gated_talk() -> Talk:
+    """Step 0 is trained, and its weights were never published: nobody may generate for step 1."""
+    talk = Talk(bound=0, steps=3)
+    talk.ready_to_train()
+    grant = talk.pull("trainer0", "train", step=0)
+    assert grant is not None
+    talk.say("trainer0", m.StepDone(0, ()))
+    talk.offer(prompt=1)
+    talk.say("rollout0", m.Pull(5, "rollout", 1, 0, -1))
+    return talk
+
+
+def test_a_rollout_that_may_not_start_waits_for_newer_weights() -> None:
+    talk = gated_talk()
+    edge = wait_of(talk, "rollout0")
+    assert edge.what.startswith("newer weights: 1 slots ready for rollout, but version 0")
+    assert edge.turn == ("trainer0",)
+    # It is published: from now on it is on its way, and then the worker's own turn.
+    talk.say("trainer0", m.Publish((whole(1),), ()))
+    talk.now = 3.0
+    [fetch] = [edge for edge in graph(talk).waits if edge.what == f"version 1 of {MODEL}" and edge.who == "rollout0"]
+    assert (fetch.turn, fetch.age_s) == (("trainer0",), 3.0)
+    talk.say("rollout0", m.Staged(MODEL, 1))
+    assert wait_of(talk, "rollout0").turn == ("rollout0",)
+
+
+def test_each_waiting_for_the_others_next_version_is_a_knot() -> None:
+    """Trainer waits for samples, generation waits for weights: nobody will act, and the status says so."""
+    talk = gated_talk()
+    assert graph(talk).knots == ()  # the trainer may be about to publish
+    talk.say("trainer0", m.Pull(6, "train", 1, 0, 1))
+    assert graph(talk).knots == (("rollout0", "trainer0"),)
+    assert "these wait for each other: rollout0, trainer0" in graph(talk).sentences(10)
+    talk.say("trainer0", m.Publish((whole(1),), ()))
+    assert graph(talk).knots == ()
+
+
+def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> None:
+    talk = Talk()
+    talk.say("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
+    assert not wait_of(talk, "trainer0").overdue
+    talk.now = 2.0
+    edge = wait_of(talk, "trainer0")
+    assert (edge.turn, edge.age_s, edge.overdue) == (("rollout0",), 11.0, True)
+    talk.say("trainer0", m.Report((), (), ()))
+    assert not [edge for edge in graph(talk).waits if edge.who == "trainer0"]
+    talk.say("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))
+    assert len(str(graph(talk).as_json())) < 10_000
+
+
+def test_a_source_that_died_is_nobody() -> None:
+    talk = Talk()
+    assert talk.pull("rollout0", "rollout") is None
+    talk.offer()
+    assert talk.pull("rollout1", "rollout") is None
+    assert wait_of(talk, "rollout1").turn == ("source0",)
+    talk.event(Gone(WorkerId("source0"), ""))
+    assert wait_of(talk, "rollout1").turn == ()
+
+
+def test_a_stall_says_who_waited_for_whom() -> None:
+    talk = Talk()
+    talk.core.settings = dataclasses.replace(talk.core.settings, stall_s=10.0)
+    talk.offer()
+    assert talk.pull("rollout0", "rollout") is not None
+    assert talk.pull("reward0", "reward") is None
+    talk.now = 11.0
+    [end] = talk.event(Tick())
+    assert isinstance(end, End)
+    assert end.code == 3
+    assert "no progress for 11 s" in end.reason
+    assert "reward0 waits 11.0 s for slots ready for reward (turn of rollout0)" in end.reason
+    assert "rollout0 holds 1 slots of rollout" in end.reason
+
+
+def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
+    talk = Talk()
+    for number in range(3 * MOST_WAITS):
+        talk.now = float(number)
+        talk.say("reward0", m.Pull(100 + number, "reward", 1, 0, -1))
+        talk.say("source0", m.Offer(500 + number, "train", (number,), 0, 1, 0, offered_lengths(4, 1), ()))
+    told = status(talk.core, talk.now, 600.0, {}, {})
+    assert len(told["waits"]) == MOST_WAITS
+    waits = told["graph"]["waits"]
+    assert len(waits) == MOST_WAITS
+    ages = [wait["age_s"] for wait in waits]
+    assert ages == sorted(ages, reverse=True)
+    assert ages[0] == talk.now
+    assert told["graph"]["more"] > 3 * MOST_WAITS
+    assert len(json.dumps(told)) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("turns", "at_work", "knots"),
+    [
+        ({"a": ["b"], "b": ["a"]}, [], (("a", "b"),)),
+        ({"a": ["b"], "b": ["a"]}, ["b"], ()),
+        ({"a": ["b", "c"], "b": ["a"]}, [], ()),  # c may act
+        ({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["e"], "e": ["d"]}, [], (("a", "b", "c"), ("d", "e"))),
+        ({"a": ["a"]}, [], (("a",),)),
+        ({"a": []}, [], ()),  # nobody could: said of the wait itself
+    ],
+)
+def test_knots(turns: dict[str, list[str]], at_work: list[str], knots: tuple[tuple[str, ...], ...]) -> None:
+    edges = [Edge(who, "it", tuple(turn), 0.0, 1.0, blocks=True) for who, turn in turns.items()]
+    assert find_knots(edges, at_work) == knots
