@@ -88,7 +88,8 @@ class Service:
         if weights is None:
             return await self.session.pull(task, count, step=self._updates)
         if self._version is None:
-            self._take(0)
+            self._version = 0
+            self.session.params.applied(ACTOR, 0)
 
         def swap(snapshot: api.Snapshot) -> None:
             snapshot.restore(weights)
@@ -118,7 +119,3 @@ class Service:
         self.session.step_done(self._updates, metrics or {})
         self._updates += 1
         await self.session.params.publish(ACTOR, api.Snapshot.take(self._updates, weights))
-
-    def _take(self, version: int) -> None:
-        self._version = version
-        self.session.params.applied(ACTOR, version)

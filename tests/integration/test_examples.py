@@ -21,7 +21,7 @@ QUICK = ["--data.eval-prompts", "0", "--warm-start.steps", "60", "--warm-start.b
 def output(name: str, *arguments: str) -> str:
     """What an example prints."""
     path = ROOT / "examples" / name
-    ended = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=150)
+    ended = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
