@@ -11,7 +11,9 @@
       TransferError          tensors did not arrive; names the lane and the peer
       OverBudget             a store of tensors has no room; names its budget and what would not fit
       EngineError            a model could not be loaded, run or swapped
+        EngineGone           the server behind an engine died, or does not answer in time
       Stopped                the run is over; carries the reason and the exit code
+      Drained                this worker was told to leave: it gets nothing more to do
 """
 
 
@@ -51,6 +53,10 @@ class EngineError(FlowError):
     """A model failed to load, run or take weights."""
 
 
+class EngineGone(EngineError):
+    """A server that an engine needs has died or hangs."""
+
+
 class Stopped(FlowError):
     """The controller ended the run.
 
@@ -61,6 +67,10 @@ class Stopped(FlowError):
         super().__init__(reason)
         self.reason = reason
         self.code = code
+
+
+class Drained(FlowError):
+    """This worker was told to leave; it finishes what it has begun and pulls nothing more."""
 
 
 EXIT_OK = 0

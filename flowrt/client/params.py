@@ -33,6 +33,7 @@ class StagedWeights:
 class _Held:
     """Buckets that can be served; those that are still coming are passed on as they come."""
 
+    weights: Weights
     buckets: list[torch.Tensor]
     arrival: Arrival | None = None
 
@@ -51,6 +52,7 @@ class Params:
         self._spawn = spawn
         self._deadline_s = deadline_s
         self._held: dict[Form, _Held] = {}
+        self._applied: dict[str, int] = {}
         self._published: dict[str, tuple[Snapshot, int]] = {}  # the last one of each model, and its checksum
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
@@ -64,7 +66,7 @@ class Params:
         """
         forms = await asyncio.to_thread(self._forms, model, snapshot)
         for weights, buckets in forms:
-            self._held[model, snapshot.version, weights.base] = _Held(buckets)
+            self._held[model, snapshot.version, weights.base] = _Held(weights, buckets)
         self._send(Publish(tuple(weights for weights, _ in forms), tuple((divergence or {}).items())))
 
     def _forms(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
@@ -102,7 +104,16 @@ class Params:
         staged = self._staged.get(model)
         if staged is not None and staged.snapshot.version <= version:
             del self._staged[model]
+        self._applied[model] = version
         self._send(Applied(model, version))
+
+    def in_use(self) -> list[Applied]:
+        """What this worker generates with."""
+        return [Applied(model, version) for model, version in self._applied.items()]
+
+    def whole(self) -> tuple[Weights, ...]:
+        """What can be served to others: no more than that has ever been told to the controller."""
+        return tuple(held.weights for held in self._held.values() if held.arrival is None)
 
     # ---- orders of the controller, in the order in which they came
 
@@ -117,7 +128,7 @@ class Params:
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held(Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
+        held = _Held(one, Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
@@ -144,7 +155,8 @@ class Params:
                 del self._held[one.model, one.version, one.base]
             self._send(FetchFailed(order.turn, one, str(error)))
             return
-        self._held[one.model, one.version, NO_BASE] = _Held(snapshot.buckets)
+        whole = Weights(one.model, one.version, NO_BASE, tuple(snapshot.bucket_bytes()), one.checksum)
+        self._held[one.model, one.version, NO_BASE] = _Held(whole, snapshot.buckets)
         before = self._staged.get(one.model)
         if before is None or before.snapshot.version < one.version:
             self._staged[one.model] = StagedWeights(one.model, snapshot)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
 
@@ -68,3 +68,17 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     In a model with adapters these are the adapters alone.
     """
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    """Names and shapes of what `named_parameters` gives for the checkpoint's model, without its weights.
+
+    Raises EngineError when transformers knows no such model.
+    """
+    try:
+        with _loading, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            model.tie_weights()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}

@@ -23,6 +23,9 @@ ABOVE_ZERO = (
     "rollout.rows",
     "rollout.max_new_tokens",
     "rollout.temperature",
+    "rollout.sglang.start_s",
+    "rollout.sglang.request_s",
+    "rollout.sglang.update_s",
     "trainer.ranks",
     "trainer.micro_batch_tokens",
     "trainer.forward_tokens",
@@ -30,11 +33,16 @@ ABOVE_ZERO = (
     "trainer.fsdp.file_gb",
     "controller.heartbeat_s",
     "controller.silence_s",
+    "controller.return_s",
+    "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
     "controller.join_s",
+    "supervisor.window_s",
+    "supervisor.backoff_s",
+    "supervisor.absence_s",
 )
 ZERO_OR_ABOVE = (
     "restarts",
@@ -45,6 +53,7 @@ ZERO_OR_ABOVE = (
     "warm_start.bare_steps",
     "warm_start.lr",
     "warm_start.bare_lr",
+    "rollout.sglang.restarts",
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
@@ -56,6 +65,7 @@ ZERO_OR_ABOVE = (
     "loss.clip_high",
     "loss.kl_coef",
     "controller.store_gb",
+    "supervisor.restarts",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 DEVICES = ("auto", "cpu", "cuda", "npu")

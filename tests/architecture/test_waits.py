@@ -18,6 +18,8 @@ ELSEWHERE = {
     # Posts a receive and returns at once; `blocking` waits for its end.
     ("flowrt/transport/gloo.py", "group.recv"),
     ("flowrt/transport/device.py", "self._group.recv"),
+    # Whether a process has ended; returns at once.
+    ("flowrt/engines/sglang_server.py", "self._process.poll"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/wire/link.py", "self._context.term"),
 }
