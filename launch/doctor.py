@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.launch.checks import Finding, State, Wanted, is_well, judge, wanted
-from flowrt.launch.facts import PROBE_S, START_S, Facts, from_json, gather
+from flowrt.launch.facts import PROBE_S, START_S, Facts, from_json, learn
 from flowrt.launch.memory import Shape, estimate, host_bytes, shape_of
 from rich.console import Console
 from rich.table import Table
@@ -143,7 +143,7 @@ def _look(order: Order) -> Facts:
     if order.controller:
         probe = ["--controller", order.controller, "--peers", str(order.peers)]
         probe += ["--keys", order.keys] if order.keys else []
-    return gather(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
+    return learn(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
 
 
 def _read(path: Path) -> list[Facts]:
