@@ -14,18 +14,18 @@ from typing import Any
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Gone, Persist, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, End, Event, Persist, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
+from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
-from flowrt.testing.simrows import LaneId, Row, lane_of
-from flowrt.testing.simworker import Shared, Worker
+from flowrt.testing.misfortunes import Misfortunes
+from flowrt.testing.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
+from flowrt.testing.simrows import LaneId, Row, Shared, lane_of
+from flowrt.testing.simworker import Worker
 from flowrt.wire import messages as m
 from flowrt.wire.positions import unpack
 from flowrt.wire.records import LaneTurn, Position
 
-LEASE_S = 100.0
-FAULT_CHANCE = 0.02
 Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
@@ -81,10 +81,7 @@ class Cluster:
         self.durable = 0  # records that are on disk for certain
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
-        self._faults = ["kill"] * scenario.kills
-        self._faults += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
-        self._faults += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
-        self.rng.shuffle(self._faults)
+        self.misfortunes = Misfortunes(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
         for role, count in roles.items():
@@ -111,8 +108,7 @@ class Cluster:
                 return self
             assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
             self.actions += 1
-            if self._faults and self.rng.random() < FAULT_CHANCE:
-                self._misfortune(self._faults[-1])
+            if self.misfortunes.strike():
                 continue
             _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
             action()
@@ -188,7 +184,11 @@ class Cluster:
     def handle(self, event: Event) -> list[Command]:
         """Let the core take one event and carry out what it commands."""
         self.log.append(event)
-        commands = self.core.handle(event, self.clock.now())
+        self.misfortunes.hear(event)
+        try:
+            commands = self.core.handle(event, self.clock.now())
+        except (LookupError, FlowError) as error:
+            raise AssertionError(f"the mind failed at {event}: {error!r}") from error
         self.core.check()
         self.log += commands
         for command in commands:
@@ -205,6 +205,9 @@ class Cluster:
                     self._send(worker, m.Committed(request, (), ""))
                 case End():
                     pass
+        if isinstance(event, Tick):
+            overdue = [one.id for one in self.core.samples.board.leases.values() if one.deadline_s <= self.clock.now()]
+            assert not overdue, f"leases {overdue} are past their deadlines, and go on"
         return commands
 
     def _send(self, receiver: WorkerId, message: m.Message) -> None:
@@ -257,44 +260,6 @@ class Cluster:
     def _finish(self) -> None:
         self._finished = True
         self.workers["source0"].say(m.Finished())
-
-    # ---- misfortunes
-
-    def _misfortune(self, kind: str) -> None:
-        if kind == "expire":
-            self._faults.pop()
-            self.clock.advance(LEASE_S + 1)
-            self.handle(Tick())
-            return
-        working = [w for w in self.workers.values() if w.alive and w.role in ("rollout", "reward", "reference")]
-        if kind == "kill":
-            if working and self.core.ended is None:
-                self._faults.pop()
-                self.kill(self.rng.choice(working))
-            return
-        if kind == "lose":
-            if jobs := [(worker, job) for worker in working for job in worker.jobs]:
-                self._faults.pop()
-                worker, job = self.rng.choice(jobs)
-                worker.abandon(job, True, "its environment broke")
-            return
-        if kind == "withdraw":
-            if waiting := [worker for worker in self.workers.values() if worker.alive and worker.pulling]:
-                self._faults.pop()
-                self.rng.choice(waiting).withdraw()
-            return
-        lanes = [lane for worker in self.workers.values() for lane, turns in worker.expected.items() if turns]
-        if lanes:
-            self._faults.pop()
-            self.shared.broken.add(self.rng.choice(lanes))
-
-    def kill(self, worker: Worker) -> None:
-        """It vanishes; some of what it said last is still heard, then the controller learns of it."""
-        worker.alive = False
-        worker.inbox.clear()
-        for _ in range(self.rng.randint(0, len(worker.outbox))):
-            worker.outbox.pop()
-        worker.outbox.append(Gone(worker.id, ""))
 
     def _rejoin(self, dead: Worker) -> None:
         self.workers[dead.id] = Worker(dead.id, dead.role, self.shared)

@@ -65,9 +65,8 @@ class Trouble(Cluster):
         vital = ["source", "trainer", "reward", "reference"]
         if self.phase is not Phase.DEPARTURE:
             vital.append("rollout")
-        return make_core(
-            self.scenario, position, vital_roles=tuple(vital), lease_s=LEASE_S, silence_s=SILENCE_S, stall_s=STALL_S
-        )
+        deadlines = {"lease_s": LEASE_S, "silence_s": SILENCE_S, "stall_s": STALL_S}
+        return make_core(self.scenario, position, vital_roles=tuple(vital), **deadlines)
 
     def play(self) -> "Trouble":
         """Until the run has ended; AssertionError when it does not."""
