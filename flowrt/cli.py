@@ -12,6 +12,8 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
        flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
        flowrt resume RUN [--steps N]
        flowrt ledger RUN [--prompt N [--epoch E]]
+       flowrt worker ROLE --controller ADDRESS [--name NAME]
+       flowrt drain WORKER --run RUN | --controller ADDRESS
        flowrt keys DIR [NAME ...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
@@ -21,8 +23,11 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
+  flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say
+  flowrt drain WORKER --run RUN            let a worker leave a running job without losing a sample
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
 """
+ROLES = ("reference", "reward", "rollout", "source", "trainer")
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
 
 
@@ -69,6 +74,24 @@ def _ledger(words: list[str]) -> int:
     return 0
 
 
+def _worker(words: list[str]) -> int:
+    import runpy
+
+    role = words[0] if words else ""
+    if role not in ROLES:
+        raise ConfigError(f"flowrt worker takes a role, not {role!r}; there is: {', '.join(ROLES)}")
+    sys.argv = [f"flowrt worker {role}", *words[1:]]
+    runpy.run_module(f"flowrt.workers.{role}", run_name="__main__", alter_sys=False)
+    return 0
+
+
+def _drain(words: list[str]) -> int:
+    from flowrt.launch.draining import drain
+
+    code: int = drain(words, Console())
+    return code
+
+
 def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[str, int]]:
     """The run directory, and the flags that take a whole number."""
     takes = f"flowrt {command} takes a run directory{''.join(f' [--{flag} N]' for flag in flags)}"
@@ -90,11 +113,13 @@ def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[st
 
 # In the order of the messages that name them.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "drain": _drain,
     "keys": _keys,
     "ledger": _ledger,
     "resume": _resume,
     "run": _run,
     "status": _status,
+    "worker": _worker,
 }
 
 

@@ -13,6 +13,7 @@
       EngineError            a model could not be loaded, run or swapped
         EngineGone           the server behind an engine died, or does not answer in time
       Stopped                the run is over; carries the reason and the exit code
+      Drained                this worker was told to leave: it gets nothing more to do
 """
 
 
@@ -66,6 +67,10 @@ class Stopped(FlowError):
         super().__init__(reason)
         self.reason = reason
         self.code = code
+
+
+class Drained(FlowError):
+    """This worker was told to leave; it finishes what it has begun and pulls nothing more."""
 
 
 EXIT_OK = 0

@@ -14,13 +14,14 @@ import signal
 import sys
 from pathlib import Path
 
-from flowrt.launch.status import ADDRESS, write_address
+from flowrt.launch.status import ADDRESS, address_of, write_address
 
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
 from flowrt.controller.events import End
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
+from flowrt.controller.walk import STEP
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
 from flowrt.lock import RunLock
 from flowrt.recipes import grpo
@@ -34,22 +35,33 @@ log = logging.getLogger("flowrt")
 PART = ".summary.json.part"
 
 
-def make_server(config: RunConfig, text: str) -> Server:
-    """A controller for this configuration, not yet listening; it goes on from the newest checkpoint."""
+def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
+    """A controller for this configuration, not yet listening, and where it is to listen.
+
+    If the one before it did not end the run, it comes back to the workers of that one; otherwise, and ``anew`` in any
+    case, it goes on from the newest checkpoint.
+    """
     flow, times, run_dir = grpo.dataflow(config), config.controller, Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
     ledger, clock = Ledger(run_dir / "ledger.sqlite"), MonotonicClock()
-    position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
-    core = Core(dataclasses.replace(grpo.settings(config), position=position), flow, grpo.policies(config))
+    remains = None if anew else ledger.recall()
+    if remains is None:
+        position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
+    else:
+        position = ledger.position(remains.numbers.get(STEP, max(checkpoint_steps(run_dir), default=0)))
+        log.info("coming back as term %d to %s", ledger.term, ", ".join(sorted(remains.crew)))
     if position.step:
         log.info("going on after step %d", position.step - 1)
-    return Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
+    settings = dataclasses.replace(grpo.settings(config), position=position)
+    core = Core(settings, flow, grpo.policies(config), ledger.term, remains)
+    server = Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
+    return server, times.bind if remains is None else address_of(run_dir)
 
 
-async def serve(config: RunConfig, text: str, ready_fd: int) -> int:
+async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
     """Run the controller until the run ends; writes summary.json and returns the exit code."""
-    server = make_server(config, text)
-    address = server.bind(config.controller.bind)
+    server, where = make_server(config, text, anew)
+    address = server.bind(where)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
@@ -91,6 +103,11 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="the run's config.toml")
     parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor to write the address to")
     parser.add_argument(
+        "--anew",
+        action="store_true",
+        help="go on from the newest checkpoint, not with the workers of a controller that crashed",
+    )
+    parser.add_argument(
         "--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory that flowrt keys made (controller.keys)"
     )
     arguments = parser.parse_args()
@@ -103,7 +120,7 @@ def main() -> int:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         RunLock(run_dir)  # until this process ends
-        return serve_loop(serve(config, text, arguments.ready_fd))
+        return serve_loop(serve(config, text, arguments.ready_fd, arguments.anew))
     except (FlowError, OSError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT

@@ -14,6 +14,8 @@ from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
+from flowrt.launch.status import ADDRESS
+from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
@@ -26,10 +28,11 @@ from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
 OBSERVER = "observer"
+TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
-RUN, COMPUTES = Guard("the end of the run"), Guard("its own end: it computes, and waits for nobody")
+COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -147,7 +150,7 @@ class LocalRun:
             back_off_s = self._restarts.back_off_s(trainer_code)
             if back_off_s is None:
                 return code
-            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            view.say(f"{self._failure or self._restarts.reason()}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
             await pause(back_off_s)
             self._failure = ""
@@ -155,19 +158,21 @@ class LocalRun:
     async def _live(self, view: LiveView) -> tuple[int, int | None]:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
-        controller, address = await self._start_controller()
+        controller, address = await self._start_controller("--anew")
         self._controller = controller
         observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
-        workers = [await self._children.start(name, arguments) for name, arguments in self._commands(address)]
-        watchers = [asyncio.create_task(self._watch(worker, observer)) for worker in workers]
-        hung = ""
-        try:
-            code: int = await controller.ended(observer.heard)
-        except WaitExpired as silent:
-            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
-            controller.process.kill()
-            code = await controller.ended(READY_S)
+        supervisor = Supervisor(self._children, self._config.supervisor, view.say)
+        watchers = []
+        for name, arguments in self._commands(address):
+            kept = None if name == TRAINER else supervisor
+            worker = await self._children.start(name, arguments)
+            watchers.append(asyncio.create_task(self._watch(worker, arguments, kept, observer)))
+        code, hung = await self._reign(controller, observer)
+        # One that ended the run has taken its address away; one that died is missed by all who are left.
+        while (self._run_dir / ADDRESS).exists() and await supervisor.is_due(self._controller):
+            self._controller, _ = await self._start_controller()
+            code, hung = await self._reign(self._controller, observer)
         self._ended = observer.ended
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
@@ -177,13 +182,13 @@ class LocalRun:
         if code < 0:
             self._failure = hung or controller.last_words()
             code = EXIT_FAILED
-        return code, workers[-1].process.returncode
+        return code, worker.process.returncode
 
-    async def _start_controller(self) -> tuple[Child, str]:
+    async def _start_controller(self, *more: str) -> tuple[Child, str]:
         read_fd, write_fd = os.pipe()
         child = await self._children.start(
             "controller",
-            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd)],
+            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd), *more],
             pass_fds=[write_fd],
         )
         os.close(write_fd)
@@ -205,8 +210,21 @@ class LocalRun:
             raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
         return child, address
 
-    async def _watch(self, worker: Child, observer: Observer) -> None:
-        """A worker that dies without a word of its own still ends the run, with its last words."""
+    async def _reign(self, controller: Child, observer: Observer) -> tuple[int, str]:
+        """The exit code of a controller, and what was wrong with it if it hung."""
+        try:
+            return await controller.ended(observer.heard), ""
+        except WaitExpired as silent:
+            controller.process.kill()
+            hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
+            return await controller.ended(READY_S), hung
+
+    async def _watch(
+        self, worker: Child, arguments: list[str], supervisor: Supervisor | None, observer: Observer
+    ) -> None:
+        """A worker that dies for good, even without a word of its own, ends the run with its last words."""
+        if supervisor is not None:
+            worker = await supervisor.keep(worker, arguments)
         code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
@@ -226,7 +244,7 @@ class LocalRun:
         if config.trainer.ranks > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
             trainer = [*torchrun, *trainer, "--name", "trainer"]
-        return [*commands, ("trainer", trainer)]
+        return [*commands, (TRAINER, trainer)]
 
     def _leave_nothing(self) -> None:
         """Bad input: the directory is as it was before."""

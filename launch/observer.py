@@ -26,7 +26,8 @@ class Observer:
         self.ended = ""
         """Why the run has ended, once it has."""
         self._link = ClientLink(self._receive, self._failed, keys)
-        self._link.connect(address)
+        # A controller that came back does not know us.
+        self._link.connect(address, lambda: self._link.send(_hello()))
         self._link.send(_hello())
 
     def cancel(self, reason: str, code: int) -> None:
@@ -35,7 +36,7 @@ class Observer:
 
     def close(self) -> None:
         self._link.send(m.Bye(""))
-        self._link.close()
+        self._link.close(0 if self.ended else None)
 
     def _receive(self, message: m.Message) -> None:
         if isinstance(message, m.Status):

@@ -24,6 +24,14 @@ class Child:
     process: asyncio.subprocess.Process
     log: Path
 
+    def how(self) -> str:
+        """Its name, and how it ended."""
+        code = self.process.returncode
+        if code is None:
+            return f"{self.name} is running"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        return f"{self.name} {how}"
+
     async def ended(self, deadline: Deadline) -> int:
         """Its exit code. Raises WaitExpired."""
         code: int = await until(self.process.wait(), deadline, f"{self.name} to leave", self.name)
@@ -31,12 +39,8 @@ class Child:
 
     def last_words(self) -> str:
         """How it ended and the end of its log."""
-        code = self.process.returncode
-        how = "is running"
-        if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS_LINES:]
-        return f"{self.name} {how}; its log {self.log} ends: {' | '.join(lines) or 'empty'}"
+        return f"{self.how()}; its log {self.log} ends: {' | '.join(lines) or 'empty'}"
 
 
 class Children:

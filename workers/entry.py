@@ -14,7 +14,16 @@ import torch
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, FlowError, Stopped, WaitExpired
+from flowrt.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    Drained,
+    FlowError,
+    Stopped,
+    WaitExpired,
+)
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
@@ -29,8 +38,8 @@ LEAVE_S = 2.0
 SILENCE = Guard("the silence of the controller")
 
 
-def main(role: str, run: Role) -> NoReturn:
-    """Run one worker from the command line and exit."""
+def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
+    """Run one worker from the command line and exit; with ``drains`` it leaves in order when it is terminated."""
     parser = argparse.ArgumentParser(description=f"flowrt {role} worker; every other setting comes from the controller")
     parser.add_argument("--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT")
     parser.add_argument("--name", default="", help=f"a name that no other worker has (default: {role}-RANK)")
@@ -49,7 +58,7 @@ def main(role: str, run: Role) -> NoReturn:
         die_with_parent()  # torchrun cannot take its ranks along when it is killed
     name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
     try:
-        code = run_loop(_live(arguments, name, role, run))
+        code = run_loop(_live(arguments, name, role, run, drains))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     _leave(code)
@@ -67,7 +76,7 @@ def _say_waits() -> None:
         log.info("%s", wait)
 
 
-async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) -> int:
+async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, drains: bool) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _say_waits)
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
@@ -79,6 +88,8 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
+        if drains:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, config.controller.drain_s)
         await _play(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
@@ -94,13 +105,23 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role) 
     _leave(EXIT_FAILED if error else EXIT_OK)
 
 
+def _look(work: asyncio.Task[None]) -> None:
+    """Raises what a role that has come to its end raised, unless it was told to leave."""
+    try:
+        work.result()
+    except (Drained, BaseExceptionGroup) as raised:
+        if not isinstance(_first(raised), Drained):
+            raise
+        log.info("leaving: what is here stays until nobody needs it")
+
+
 async def _play(role: Coroutine[Any, Any, None], session: Session) -> None:
     """The role, until it fails or the run ends. Raises what it raised, or Stopped."""
     work = asyncio.create_task(role)
     ended = asyncio.create_task(session.wait_stopped())
     await first_of({work, ended}, SILENCE, "the role, or the end of the run", CONTROLLER)
     if not ended.done():
-        work.result()
+        _look(work)
         await ended
     # The role learns of the end by its next request; what is inside a library then is not waited for long.
     try:
@@ -109,6 +130,13 @@ async def _play(role: Coroutine[Any, Any, None], session: Session) -> None:
         for wait in open_waits():
             log.warning("left while %s", wait)
     ended.result()
+
+
+def _drain(session: Session, deadline_s: float) -> None:
+    """The machine is about to be taken away: leave in order if there is time for it, then in any case."""
+    session.drain()
+    late = Stopped(f"terminated, and what is here was still needed after {deadline_s:.0f} s", EXIT_OK)
+    asyncio.get_running_loop().call_later(deadline_s, session.end, late)
 
 
 def _first(error: BaseException) -> BaseException:

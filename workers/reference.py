@@ -34,4 +34,4 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("reference", run)
+    main("reference", run, drains=True)

@@ -36,4 +36,4 @@ async def run(session: Session, config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("reward", run)
+    main("reward", run, drains=True)

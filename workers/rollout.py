@@ -13,6 +13,7 @@ from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.engines.protocols import Prompt, Response, RolloutEngine
 from flowrt.engines.seeds import sample_seed
+from flowrt.errors import Drained
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.waiting import CONTROLLER, Guard, first_of
@@ -59,19 +60,22 @@ class RolloutLoop:
         self._in_flight = in_flight
         self._interrupt = threading.Event()
         self._pull: asyncio.Task[Batch] | None = None
-        self._leases: dict[int, int] = {}
+        # By number: a slot may come back, under another lease, while what was begun of it before still runs here.
+        self._running: dict[int, tuple[int, int]] = {}
+        self._begun = 0
+        self._leaving = False
 
     async def run(self) -> None:
-        """Runs until the session ends; raises what ended it."""
-        while True:
+        """Runs until the session ends, and raises what ended it, or until nothing runs in a worker that is leaving."""
+        while self._engine.running or not self._leaving:
             await self._swap_if_safe()
             if self._session.params.staged() is None:
                 self._admit()
-                if self._pull is None and self._engine.room:
+                if self._pull is None and self._engine.room and not self._leaving:
                     self._start_pull()
             if self._engine.running:
                 await self._generate()
-            elif self._pull is None or not self._pull.done():
+            elif not self._leaving and (self._pull is None or not self._pull.done()):
                 await self._wait_for_work()
 
     async def _generate(self) -> None:
@@ -125,27 +129,33 @@ class RolloutLoop:
         """Give what was pulled to the engine."""
         if self._pull is None or not self._pull.done():
             return
-        batch, self._pull = self._pull.result(), None
+        pull, self._pull = self._pull, None
+        try:
+            batch = pull.result()
+        except Drained:
+            self._leaving = True
+            return
         grant = batch.grant
         prompts = []
         for row, slot in enumerate(batch.slots):
-            self._leases[slot] = grant.lease
+            self._begun += 1
+            self._running[self._begun] = slot, grant.lease
             seed = sample_seed(
                 self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
             )
-            prompts.append(Prompt(slot, batch.tensors["prompt"][row], seed, greedy=batch.flows[row] == EVAL))
+            prompts.append(Prompt(self._begun, batch.tensors["prompt"][row], seed, greedy=batch.flows[row] == EVAL))
         self._engine.add(prompts)
 
     async def _commit(self, finished: list[Response]) -> None:
-        slots = [response.key for response in finished]
+        slots, leases = zip(*(self._running.pop(response.key) for response in finished), strict=True)
         await self._session.commit(
             "rollout",
             slots,
-            [self._leases.pop(slot) for slot in slots],
+            leases,
             {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]},
             spans=[one.spans for one in finished],
         )
 
 
 if __name__ == "__main__":
-    main("rollout", run)
+    main("rollout", run, drains=True)

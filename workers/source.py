@@ -93,14 +93,16 @@ async def evaluate(session: Session, columns: Columns, problems: Sequence[Proble
         session.offer(EVAL, index, epoch, 1, columns(problem), at_least) for index, problem in enumerate(problems)
     ]
     async with asyncio.TaskGroup() as group:
-        for offer in offers:
-            group.create_task(offer)
-        total, seen = 0.0, 0
-        while seen < len(problems):
-            batch = await session.pull("evaluate", slots=len(problems))
-            total += sum(batch.inline["reward"])
-            seen += len(batch)
-            await session.commit("evaluate", batch.slots, batch.leases)
+        opened = [group.create_task(offer) for offer in offers]
+    mine = {task.result() for task in opened}
+    total, seen = 0.0, 0
+    while seen < len(problems):
+        batch = await session.pull("evaluate", slots=len(problems))
+        # There may be answers to a source that died, which this one replaces: they are only cleared away.
+        rewards = [one for one, group in zip(batch.inline["reward"], batch.groups, strict=True) if group in mine]
+        total += sum(rewards)
+        seen += len(rewards)
+        await session.commit("evaluate", batch.slots, batch.leases)
     return total / len(problems)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flowrt.errors import FlowError, RemoteProtocolError, WaitExpired
+from flowrt.errors import Drained, FlowError, RemoteProtocolError, WaitExpired
 from flowrt.waiting import CONTROLLER, noted
 from flowrt.wire import messages as m
 
@@ -34,6 +34,7 @@ class Asking:
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
         self._ended: FlowError | None = None
+        self._leaving = False
         self._numbers = 0
 
     def number(self) -> int:
@@ -68,6 +69,22 @@ class Asking:
             timer.cancel()
             del self._open[message.request]
 
+    def asked(self, request: int) -> Request | None:
+        """The request of this number, if it has no answer yet."""
+        one = self._open.get(request)
+        return None if one is None else one.message
+
+    def again(self) -> list[Request]:
+        """What a controller that has come back has to be asked again; what was withdrawn from it is over."""
+        again = []
+        for one in list(self._open.values()):
+            if not one.withdrawn:
+                again.append(one.message)
+            elif not one.reply.done():
+                kind = type(one.message).__name__
+                one.reply.set_exception(WaitExpired(f"{self._worker}: {kind} was withdrawn, and its controller left"))
+        return again
+
     def answer(self, request: int, outcome: m.Message) -> None:
         """Hand an answer to whoever waits for it."""
         one = self._open.get(request)
@@ -77,8 +94,14 @@ class Asking:
             one.reply.set_result(outcome)
         elif one.withdrawn:
             one.reply.set_exception(WaitExpired(f"{self._worker}: {type(one.message).__name__} {outcome.reason}"))
+        elif self._leaving and isinstance(one.message, m.Pull):
+            one.reply.set_exception(Drained(f"{self._worker} is leaving the run: {outcome.reason}"))
         else:
             one.reply.set_exception(RemoteProtocolError(outcome.reason))
+
+    def leave(self) -> None:
+        """This worker was told to leave: what it pulls is refused from now on, and that is no mistake."""
+        self._leaving = True
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""

@@ -1,6 +1,7 @@
 """Both ends of a weight sync: versions that this worker holds for others, and the ones it staged for itself."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class StagedWeights:
 class _Held:
     """Buckets that can be served; those that are still coming are passed on as they come."""
 
+    weights: Weights
     buckets: list[torch.Tensor]
     arrival: Arrival | None = None
 
@@ -51,6 +53,7 @@ class Params:
         self._spawn = spawn
         self._deadline_s = deadline_s
         self._held: dict[Form, _Held] = {}
+        self._applied: dict[str, int] = {}
         self._published: dict[str, tuple[Snapshot, int]] = {}  # the last one of each model, and its checksum
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
@@ -64,7 +67,7 @@ class Params:
         """
         forms = await asyncio.to_thread(self._forms, model, snapshot)
         for weights, buckets in forms:
-            self._held[model, snapshot.version, weights.base] = _Held(buckets)
+            self._held[model, snapshot.version, weights.base] = _Held(weights, buckets)
         self._send(Publish(tuple(weights for weights, _ in forms), tuple((divergence or {}).items())))
 
     def _forms(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
@@ -102,7 +105,16 @@ class Params:
         staged = self._staged.get(model)
         if staged is not None and staged.snapshot.version <= version:
             del self._staged[model]
+        self._applied[model] = version
         self._send(Applied(model, version))
+
+    def in_use(self) -> list[Applied]:
+        """What this worker generates with."""
+        return [Applied(model, version) for model, version in self._applied.items()]
+
+    def whole(self) -> tuple[Weights, ...]:
+        """What can be served to others: no more than that has ever been told to the controller."""
+        return tuple(held.weights for held in self._held.values() if held.arrival is None)
 
     # ---- orders of the controller, in the order in which they came
 
@@ -112,17 +124,17 @@ class Params:
         done = self._lanes.send_each(order.turn, outgoing)
         done.add_done_callback(seen)
         # A lane that broke in the middle would keep the whole version in memory for as long as it is not replaced.
-        done.add_done_callback(lambda _: outgoing.close())
+        done.add_done_callback(lambda _: _end(outgoing))
 
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held(Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
+        held = _Held(one, Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
         arrived = self._lanes.receive_each(order.turn, incoming)
-        arrived.add_done_callback(lambda done: None if done.cancelled() else incoming.close())
+        arrived.add_done_callback(lambda done: None if done.cancelled() else _end(incoming))
         self._spawn(self._stage(order, held, arrived, checksum))
 
     def retire(self, order: Retire) -> None:
@@ -144,7 +156,8 @@ class Params:
                 del self._held[one.model, one.version, one.base]
             self._send(FetchFailed(order.turn, one, str(error)))
             return
-        self._held[one.model, one.version, NO_BASE] = _Held(snapshot.buckets)
+        whole = Weights(one.model, one.version, NO_BASE, tuple(snapshot.bucket_bytes()), one.checksum)
+        self._held[one.model, one.version, NO_BASE] = _Held(whole, snapshot.buckets)
         before = self._staged.get(one.model)
         if before is None or before.snapshot.version < one.version:
             self._staged[one.model] = StagedWeights(one.model, snapshot)
@@ -167,6 +180,12 @@ def _verified(one: Weights, held: _Held, checksum: int) -> Snapshot:
     if checksum != one.checksum:
         raise TransferError(f"checksum of version {one.version} is {checksum}, not {one.checksum}")
     return Snapshot(one.version, held.buckets)
+
+
+def _end(tensors: Generator[torch.Tensor, None, None]) -> None:
+    """Let go of what a lane was to move. If its thread is still in there, it is about to fail and lets go by itself."""
+    with contextlib.suppress(ValueError):
+        tensors.close()
 
 
 def _gone(order: ServeWeights) -> Generator[torch.Tensor, None, None]:

@@ -1,11 +1,11 @@
 """A worker's side of the conversation with the controller: everything a worker does goes through its session.
 
-Orders of the controller (serve this, receive that, free these) are carried out in the order in which they came; lanes
-depend on it. Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session.
+Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session. A controller that goes
+and comes back is found again by the session itself: whoever waits for it just waits a little longer.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +14,15 @@ from flowrt.client import heartbeat
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch, Columns
+from flowrt.client.contact import Contact
+from flowrt.client.line import Line
+from flowrt.client.memory import Memory
+from flowrt.client.orders import Orders
 from flowrt.client.params import Params
 from flowrt.client.promised import Promised
+from flowrt.client.returning import retell
 from flowrt.clock import MonotonicClock
-from flowrt.errors import FlowError, RemoteProtocolError, Stopped, TransferError
+from flowrt.errors import FlowError, Stopped, TransferError
 from flowrt.metrics import Timeline
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.rows import lengths_of
@@ -25,7 +30,6 @@ from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
 from flowrt.waiting import CONTROLLER, cancelled, first_of, until
 from flowrt.wire import messages as m
-from flowrt.wire.link import ClientLink
 from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
 Reply = TypeVar("Reply")
@@ -35,26 +39,33 @@ PULL_TRIES = 3
 class Session:
     """Open one with `connect`, close it with `close`."""
 
-    def __init__(self, worker: str, address: str, link: ClientLink, welcome: m.Welcome) -> None:
+    def __init__(self, worker: str, line: Line, welcome: m.Welcome) -> None:
         self.worker = worker
-        self.welcome = welcome
         self.timeline = Timeline(MonotonicClock())
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
-        self._address = address
-        self._link = link
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, transports(address), welcome.lane_s, lambda *key: self._tell(m.Signal(*key)))
+        self._lanes = LaneSet(worker, transports(line.address), welcome.lane_s, lambda *key: self._tell(m.Signal(*key)))
         self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
         self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
+        self._memory = Memory(welcome.renewable)
+        self._orders = Orders(
+            *(self.store, self._lanes, self._arrivals, self.params, self._asking, self._promised, self._memory),
+            self.end,
+        )
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
         self._background: set[asyncio.Task[Any]] = set()
-        self._heard_s = self._loop.time()
         self._waits = heartbeat.notable_waits()
         heartbeat.sessions += 1
-        self._spawn(self._beat())
+        self._contact = Contact(line, welcome, self._orders.obey, self.end, self._left_alone, self._retell)
+        self._spawn(self._contact.keep(self.report))
+
+    @property
+    def welcome(self) -> m.Welcome:
+        """What the controller said at the door; the one that is there now."""
+        return self._contact.welcome
 
     # ---- samples
 
@@ -120,7 +131,8 @@ class Session:
 
         ``done`` is a batch, of a stage that makes nothing, on which the work is complete: one message for a commit
         and a pull (the new batch's ``refused`` says if it was too late). Raises WaitExpired, with nothing leased, when
-        there are none within ``deadline_s`` seconds; TransferError when their tensors did not come PULL_TRIES times.
+        there are none within ``deadline_s`` seconds; TransferError when their tensors did not come PULL_TRIES times;
+        Drained when this worker was told to leave.
         """
         reason, leases = "", () if done is None else (done.grant.lease,)
         for _ in range(PULL_TRIES):
@@ -172,15 +184,19 @@ class Session:
 
     def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
         """These samples cannot be made (an environment broke, …): the run's policy for lost members decides."""
+        self._memory.ended(slots, leases)
         self.send(m.Abandon(stage, tuple(slots), tuple(leases), True, reason))
 
     def exhausted(self, flow: str) -> None:
         """All my prompts of this flow are open. Of the flow to train on: the last step may be smaller."""
+        self._memory.exhausted(flow)
         self.send(m.Exhausted(flow))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """The optimiser has stepped: everything leased to this step is trained."""
-        self.send(m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items())))
+        done = m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items()))
+        self._memory.step_done(done)
+        self.send(done)
 
     async def saved(self, step: int) -> None:
         """The state after ``step`` steps is written aside; returns once the ledger is on disk as far as that."""
@@ -188,16 +204,24 @@ class Session:
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
         """Send the spans of work since the last report, open waits, and named numbers for the summary."""
+        named = {name: float(value) for name, value in (numbers or {}).items()}
+        self._memory.reported(named)
+        if self._contact.is_away:
+            return
         spans = tuple(BusySpan(*span) for span in self.timeline.drain())
         before, self._waits = self._waits, heartbeat.notable_waits()
-        named = tuple((name, float(value)) for name, value in (numbers or {}).items())
         if spans or named or before or self._waits:
-            self.send(m.Report(spans, named, self._waits))
+            self.send(m.Report(spans, tuple(named.items()), self._waits))
 
     def finished(self) -> None:
         """This worker's part of the run is complete; it goes on serving what it holds."""
         self.report()
+        self._memory.finished()
         self.send(m.Finished())
+
+    def drain(self) -> None:
+        """Ask to leave: nothing more is pulled, and the run goes on without this worker as soon as it can."""
+        self.send(m.Drain(0, self.worker))
 
     async def wait_stopped(self) -> None:
         """Serve others until the controller ends the run; raises Stopped then."""
@@ -215,8 +239,12 @@ class Session:
         finally:
             task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
 
+    def listen(self) -> None:
+        """Carry out what the controller says, from now on."""
+        self._contact.listen()
+
     def send(self, message: m.Message) -> None:
-        self._link.send(message)
+        self._contact.send(message)
 
     async def close(self, error: str = "") -> None:
         """Say goodbye and drop the connection."""
@@ -225,50 +253,22 @@ class Session:
         self.end(Stopped("the session is closed", 0))
         await cancelled(self._background, heartbeat.CLOSE_S)
         await self._lanes.close()
-        self._link.close()
+        self._contact.close()
         heartbeat.sessions -= 1
 
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""
         if not self._ended.done():
             self._ended.set_exception(error)
+        self._contact.over()
         self._asking.end(error)
 
-    def receive(self, message: m.Message) -> None:
-        """One message of the controller."""
-        self._heard_s = self._loop.time()
-        match message:
-            case m.Grant():
-                for incoming in message.incoming:
-                    self._arrivals.begin(incoming)
-                self._asking.answer(message.request, message)
-            case m.Opened(request, first):
-                self._promised.opened(request, first)
-                self._asking.answer(request, message)
-            case m.Committed(request, refused):
-                self._promised.committed(request, refused)
-                self._asking.answer(request, message)
-            case m.Refused(request):
-                self._promised.refused(request)
-                self._asking.answer(request, message)
-            case m.Serve():
-                self._arrivals.serve(message)
-            case m.Free(columns, slots, groups):
-                self.store.free(columns, slots, groups)
-            case m.Signal(peer, lane, key, value):
-                self._lanes.deliver(peer, lane, key, value)
-            case m.Fetch():
-                self.params.fetch(message)
-            case m.ServeWeights():
-                self.params.serve(message)
-            case m.Retire():
-                self.params.retire(message)
-            case m.Stop(reason, code):
-                self.end(Stopped(reason, code))
-            case m.Heartbeat():
-                pass
-            case _:
-                raise RemoteProtocolError(f"the controller sent {type(message).__name__}, which only workers say")
+    def _left_alone(self) -> None:
+        """The controller is gone. A lane that is being made needs it, and it will not know of those that are."""
+        self._lanes.drop_all("the controller has gone")
+
+    def _retell(self) -> Iterator[m.Message]:
+        return retell(self._memory, self._asking, self.params, self.store)
 
     def _rows(self, part: Part, grant: m.Grant) -> Rows:
         return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
@@ -279,7 +279,9 @@ class Session:
             self._give_back(answer, "", "nobody waits for this grant any more")
 
     def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
-        self._tell(m.Abandon(stage, grant.slots, (grant.lease,) * len(grant.slots), False, reason))
+        leases = (grant.lease,) * len(grant.slots)
+        self._memory.ended(grant.slots, leases)
+        self._tell(m.Abandon(stage, grant.slots, leases, False, reason))
 
     def _tell(self, message: m.Message) -> None:
         if not self._ended.done():
@@ -289,11 +291,3 @@ class Session:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _beat(self) -> None:
-        beat_s = self.welcome.heartbeat_s
-        self.end(await heartbeat.beat(beat_s, self._address, lambda: self._heard_s, self._sign_of_life))
-
-    def _sign_of_life(self) -> None:
-        self.send(m.Heartbeat())
-        self.report()

@@ -36,9 +36,11 @@ class Board:
         self.undone = {stage.name: 0 for stage in stages}  # live slots for which the stage has not been done
         self.rows: Counter[str] = Counter()  # live slots of each flow, and the bytes of their tensors
         self.bytes: Counter[str] = Counter()
-        self._next_group = 0
-        self._next_slot = 0
-        self._next_lease = 0
+        self.begin_at(0)
+
+    def begin_at(self, number: int) -> None:
+        """Groups, slots and leases get numbers from here on: none that somebody may remember under another meaning."""
+        self._next_group = self._next_slot = self._next_lease = self.first_lease = number
 
     def is_done(self, slot: Slot, stage: str) -> bool:
         return bool(slot.done & self._bits[stage])
@@ -101,18 +103,22 @@ class Board:
         deadline_s: float,
         version: int,
         step: int = NO_STEP,
+        number: LeaseId | None = None,
     ) -> Lease:
-        """Give the right to run ``stage`` on these slots, which have left its queue, to ``worker``."""
+        """Give the right to run ``stage`` on these slots, which have left its queue, to ``worker``.
+
+        A lease that is renewed keeps its ``number``.
+        """
         bit = self._bits[stage]
-        lease = Lease(
-            LeaseId(self._next_lease), stage, worker, deadline_s, version, step, {slot.id: slot for slot in slots}
-        )
+        if number is None:
+            number = LeaseId(self._next_lease)
+            self._next_lease += 1
+        lease = Lease(number, stage, worker, deadline_s, version, step, {slot.id: slot for slot in slots})
         for slot in slots:
             if stage in slot.leases or slot.done & bit:
                 raise LocalProtocolError(f"slot {slot.id} (stage {stage}) is not ready and cannot be leased")
         for slot in slots:
             slot.leases[stage] = lease
-        self._next_lease += 1
         self.leases[lease.id] = lease
         if self.stages[stage].whole_groups:
             for slot in slots:
@@ -162,12 +168,12 @@ class Board:
                 slot.spans, slot.spans_of = span, stage
         for after in self.flows.after[stage]:
             for slot in slots:
-                self._look(slot, after)
+                self.look(slot, after)
 
     def release(self, slot: Slot, stage: str) -> None:
         """The lease ends without a result; the slot is ready again if its needs are still met."""
         self._end_lease(slot, stage)
-        self._look(slot, self.stages[stage])
+        self.look(slot, self.stages[stage])
 
     def undo(self, slot: Slot, stage: str) -> dict[WorkerId, set[str]]:
         """Forget what ``stage`` made of this slot and all that was made from it; returns who holds dead copies."""
@@ -194,7 +200,7 @@ class Board:
         if slot.spans_of in undone:
             slot.spans, slot.spans_of = (), ""
         for name in undone:
-            self._look(slot, self.stages[name])
+            self.look(slot, self.stages[name])
         return dead
 
     def remove(self, slot: Slot) -> None:
@@ -206,7 +212,7 @@ class Board:
         slot.group.slots.remove(slot)
         for name in self.ready_groups:
             if slot.group.slots:
-                self._look(slot.group.slots[0], self.stages[name])
+                self.look(slot.group.slots[0], self.stages[name])
 
     def close(self, groups: Iterable[Group]) -> None:
         """These groups leave the board: trained, scored or dropped."""
@@ -279,14 +285,15 @@ class Board:
         for column, holding in tensors.items():
             self.bytes[flow] -= holding.length * self.flows.item_bytes[column]
 
-    def _look(self, slot: Slot, stage: Stage) -> None:
+    def look(self, slot: Slot, stage: Stage) -> None:
         """Queue the slot (or its group) for a stage if it has become ready for it."""
         group = slot.group
         if stage.flow not in ("", group.flow):
             return
-        if all(self._is_ready(one, stage) for one in (group.slots if stage.whole_groups else (slot,))):
+        if all(self.is_ready(one, stage) for one in (group.slots if stage.whole_groups else (slot,))):
             self._enqueue(stage, (group,), (slot,))
 
-    def _is_ready(self, slot: Slot, stage: Stage) -> bool:
+    def is_ready(self, slot: Slot, stage: Stage) -> bool:
+        """Nobody has done the stage for this slot or is at it, and all that it needs exists."""
         started = slot.done & self._bits[stage.name] or stage.name in slot.leases
         return not started and all(map(slot.has, stage.needs))

@@ -3,11 +3,15 @@
 They are patient with a lock, and final about a disk that refuses.
 """
 
-from flowrt.controller.events import Command, Record, StepClosed
+import logging
+
+from flowrt.controller.events import Command, Keep, Record, StepClosed
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger, LedgerBusy
 from flowrt.errors import FlowError
 from flowrt.wire.messages import Report
+
+log = logging.getLogger(__name__)
 
 
 class Books:
@@ -25,6 +29,8 @@ class Books:
                 self._ledger.add(command, now)
                 if command.state == "in_flight":
                     self._journal.training_began(now)
+            case Keep(entry):
+                self._ledger.keep(entry)
             case StepClosed():
                 self._journal.step(command, now)
 
@@ -33,6 +39,16 @@ class Books:
         self._journal.report(worker, role, report)
         for name, value in report.numbers:
             self._ledger.note(name, value, step)
+
+    def tidy(self, ended: bool = False) -> None:
+        """Drop what no controller that comes back would need; of a run that has ended, that is all."""
+        try:
+            if ended:
+                self._ledger.forget_walk()
+            else:
+                self._ledger.trim()
+        except FlowError as error:
+            log.warning("%s; what is not needed any more stays there for now", error)
 
     def write(self, now: float, patience_s: float, lasting: bool = False) -> bool:
         """Commit what was entered (``lasting``: it outlasts the machine too); False while the ledger is locked.

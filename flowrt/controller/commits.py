@@ -1,10 +1,14 @@
 """What a commit has to bring, checked before anything is changed."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from flowrt.controller.board import Board
+from flowrt.controller.slots import Lease, Slot
+from flowrt.controller.walk import Made
+from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit
-from flowrt.wire.records import Stage
+from flowrt.wire.records import Part, Stage, Values
 
 Value = TypeVar("Value")
 
@@ -46,6 +50,47 @@ def _wrong_span(span: Sequence[int], latest: int) -> str:
     if not span or len(span) % 2 or not all(0 <= version <= latest for version in span[::2]):
         return f"span {span} is not pairs of a published version and its tokens"
     return ""
+
+
+def by_lease(board: Board, worker: WorkerId, message: Commit, stage: Stage) -> Iterator[tuple[Lease | None, list[int]]]:
+    """The rows of a commit by their lease; None for those on which the worker has none (any more)."""
+    rows_of: dict[int, list[int]] = {}
+    for row, lease_id in enumerate(message.leases):
+        rows_of.setdefault(lease_id, []).append(row)
+    late: list[int] = []
+    for lease_id, rows in rows_of.items():
+        lease = board.find_lease(lease_id, worker)
+        if lease is None or lease.stage != stage.name:
+            late += rows
+            continue
+        valid = [row for row in rows if message.slots[row] in lease.slots]
+        if len(valid) < len(rows):
+            late += sorted(set(rows) - set(valid))
+        if valid:
+            yield lease, valid
+    if late:
+        yield None, late
+
+
+def made(worker: WorkerId, message: Commit, rows: Sequence[int]) -> Made:
+    """What is kept of these rows of a commit."""
+    if len(rows) == len(message.slots):
+        return Made(worker, message.stage, message.slots, message.leases, message.parts, message.inline, message.spans)
+    slots = tuple(pick(message.slots, rows))
+    return Made(
+        worker,
+        message.stage,
+        slots,
+        tuple(pick(message.leases, rows)),
+        tuple(Part(part.column, slots, tuple(pick(part.lengths, rows))) for part in message.parts),
+        tuple(Values(one.column, tuple(pick(one.values, rows))) for one in message.inline),
+        tuple(pick(message.spans, rows)) if message.spans else (),
+    )
+
+
+def finished(worker: WorkerId, lease: Lease, slots: Sequence[Slot]) -> Made:
+    """What is kept of a stage that makes nothing."""
+    return Made(worker, lease.stage, tuple([slot.id for slot in slots]), (lease.id,) * len(slots), (), (), ())
 
 
 def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:

@@ -3,41 +3,50 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
-import dataclasses
-
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Said, Send
+from flowrt.controller.departures import Departures
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
 from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
+from flowrt.controller.regroup import Regroup
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
-from flowrt.controller.waitgraph import wait_graph
+from flowrt.controller.waitgraph import OBSERVER, wait_graph
+from flowrt.controller.walk import Came, Remains, Went
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
-from flowrt.wire.records import Position
 
 SOURCE = "source"
 """The role of those that are told which prompts a resumed run is done with."""
 MOST_SENTENCES = 12
 """Of the wait-for graph in the reason of a stall; the log has all of it."""
 MAX_SIGNAL_BYTES = 4096
+TERM_BITS = 40
+"""Each controller of a run numbers from its own place on: what it gave is never taken for what another gave."""
 
 
 class Core:
     """All state of a run."""
 
-    def __init__(self, settings: Settings, flow: Dataflow, policies: Policies) -> None:
+    def __init__(
+        self, settings: Settings, flow: Dataflow, policies: Policies, term: int = 1, remains: Remains | None = None
+    ) -> None:
+        """``term`` says how often the run has had a controller; ``remains`` are those of one that crashed."""
         self.settings = settings
         self._policies = policies
         self._flow = flow
         self._out: list[Command] = []
         self.roster = Roster(settings.silence_s)
-        lanes = Lanes(settings.lanes)
+        first = (term - 1) << TERM_BITS
+        lanes = Lanes(settings.lanes, first)
         self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
         self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
+        self.samples.board.begin_at(first)
+        self.regroup = Regroup(self.roster, self.samples, self.models, settings, self._out, remains, self._end)
+        self.departures = Departures(self.roster, self.samples, settings, self._out)
         self.ended: End | None = None
         self._progress_s: float | None = None
 
@@ -52,15 +61,21 @@ class Core:
         match event:
             case Said(worker, message):
                 self._said(worker, message, now)
-            case Joined(worker, role, host, lanes):
+            case Joined(worker, role, host, lanes, term):
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
+                self.regroup.joined(worker, term)
+                if role != OBSERVER:
+                    self._out.append(Keep(Came(worker, role)))
                 self._progress_s = now  # a cluster that comes together is not stuck
             case Gone(worker, reason):
-                self._gone(worker, reason)
+                self._gone(worker, reason, now)
             case _:
                 self._tick(now)
-        if self.ended is None:
+        if self.ended is None and self.regroup.close(now):
+            for worker, message in self.regroup.deferred():
+                self._said_rarely(worker, message, now)
+        if self.ended is None and not self.regroup.is_open:
             self.samples.settle(now)
             self.models.move(self.samples.gated, now)
             if self.roster.changed:
@@ -101,18 +116,29 @@ class Core:
                 self.samples.retreat.abandon(worker, message)
             case m.Undelivered():
                 self.samples.retreat.undelivered(worker, message.incoming)
+            case m.StepDone() | m.Saved() if self.regroup.is_open:
+                self.regroup.defer(worker, message)
             case m.StepDone():
-                self.samples.training.step_done(worker, message)
+                if not self.regroup.is_repeated(worker, message):
+                    self.samples.training.step_done(worker, message)
             case m.Saved():
                 self.samples.training.saved(worker, message)
+            case m.Renew():
+                self.regroup.renew(worker, message, now)
+            case m.Holds():
+                self.regroup.holds(worker, message)
             case m.Signal():
                 self._pass_on(worker, message)
+            case m.Drain():
+                if worker != message.worker and self.roster.role(worker) != OBSERVER:
+                    raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
+                self.departures.drain(worker, message)
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():
                 self._end(message.reason, message.code)
             case m.Bye():
-                self._gone(worker, message.error)
+                self._gone(worker, message.error, now)
             case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
                 self.models.hear(worker, message)
                 if isinstance(message, m.Applied):
@@ -129,23 +155,35 @@ class Core:
         if signal.peer in self.roster:
             self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
 
-    def _gone(self, worker: WorkerId, reason: str) -> None:
+    def _gone(self, worker: WorkerId, reason: str, now: float) -> None:
         member = self.roster.leave(worker)
         if member is None:
             return
         if self.ended is not None:
             return  # leaving is what everybody was asked to do: nothing is dropped for it
+        if member.role != OBSERVER:
+            self._out.append(Keep(Went(worker)))
         self.samples.forget(worker)
         self.models.forget(worker)
-        if member.role in self.settings.vital_roles and (reason or not member.finished):
-            self._end(f"{worker}: {reason or 'left before its part was complete; see its log'}", EXIT_FAILED)
+        self.departures.forget(worker)
+        if member.let_go or (not reason and member.finished):
+            return
+        self.samples.opening.failed(worker)
+        why = f"{worker}: {reason or 'left before its part was complete; see its log'}"
+        if member.role in self.settings.vital_roles:
+            self._end(why, EXIT_FAILED)
+        elif member.role in self.settings.needed_roles:
+            self.roster.miss(member.role, why, now)
 
     def _tick(self, now: float) -> None:
         for member in self.roster.silent(now):
             reason = f"not heard of for {now - member.heard_s:.0f} s; see its log"
             self._out.append(Dismiss(member.id, reason))
-            self._gone(member.id, reason)
+            self._gone(member.id, reason, now)
+        if missed := self.roster.empty(now, self.settings.absence_s):
+            self._end(missed, EXIT_FAILED)
         self.samples.retreat.expire_leases(now)
+        self.departures.look()
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
             waits = "; ".join(self.wait_graph(now).sentences(MOST_SENTENCES))
@@ -196,10 +234,10 @@ class Core:
         for group in window.taken.values():
             assert all(self.train_stage in slot.leases for slot in group.slots)
 
-    def position_for(self, role: str) -> Position:
-        """Where the run goes on, as far as a worker of this role has to know."""
-        position = self.settings.position
-        return position if role == SOURCE else dataclasses.replace(position, passed=())
+    @property
+    def renewable(self) -> tuple[str, ...]:
+        """Stages whose leases outlive the controller: tokens are dear, and what is trained is in a gradient already."""
+        return tuple(name for name, one in self.samples.board.stages.items() if one.generates or one.whole_groups)
 
     @property
     def weights(self) -> ModelVersions:

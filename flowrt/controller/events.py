@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from flowrt.controller.walk import Entry
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Message
 
@@ -14,6 +15,7 @@ class Joined:
     role: str
     host: str
     lanes: tuple[str, ...] = ()
+    term: int = 0  # of the controller that it was with before; 0: it is new
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
@@ -62,9 +64,16 @@ class Record:
 
     prompt: int
     epoch: int
-    state: str  # in_flight, ready, leased, trained, dropped
+    state: str  # in_flight, ready, leased, trained, dropped; unread again when its source left with it
     step: int
     reason: str = ""
+
+
+@dataclass(slots=True)  # not frozen: one is made for every commit, and that takes three times as long
+class Keep:
+    """Write this down before anything is said that follows from it: a controller that comes back needs it."""
+
+    entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +105,4 @@ class End:
     code: int
 
 
-Command = Send | Dismiss | Record | StepClosed | Persist | End
+Command = Send | Dismiss | Record | Keep | StepClosed | Persist | End

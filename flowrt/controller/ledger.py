@@ -7,14 +7,16 @@ has a row for each start of a controller, ``notes`` what else has to survive it.
 
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from flowrt.controller.events import Record
+from flowrt.controller.walk import Entry, Remains
+from flowrt.controller.walk_book import WalkBook
 from flowrt.errors import FlowError
 from flowrt.wire.positions import pack
-from flowrt.wire.records import Position
+from flowrt.wire.records import Passed, Position
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS prompts (
@@ -78,6 +80,7 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
+            self._walk = WalkBook(self._db)
             # From here on a lock of somebody else must not hold up the loop on which everybody is served.
             self._db.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
@@ -85,6 +88,42 @@ class Ledger:
 
     def add(self, record: Record, at_s: float) -> None:
         self._buffer.append((at_s, record))
+
+    @property
+    def is_behind(self) -> bool:
+        """Something was added that is not durable."""
+        return bool(self._buffer) or self._walk.is_behind
+
+    @property
+    def term(self) -> int:
+        """How often a controller has begun here."""
+        return self._walk.term
+
+    def keep(self, entry: Entry) -> None:
+        """To be written with all that was added, before anybody hears of it."""
+        self._walk.add(entry)
+
+    def recall(self) -> Remains | None:
+        """What a controller left behind that did not end its run; None when there was none."""
+        try:
+            return self._walk.recall()
+        except sqlite3.Error as error:
+            raise FlowError(f"ledger {self._path} cannot be read: {error}") from error
+
+    def trim(self) -> None:
+        """Drop what is kept of samples that are not live any more."""
+        self._carefully(self._walk.trim)
+
+    def forget_walk(self) -> None:
+        """No controller shall come back to this: the run has ended."""
+        self.commit()
+        self._carefully(self._walk.forget)
+
+    def _carefully(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
 
     def note(self, name: str, value: float, step: int) -> None:
         """Keep a number of the summary, which became known while ``step`` was in training."""
@@ -98,14 +137,22 @@ class Ledger:
             self._db.execute("BEGIN")
             for statement in _GO_BACK:
                 self._db.execute(statement, values)
+            self._walk.forget()
             self._db.execute("COMMIT")
-            done = self._db.execute(
-                "SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')"
-            ).fetchall()
-            notes = self._db.execute("SELECT name, value FROM notes ORDER BY name").fetchall()
         except sqlite3.Error as error:
             raise self._refused(error) from error
+        return self.position(step)
+
+    def position(self, step: int) -> Position:
+        """Where the run is after so many steps."""
+        done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
+        notes = self._db.execute("SELECT name, value FROM notes ORDER BY name").fetchall()
         return Position(step, pack(done), tuple(notes))
+
+    def passed(self) -> tuple[Passed, ...]:
+        """What a source that begins now is not to offer: all that was ever opened, unless it is unread again."""
+        self.commit()
+        return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
 
     def persist(self) -> None:
         """As `commit`, and what was committed outlasts the machine too."""
@@ -120,7 +167,7 @@ class Ledger:
 
         Raises LedgerBusy while another process has it locked.
         """
-        if not self._buffer and not self._notes:
+        if not (self.is_behind or self._notes):
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
         try:
@@ -138,11 +185,13 @@ class Ledger:
                 "INSERT OR REPLACE INTO notes (name, value, step) VALUES (?, ?, ?)",
                 [(name, value, step) for name, (value, step) in self._notes.items()],
             )
+            self._walk.write()
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._refused(error) from error
         self._buffer.clear()
         self._notes.clear()
+        self._walk.written()
 
     def _refused(self, error: sqlite3.Error) -> FlowError:
         if self._db.in_transaction:

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Sequence
 
-from flowrt.controller.events import Command, Send
+from flowrt.controller.events import Command, Keep, Send
 from flowrt.controller.transfers import Lanes, check_receiver
 from flowrt.controller.versions import ModelVersions, Refresh
+from flowrt.controller.walk import LATEST, Reached
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
-from flowrt.wire.records import LaneTurn
+from flowrt.wire.records import LaneTurn, Weights
 
 WeightMessage = m.Publish | m.Staged | m.FetchFailed | m.Applied
 
@@ -30,7 +31,9 @@ class Models:
         match message:
             case m.Publish(forms, divergence):
                 model = forms[0].model if forms else ""
-                self._named(worker, model).publish(worker, forms, dict(divergence))
+                versions = self._named(worker, model)
+                versions.publish(worker, forms, dict(divergence))
+                self._out.append(Keep(Reached(LATEST + model, versions.latest)))
             case m.Staged(model, version):
                 self._named(worker, model).staged(worker, version)
             case m.Applied(model, version):
@@ -41,6 +44,15 @@ class Models:
                 if self._turns.get((weights.model, worker)) == turn:  # else another was ordered in its place already
                     versions.failed(worker, WorkerId(turn.sender), weights)
                 self._lanes.abandon(turn)
+
+    def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
+        """The controller came back, and this worker says what it has."""
+        for name in {one.model for one in held}:
+            versions = self._named(worker, name)
+            before = versions.latest
+            versions.regain(worker, [one for one in held if one.model == name])
+            if versions.latest != before:
+                self._out.append(Keep(Reached(LATEST + name, versions.latest)))
 
     def _named(self, worker: WorkerId, model: str) -> ModelVersions:
         found = self.of.get(model)

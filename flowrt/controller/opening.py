@@ -1,13 +1,17 @@
 """How prompts get in: admission for those to train on, a budget of rows and bytes for all others."""
 
+from collections.abc import Sequence
+
 from flowrt.controller.board import Board
-from flowrt.controller.events import Command, Send
+from flowrt.controller.events import Command, Keep, Send
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.slots import Group
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.waits import Parked
-from flowrt.ids import WorkerId
-from flowrt.wire.messages import Offer, Opened
+from flowrt.controller.walk import Begun, Recollection
+from flowrt.ids import GroupId, WorkerId
+from flowrt.wire.messages import Free, Offer, Opened
 from flowrt.wire.positions import unpack
 from flowrt.wire.records import ITEM_BYTES
 
@@ -38,6 +42,7 @@ class Opening:
         self._group_columns = {column.name: column for column in flow.columns if column.scope == "group"}
         self._passed = unpack(settings.position.passed)
         self._exhausted: dict[str, set[WorkerId]] = {}  # by flow that was offered to, who said so
+        self._ender: WorkerId | None = None  # who said so of the flow to train on
 
     # ---- what can never be opened
 
@@ -138,6 +143,8 @@ class Opening:
             {one.column: one.lengths for one in offer.lengths},
             {one.column: one.values for one in offer.tags},
         )
+        if self._flow.train_stage:
+            self._out.append(Keep(self._begun(offer, worker, groups)))
         if training:
             self._window.enter(groups)
             for group in groups:
@@ -147,15 +154,48 @@ class Opening:
         self._out.append(Send(worker, Opened(offer.request, groups[0].id)))
         return True
 
+    @staticmethod
+    def _begun(offer: Offer, worker: WorkerId, groups: Sequence[Group]) -> Begun:
+        """What is kept of an offer that was opened."""
+        first = groups[0]
+        size = (offer.flow, offer.prompts, offer.epoch, offer.members, first.at_least)
+        numbers = (first.id, first.slots[0].id)
+        return Begun(worker, offer.request, *size, offer.lengths, offer.tags, *numbers)
+
+    def confirm(self, worker: WorkerId, offer: Offer, recalled: Recollection) -> bool:
+        """Whether this offer was opened by the controller before, and only the answer was lost: it is given again."""
+        begun = recalled.offers.get((worker, offer.request))
+        if begun is None or (begun.flow, begun.epoch, begun.prompts) != (offer.flow, offer.epoch, offer.prompts):
+            return False
+        self._out.append(Send(worker, Opened(offer.request, begun.group)))
+        gone = []
+        for number in range(begun.group, begun.group + len(begun.prompts)):
+            group = self._board.groups.get(GroupId(number))
+            if group is None:
+                gone.append(number)
+                continue
+            for holding in group.tensors.values():
+                holding.owners.add(worker)
+        if gone:
+            self._out.append(Send(worker, Free((), (), tuple(gone))))
+        return True
+
     # ---- the end of a stream
 
     def exhaust(self, worker: WorkerId, flow: str) -> None:
         """This worker has no more prompts for the flow."""
         if flow == self._flow.train_flow:
             self._window.exhaust()
+            self._ender = worker
         else:
             self._exhausted.setdefault(flow, set()).add(worker)
             self._board.changed.update(stage.name for stage in self._board.flows.of(flow))
+
+    def failed(self, worker: WorkerId) -> None:
+        """This worker is gone in the middle of its part. What it opened last may be unread again: there is more."""
+        if worker == self._ender:
+            self._ender = None
+            self._window.exhausted, self._window.changed = False, True
 
     def is_exhausted(self, flow: str) -> bool:
         """All its sources have said so."""

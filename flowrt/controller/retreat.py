@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from flowrt.controller.admission import Admission
 from flowrt.controller.board import Board
-from flowrt.controller.events import Command, Record, Send
+from flowrt.controller.events import Command, Keep, Record, Send
 from flowrt.controller.settings import Dataflow, LostMember, Settings
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes, check_receiver, find_holding, lose_copies
+from flowrt.controller.walk import Left, Unmade
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import LeaseId, SlotId, WorkerId
 from flowrt.wire.messages import Abandon, Free, Signal
@@ -75,6 +76,7 @@ class Retreat:
         if policy is LostMember.REST and len(group.slots) > ALONE:
             for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
                 self._out.append(Send(worker, Free((), (slot.id,), ())))
+            self._keep(Left((), (slot.id,)))
             self._board.remove(slot)
             self._look_again(group)
         elif policy is not LostMember.REFILL or (failed and slot.attempt >= self._settings.attempts):
@@ -83,6 +85,8 @@ class Retreat:
             self.record(group, "dropped", reason)
             if slot.spans_of:
                 self._undo(slot, slot.spans_of)
+            else:
+                self._keep(Unmade(slot.id, "", slot.attempt))
             self.record(group, "in_flight", "offered again")
 
     def _look_again(self, group: Group) -> None:
@@ -179,12 +183,29 @@ class Retreat:
             lose_copies(group.tensors, worker)
             self._drop_sourceless(group)
 
+    def look_over(self) -> None:
+        """What nobody owns is made again, wherever it is."""
+        for slot in list(self._board.slots.values()):
+            if slot.tensors and slot.id in self._board.slots:
+                self._make_again(slot)
+        for group in list(self._board.groups.values()):
+            self._drop_sourceless(group)
+
+    def needs(self, worker: WorkerId) -> bool:
+        """Whether something would be lost if this worker left now: what it works on, and what nobody else has."""
+        if any(lease.worker == worker for lease in self._board.leases.values()):
+            return True
+        slots = (slot.tensors for slot in self._board.slots.values())
+        groups = (group.tensors for group in self._board.groups.values())
+        alone = {worker}
+        return any(holding.owners == alone for tensors in (*slots, *groups) for holding in tensors.values())
+
     def _drop_sourceless(self, group: Group) -> None:
         """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
         owned = all(one.owners for one in group.tensors.values())
         if not owned and group.id in self._board.groups and group.id not in self._window.taken:
             self.dropped["its source left"] += 1
-            self._give_up(group, "its source left")
+            self._give_up(group, "its source left", "unread")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""
@@ -202,21 +223,26 @@ class Retreat:
                 return
             self._undo(slot, stage)
 
-    def _give_up(self, group: Group, reason: str) -> None:
-        """The prompt leaves the run untrained."""
+    def _give_up(self, group: Group, reason: str, state: str = "dropped") -> None:
+        """The prompt leaves the run untrained; one that is ``unread`` again may be offered again."""
         if group.flow == self._flow.train_flow:
             self._give_back_group(group)
             if group.id not in self._board.groups:
                 return  # giving it back has already shown that it is lost
-            self.record(group, "dropped", reason)
+            self.record(group, state, reason)
             self._window.leave(group)
         self.close([group])
 
     def close(self, groups: Sequence[Group]) -> None:
         """These leave the board, and whoever has something of them drops it."""
+        self._keep(Left(tuple([group.id for group in groups]), ()))
         for worker, free in frees(groups).items():
             self._out.append(Send(worker, free))
         self._board.close(groups)
+
+    def _keep(self, entry: Unmade | Left) -> None:
+        if self._flow.train_stage:
+            self._out.append(Keep(entry))
 
     def _undo(self, slot: Slot, stage: str) -> None:
         train = self._flow.train_stage
@@ -226,6 +252,7 @@ class Retreat:
                 return  # giving it back has shown that it is lost, and dealt with it
         if train and slot.group.id in self._board.ready_groups[train]:
             self.record(slot.group, "in_flight", f"{stage} runs again")
+        self._keep(Unmade(slot.id, stage, slot.attempt))
         for worker, columns in self._board.undo(slot, stage).items():
             self._out.append(Send(worker, Free(tuple(sorted(columns)), (slot.id,), ())))
 

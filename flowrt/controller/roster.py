@@ -28,6 +28,7 @@ class Member:
     host: str
     heard_s: float
     finished: bool = False
+    let_go: bool = False
     waits: tuple[OpenWait, ...] = ()  # for others than the controller, as it last said
     told_s: float = 0.0  # when that was
 
@@ -39,12 +40,14 @@ class Roster:
         self._silence_s = silence_s
         self._members: dict[WorkerId, Member] = {}
         self.changed = False  # somebody has come, gone or finished
+        self._empty: dict[str, tuple[float, str]] = {}  # roles that somebody is missed in: since when, and why
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._members
 
     def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
         self._members[worker] = Member(worker, role, host, now)
+        self._empty.pop(role, None)
         self.changed = True
 
     def heard(self, worker: WorkerId, now: float) -> bool:
@@ -53,6 +56,9 @@ class Roster:
         if member is not None:
             member.heard_s = now
         return member is not None
+
+    def role(self, worker: WorkerId) -> str:
+        return self._members[worker].role
 
     def told(self, worker: WorkerId, waits: tuple[tuple[str, str, float, float], ...], now: float) -> None:
         """Note what the worker says that it waits for."""
@@ -67,9 +73,26 @@ class Roster:
     def finish(self, worker: WorkerId) -> None:
         self._members[worker].finished = self.changed = True
 
+    def let_go(self, worker: WorkerId) -> None:
+        """It is to leave before the run ends: that will not be a loss."""
+        if worker in self._members:
+            self._members[worker].let_go = True
+
     def leave(self, worker: WorkerId) -> Member | None:
         self.changed = True
         return self._members.pop(worker, None)
+
+    def miss(self, role: str, why: str, now: float) -> None:
+        """Somebody of this role has gone whose part was not complete: the role must not stay empty for long."""
+        if all(member.role != role for member in self._members.values()):
+            self._empty.setdefault(role, (now, why))
+
+    def empty(self, now: float, absence_s: float) -> str:
+        """What has had nobody for longer than that, and why; empty when there is no such role."""
+        for role, (since_s, why) in self._empty.items():
+            if now - since_s > absence_s:
+                return f"no {role} worker for {now - since_s:.0f} s: {why}"
+        return ""
 
     def members(self) -> list[Member]:
         return list(self._members.values())

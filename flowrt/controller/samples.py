@@ -1,9 +1,7 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
-from collections.abc import Iterable, Iterator
-
 from flowrt.controller.board import Board
-from flowrt.controller.commits import Makes, commit_fault, pick
+from flowrt.controller.committing import Committing
 from flowrt.controller.dispatch import Puller, Start
 from flowrt.controller.events import Command, Send
 from flowrt.controller.grants import closed, grant
@@ -11,16 +9,14 @@ from flowrt.controller.opening import Opening
 from flowrt.controller.retreat import Retreat
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.sizes import Sizes
-from flowrt.controller.slots import Group, Lease, Slot
+from flowrt.controller.slots import Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
 from flowrt.controller.waits import Parked, WaitingRoom
-from flowrt.errors import RemoteProtocolError
-from flowrt.ids import SlotId, WorkerId
-from flowrt.wire.messages import Commit, Committed, Message, Offer, Pull, Refused
-from flowrt.wire.records import Stage
+from flowrt.ids import WorkerId
+from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
 
 
 class Samples:
@@ -46,23 +42,30 @@ class Samples:
         self.room = WaitingRoom(self.board.stages)
         self.lanes = lanes
         self.gated: dict[WorkerId, None] = {}  # who may not start on what is ready: its weights are too old
+        self.leaving: set[WorkerId] = set()  # they get nothing new
+        self.paused = False  # what can wait is parked: the controller has come back, and learns what there is
+        self.train_flow, self.train_stage = flow.train_flow, flow.train_stage
         self.retreat = Retreat(self.board, self.window, self.lanes, policies.admission, settings, flow, out)
         self._sizes = Sizes(flow.columns, flow.token_columns)
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
         self._generating = [stage.name for stage in flow.stages if stage.generates]
-        self._makes = {stage.name: Makes.of(stage, self.board.columns) for stage in flow.stages}
+        self.committing = Committing(self.board, self.retreat, weights, flow, out)
 
     # ---- requests
 
     def offer(self, worker: WorkerId, message: Offer, now: float) -> None:
         self.room.check_new(worker, message.request)
+        recalled = self.committing.recalled
+        if recalled is not None and self.opening.confirm(worker, message, recalled):
+            return
         fault = self.opening.fault(message)
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
         self.room.park_offer(Parked(worker, message, now))
-        self.room.serve_offers(self.opening.open)
+        if not self.paused:
+            self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
         self.room.check_new(worker, message.request, message.stage)
@@ -74,17 +77,28 @@ class Samples:
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
+        elif worker in self.leaving:
+            self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
-        elif message.done and (fault := self._done_fault(message)):
+        elif message.done and (fault := self.committing.done_fault(message)):
             self._send(worker, Refused(message.request, fault))
         else:
             if message.done:
-                parked.refused = self._finish(worker, message)
+                parked.refused = self.committing.finish(worker, message)
             if self._serve(parked, now):
                 return
             # Those that were parked before could not be served by what is there, or they would not be parked.
             self.room.park_pull(parked)
+
+    def leave(self, worker: WorkerId) -> None:
+        """From now on this worker gets nothing new; what it waits for, it waits for in vain."""
+        self.leaving.add(worker)
+        self.gated.pop(worker, None)
+        for parked in self.room.of(worker):
+            if isinstance(parked.request, Pull):
+                self.room.take_out(worker, parked.request.request)
+                self._send(worker, Refused(parked.request.request, f"{worker} is leaving the run"))
 
     def withdraw(self, worker: WorkerId, request: int, now: float) -> None:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
@@ -97,6 +111,8 @@ class Samples:
             self._send(worker, Refused(request, reason))
 
     def _serve(self, parked: Parked[Pull], now: float) -> bool:
+        if self.paused:
+            return False
         if parked.request.stage == self._flow.train_stage:
             return self.training.serve(parked)
         return self._serve_slots(parked, now)
@@ -105,8 +121,11 @@ class Samples:
         pull, worker = parked.request, parked.worker
         stage = self.board.stages[pull.stage]
         version = self._weights.applied_version(worker)
+        late = self._weights.is_late(worker)
 
         def may_start(slot: Slot) -> Start:
+            if late:
+                return Start.NOT_YET
             if version < slot.group.at_least:
                 return Start.ELSEWHERE
             if slot.group.flow != self._flow.train_flow:
@@ -137,102 +156,35 @@ class Samples:
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone: what it asked for, worked on or held alone."""
+        self.leaving.discard(worker)
         self.gated.pop(worker, None)
         self.room.forget(worker)
         self.board.freed = True  # its parked offers are gone: those behind them may have room enough
         self.retreat.forget(worker)
         self.training.forget(worker)
 
-    # ---- commits
-
-    def _done_fault(self, pull: Pull) -> str:
-        stage = self.board.stages[pull.stage]
-        if stage.makes or stage.whole_groups:
-            return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
-        return ""
-
-    def _finish(self, worker: WorkerId, pull: Pull) -> tuple[int, ...]:
-        """The work on these leases is done; returns those that had ended before."""
-        late = []
-        for lease_id in pull.done:
-            lease = self.board.find_lease(lease_id, worker)
-            if lease is None or lease.stage != pull.stage:
-                late.append(lease_id)
-            else:
-                self._moved_on(dict.fromkeys([slot.group for slot in self.board.finish(lease)]))
-        return tuple(late)
-
     def commit(self, worker: WorkerId, message: Commit, now: float) -> None:
-        stage = self.board.stages.get(message.stage)
-        if stage is None:
-            raise RemoteProtocolError(f"{worker} commits stage {message.stage!r}, which is not in this dataflow")
-        if fault := commit_fault(message, stage, self._makes[stage.name], self._weights.latest):
-            raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
-        refused: list[int] = []
-        reasons: set[str] = set()
-        touched: dict[int, Group] = {}
-        for lease, rows in self._by_lease(worker, message, stage):
-            if lease is None:
-                refused += [message.slots[row] for row in rows]
-                reasons.add(f"the lease on stage {stage.name} had ended")
-                continue
-            slots = [lease.slots[SlotId(message.slots[row])] for row in rows]
-            lengths = {part.column: pick(part.lengths, rows) for part in message.parts}
-            inline = {one.column: pick(one.values, rows) for one in message.inline}
-            self.board.commit(lease, slots, lengths, inline, pick(message.spans, rows) if message.spans else ())
-            for slot in slots:
-                if stage.generates and not self._made(slot, stage):
-                    refused.append(slot.id)
-                    reasons.add("older than the staleness bound")
-                else:
-                    touched[slot.group.id] = slot.group
-        self._send(worker, Committed(message.request, tuple(refused), "; ".join(sorted(reasons))))
-        self._moved_on(touched.values())
-        if stage.generates:
+        if self.committing.commit(worker, message).generates:
             self.look_again(worker, now)  # a dispatch policy may have waited for it to have room
 
-    def _by_lease(self, worker: WorkerId, message: Commit, stage: Stage) -> Iterator[tuple[Lease | None, list[int]]]:
-        """The rows of a commit by their lease; None for those on which the worker has none (any more)."""
-        rows_of: dict[int, list[int]] = {}
-        for row, lease_id in enumerate(message.leases):
-            rows_of.setdefault(lease_id, []).append(row)
-        late: list[int] = []
-        for lease_id, rows in rows_of.items():
-            lease = self.board.find_lease(lease_id, worker)
-            if lease is None or lease.stage != stage.name:
-                late += rows
-                continue
-            valid = [row for row in rows if message.slots[row] in lease.slots]
-            if len(valid) < len(rows):
-                late += sorted(set(rows) - set(valid))
-            if valid:
-                yield lease, valid
-        if late:
-            yield None, late
-
-    def _made(self, slot: Slot, stage: Stage) -> bool:
-        """A sample was generated; False when it is too old already, and lost."""
-        self.board.ready[stage.name].made(slot, sum(slot.spans[1::2]))
-        if self.retreat.expired(slot):
-            self.retreat.lose(slot, "over-age")
-            return False
-        return True
-
-    def _moved_on(self, groups: Iterable[Group]) -> None:
-        streamed = []
-        for group in groups:
-            if group.flow != self._flow.train_flow:
-                streamed.append(group)
-            elif group.id in self.board.ready_groups[self._flow.train_stage]:
-                self.retreat.record(group, "ready")
-        if complete := self.board.flows.complete(streamed):
-            self.retreat.close(complete)
+    def go_on(self, why: str) -> None:
+        """All who will come have come: what nobody has is made again, and everybody is served."""
+        self.paused, self.committing.recalled = False, None
+        self.retreat.look_over()
+        for group in self.board.groups.values():
+            if group.flow == self.train_flow and group.id not in self.window.taken:
+                ready = group.id in self.board.ready_groups[self.train_stage]
+                self.retreat.record(group, "ready" if ready else "in_flight", why)
+        self.board.changed.update(self.board.stages)
+        self.board.freed = self.window.changed = True
 
     # ---- after every event
 
     def settle(self, now: float) -> None:
         """Answer whatever can be answered now, looking only where something has changed."""
         board, window = self.board, self.window
+        if self.paused:
+            return
         while board.changed or window.changed or board.freed:
             if window.changed:
                 board.changed.update(self._generating)
@@ -258,7 +210,7 @@ class Samples:
             if version <= refused:
                 return False
             served = self._serve(parked, now)
-            if not served and queue is not None and queue.is_impartial:
+            if not served and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):
                 refused = version
             return served
 

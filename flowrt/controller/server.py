@@ -11,10 +11,12 @@ from typing import Any
 
 from flowrt.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.controller.books import Books
-from flowrt.controller.core import Core
+from flowrt.controller.core import SOURCE, Core
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.peers import Peers
+from flowrt.controller.reception import refusal
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError, WaitExpired
@@ -30,7 +32,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
-LONGEST_NAME = 200
 LOCKED_S = 30.0
 """How long another process may keep the ledger locked; meanwhile the run goes on, its records wait."""
 MOST_LINES = 200
@@ -54,21 +55,18 @@ class Server:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
-        times = (heartbeat_s, wait_s, core.settings.lane_s)
-        self._welcome = m.Welcome(0, *times, core.settings.store_bytes, columns, config, Position())
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
+        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s)
+        known = (core.settings.store_bytes, columns, core.renewable, config)
+        self._welcome = m.Welcome(self.ledger.term, *times, *known, Position())
         self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
         self._books = Books(self.ledger, self.journal)
         self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
-        self._worker_of: dict[bytes, WorkerId] = {}
-        self._peer_of: dict[WorkerId, bytes] = {}
-        self._role_of: dict[WorkerId, str] = {}
+        self._peers = Peers(self._link, lambda: self.ledger.is_behind, self._flush)
         self._roll_call: asyncio.TimerHandle | None = None
-        self._incarnations = 0
         self._ended = asyncio.Event()
-        self._alone = asyncio.Event()
         self._complaints = Complaints()
 
     @property
@@ -98,14 +96,16 @@ class Server:
         ended = self._core.ended
         assert ended is not None
         self._status()
-        for worker in list(self._peer_of):
-            self._send(worker, m.Stop(ended.reason, ended.code))
+        self._flush()
+        for worker in self._peers.all():
+            self._peers.send_now(worker, m.Stop(ended.reason, ended.code))
         try:
             await until(self._until_alone(), FAREWELL_S, "the goodbye of all workers", "the workers")
         except WaitExpired:
-            log.warning("left without a goodbye from %s", sorted(self._peer_of))
+            log.warning("left without a goodbye from %s", sorted(self._peers.all()))
         while not self._write(FAREWELL_S):
             await pause(TICK_S)
+        self._books.tidy(ended=True)
         self.journal.close()
         if self._roll_call is not None:
             self._roll_call.cancel()
@@ -130,21 +130,22 @@ class Server:
         return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
 
     async def _until_alone(self) -> None:
-        while any(self._role_of.get(worker) != OBSERVER for worker in self._peer_of):
-            self._alone.clear()
-            await until(self._alone.wait(), FAREWELL, "the next goodbye", "the workers")
+        while len(self._peers.all()) > len(self._peers.all(OBSERVER)):
+            self._peers.changed.clear()
+            await until(self._peers.changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
     async def _tick(self) -> None:
         while True:
             await pause(TICK_S)
             self._handle(Tick())
             self._status()
-            self._write(LOCKED_S)
+            self._flush()
+            self._books.tidy()
 
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
-        worker = self._worker_of.get(peer)
+        worker = self._peers.name(peer)
         if isinstance(message, m.Hello):
             self._greet(peer, message)
         elif worker is None:
@@ -153,22 +154,22 @@ class Server:
             self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
         else:
             if isinstance(message, m.Report):
-                self._books.report(worker, self._role_of[worker], message, self._core.samples.window.step)
+                self._books.report(worker, self._peers.role(worker), message, self._core.samples.window.step)
             self._handle(Said(worker, message))
             if isinstance(message, m.Bye):
-                self._forget(worker)
+                self._peers.forget(worker)
 
     def _garbled(self, peer: bytes, reason: str) -> None:
         """Malformed bytes cost the sender its connection."""
         self._complain(peer, reason)
         self._link.hang_up(peer)
-        worker = self._worker_of.get(peer)
+        worker = self._peers.name(peer)
         if worker is not None:
-            self._forget(worker)
+            self._peers.forget(worker)
             self._handle(Gone(worker, f"it sent what is no message: {reason}"))
 
     def _complain(self, peer: bytes, reason: str) -> None:
-        self._complaints.say("refused a message of %s: %s", self._worker_of.get(peer, peer.hex()), reason)
+        self._complaints.say("refused a message of %s: %s", self._peers.name(peer) or peer.hex(), reason)
 
     def _answer_stranger(self, peer: bytes, answer: m.Message) -> None:
         if self._link.gate.bears(peer):
@@ -177,30 +178,30 @@ class Server:
             self._link.hang_up(peer)
 
     def _greet(self, peer: bytes, hello: m.Hello) -> None:
-        refusal = ""
-        if hello.protocol != m.PROTOCOL:
-            refusal = f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
-        elif not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
-            refusal = f"a name or role is empty, not printable or over {LONGEST_NAME} characters; choose another"
-        elif hello.worker in self._peer_of or peer in self._worker_of:
-            refusal = f"a worker named {hello.worker} is here already; give each its own --name"
-        elif self._core.ended is not None:
-            refusal = f"the run has ended: {self._core.ended.reason}"
-        elif hello.role != OBSERVER:
-            refusal = self._core.samples.lanes.fault(hello.lanes)
-        if refusal:
-            if peer in self._worker_of:
-                self._send(self._worker_of[peer], m.Refused(0, refusal))
+        if hello.worker in self._peers:
+            # Perhaps it is gone, and this is who replaces it: a send shows it.
+            self._peers.send_now(WorkerId(hello.worker), m.Heartbeat())
+            self._see_off()
+        known = self._peers.name(peer)
+        fault = refusal(hello, self._core, hello.worker in self._peers or known is not None)
+        if fault:
+            if known is not None:
+                self._peers.send(known, m.Refused(0, fault))
+            elif hello.term and self._core.ended is not None:
+                self._answer_stranger(peer, m.Stop(self._core.ended.reason, self._core.ended.code))
             else:
-                self._answer_stranger(peer, m.Refused(0, refusal))
+                self._answer_stranger(
+                    peer, m.Refused(m.FOR_GOOD if hello.term and not self._core.regroup.is_open else 0, fault)
+                )
             return
         worker = WorkerId(hello.worker)
-        self._worker_of[peer], self._peer_of[worker], self._role_of[worker] = worker, peer, hello.role
-        self._incarnations += 1
+        self._peers.add(peer, worker, hello.role)
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        position = self._core.position_for(hello.role)
-        self._send(worker, dataclasses.replace(self._welcome, incarnation=self._incarnations, position=position))
-        self._handle(Joined(worker, hello.role, hello.host, hello.lanes))
+        position = self._core.settings.position
+        passed = self.ledger.passed() if hello.role == SOURCE else ()
+        position = dataclasses.replace(position, passed=passed, numbers=tuple(self.journal.numbers.items()))
+        self._peers.send(worker, dataclasses.replace(self._welcome, position=position))
+        self._handle(Joined(worker, hello.role, hello.host, hello.lanes, hello.term))
 
     def _handle(self, event: Event) -> None:
         if self._core.ended is not None and not isinstance(event, Said):
@@ -215,6 +216,12 @@ class Server:
             return
         for command in commands:
             self._execute(command, now)
+        self._see_off()
+
+    def _see_off(self) -> None:
+        """Some were found gone when they were spoken to; what was decided while they were there has been done."""
+        for worker in self._peers.left():
+            self._handle(Gone(worker, "its connection is closed; see its log"))
 
     def _somebody_left(self) -> None:
         """A connection has closed: find out whose, at once but not for each of many that leave together."""
@@ -223,20 +230,21 @@ class Server:
 
     def _call_roll(self) -> None:
         self._roll_call = None
-        for worker in list(self._peer_of):
-            self._send(worker, m.Heartbeat())
+        for worker in self._peers.all():
+            self._peers.send_now(worker, m.Heartbeat())
+        self._see_off()
 
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
         if isinstance(command, Send):  # nearly all of them
-            self._send(command.worker, command.message)
+            self._peers.send(command.worker, command.message)
             return
         match command:
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
-                self._send(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
-                self._forget(worker)
+                self._peers.send_now(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
+                self._peers.forget(worker)
             case Persist(worker, request):
                 self._unsaved.append((worker, request))
                 self._write(LOCKED_S)
@@ -249,17 +257,10 @@ class Server:
             case _:
                 self._books.enter(command, now)
 
-    def _send(self, worker: WorkerId, message: m.Message) -> None:
-        peer = self._peer_of.get(worker)
-        if peer is not None and not self._link.send(peer, message):
-            self._forget(worker)
-            self._handle(Gone(worker, "its connection is closed; see its log"))
-
-    def _forget(self, worker: WorkerId) -> None:
-        peer = self._peer_of.pop(worker, None)
-        if peer is not None:
-            self._worker_of.pop(peer, None)
-        self._alone.set()
+    def _flush(self) -> None:
+        if self._write(LOCKED_S):  # else at the next tick
+            self._peers.send_waiting()
+            self._see_off()
 
     def _write(self, patience_s: float) -> bool:
         """Write the books, and say so to who waits for it; True when they are, or never will be: then the run fails."""
@@ -273,7 +274,7 @@ class Server:
                 self._ended.set()
             return True
         for worker, request in self._unsaved:
-            self._send(worker, m.Committed(request, (), ""))
+            self._peers.send(worker, m.Committed(request, (), ""))
         self._unsaved.clear()
         return True
 
@@ -286,11 +287,10 @@ class Server:
     # ---- watching
 
     def _status(self) -> None:
-        observers = [worker for worker in self._peer_of if self._role_of.get(worker) == OBSERVER]
-        if observers:
+        if observers := self._peers.all(OBSERVER):
             text = json.dumps(self.status())
             for worker in observers:
-                self._send(worker, m.Status(text))
+                self._peers.send(worker, m.Status(text))
 
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""

@@ -75,6 +75,8 @@ class Settings:
     groups_per_step: int = 1
     finishers: tuple[str, ...] = ()  # the run is complete when all workers of these roles have finished; none: never
     vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
+    needed_roles: tuple[str, ...] = ()  # the run ends when one of these has had nobody for ``absence_s``
+    absence_s: float = 60.0
     model: str = "policy"  # the model that generates: its age is what admission bounds
     more_models: tuple[str, ...] = ()  # others whose weights are published (a critic, adapters), by name
     in_order: bool = False  # train groups strictly in issue order
@@ -85,6 +87,8 @@ class Settings:
     budget_bytes: int = 0  # the same for the bytes of their tensors, wherever they are; 0: no limit
     lease_s: float = 600.0
     silence_s: float = 30.0
+    regroup_s: float = 10.0  # how long a controller that came back waits for the workers that were in
+    return_s: float = 60.0  # how long workers wait for a controller that went away
     lanes: str = "auto"  # or the name of the one transport to use
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
     store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from flowrt.controller.batchers import Batcher, GroupCount
 from flowrt.controller.board import Board
-from flowrt.controller.events import Command, Persist, Send, StepClosed
+from flowrt.controller.events import Command, Keep, Persist, Send, StepClosed
 from flowrt.controller.grants import closed, grant
 from flowrt.controller.planning import StepPlan, micro_batch
 from flowrt.controller.retreat import Retreat
@@ -15,6 +15,7 @@ from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.waits import Parked
+from flowrt.controller.walk import STEP, Reached
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Pull, Saved, StepDone
@@ -126,9 +127,13 @@ class Training:
         done = StepClosed(message.step, len(trained), len(slots), tokens, lags, means, message.metrics)
         for group in trained:
             self._retreat.record(group, "trained", step=message.step)
-        self._out.append(done)
+        self._out += [done, Keep(Reached(STEP, window.step))]
         self._retreat.close(trained)
         self._retreat.drop_expired()
+
+    def plan_again(self) -> None:
+        """The controller came back in the middle of this step: what is left of it goes to whoever asks."""
+        self._plan.step = self._window.step
 
     def saved(self, worker: WorkerId, message: Saved) -> None:
         """A checkpoint waits for the ledger: what the one has trained, the other has to know."""

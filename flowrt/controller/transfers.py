@@ -24,12 +24,12 @@ EVERYWHERE = "gloo"
 class Lanes:
     """The current incarnation, next sequence number and transport of every lane."""
 
-    def __init__(self, forced: str = AUTO) -> None:
+    def __init__(self, forced: str = AUTO, first: int = 0) -> None:
         self._forced = forced
         self._able: dict[WorkerId, tuple[str, ...]] = {}
         self._state: dict[LaneKey, tuple[int, int, str]] = {}
         self._failed: Counter[tuple[str, str]] = Counter()
-        self._incarnations = itertools.count()
+        self._incarnations = itertools.count(first)
 
     def fault(self, lanes: Sequence[str]) -> str:
         """Why a worker that can do these lanes cannot come in; empty when it can."""

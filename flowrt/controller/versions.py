@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from flowrt.controller.reluctance import Reluctance, least_reluctant
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.records import NO_BASE, Weights
@@ -51,18 +52,6 @@ class Fetching(NamedTuple):
     weights: Weights
 
 
-class Reluctance(NamedTuple):
-    """Who shall serve first: one that did not fail to before, that has least to send, and that is not the publisher.
-
-    The publisher has better things to do, and its link is everybody's.
-    """
-
-    suspect: bool
-    load: int
-    publisher: bool
-    worker: WorkerId
-
-
 Form = tuple[int, int]
 """A version and the base that it is told as changes to."""
 
@@ -78,6 +67,7 @@ class ModelVersions:
     holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
+    entry: dict[WorkerId, int] = field(default_factory=dict)  # what a receiver has to fetch before it begins
     divergence: dict[int, float] = field(default_factory=dict)  # of earlier versions from the latest
     doomed: set[WorkerId] = field(default_factory=set)  # they fetch what will not come whole to whoever sends it
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
@@ -103,8 +93,25 @@ class ModelVersions:
             self._hold(worker, version, form.base)
         self.behind = {who: None for who in self.receivers if who not in self.fetching}
 
+    def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
+        """What this worker had before the controller came back."""
+        for weights in held:
+            forms = {one.base: one for one in (*self.published.get(weights.version, ()), weights)}
+            self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
+            self._hold(worker, weights.version, weights.base)
+        newest = max((one.version for one in held if one.base == NO_BASE), default=0)
+        self.latest, self.changed = max(self.latest, newest), True
+        if (receiver := self.receivers.get(worker)) is None:
+            self.publisher = worker
+        else:
+            self.entry[worker] = 0  # it came back with what it had: it need not catch up first
+            self._received(receiver._replace(staged=max(receiver.staged, newest)))
+        self.behind = {one: None for one, other in self.receivers.items() if other.staged < self.latest}
+
     def applied(self, worker: WorkerId, version: int) -> None:
         self.changed = True
+        if worker not in self.receivers:
+            self.entry[worker] = self.latest if self.latest in self.published else version
         before = self.receivers.get(worker, Receiver(worker, version, version))
         self._received(Receiver(worker, version, max(before.staged, version)))
 
@@ -124,6 +131,10 @@ class ModelVersions:
         """The version that a worker generates with; 0 before it said anything."""
         receiver = self.receivers.get(worker)
         return receiver.applied if receiver else 0
+
+    def is_late(self, worker: WorkerId) -> bool:
+        """It came in the middle of the run, and has not caught up with the version that was the latest then."""
+        return self.applied_version(worker) < self.entry.get(worker, 0)
 
     def staged(self, worker: WorkerId, version: int) -> None:
         if worker not in self.receivers:
@@ -181,6 +192,7 @@ class ModelVersions:
         """The worker is gone: it neither holds nor fetches anything."""
         self.changed = True
         self.receivers.pop(worker, None)
+        self.entry.pop(worker, None)
         self.behind.pop(worker, None)
         self.whole_next.discard(worker)
         ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
@@ -223,7 +235,7 @@ class ModelVersions:
         for worker in due:
             for weights in reversed(self.published[self.latest]):
                 if sources[weights.base] and self._can_use(worker, weights):
-                    fetch = Fetching(worker, _least_reluctant(sources[weights.base], worker), weights)
+                    fetch = Fetching(worker, least_reluctant(sources[weights.base], worker), weights)
                     self.fetching[worker] = fetch
                     self.serving[fetch.holder, weights.version] += 1
                     self.behind.pop(worker, None)
@@ -275,11 +287,3 @@ class ModelVersions:
             self._forget_unheld()
         self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
         return sorted(retired)
-
-
-def _least_reluctant(heap: list[Reluctance], receiver: WorkerId) -> WorkerId:
-    """Take the first source; it has one more to serve then, and the receiver is a source too."""
-    first = heap[0]
-    heapq.heapreplace(heap, first._replace(load=first.load + 1))
-    heapq.heappush(heap, Reluctance(False, 0, False, receiver))
-    return first.worker

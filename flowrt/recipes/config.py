@@ -136,6 +136,10 @@ class ControllerConfig:
     """How often a worker says that it is there."""
     silence_s: float = 30.0
     """A worker not heard of for this long is gone."""
+    return_s: float = 60.0
+    """How long workers wait for a controller that went away; they keep what they have meanwhile."""
+    drain_s: float = 30.0
+    """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
     lease_s: float = 600.0
     """How long a worker may work on a slot."""
     wait_s: float = 3600.0
@@ -150,6 +154,20 @@ class ControllerConfig:
     """A run without any progress for this long ends, saying who waits for what."""
     join_s: float = 120.0
     """How long a worker looks for its controller."""
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """What becomes of workers that die. (A trainer's death is another matter: it takes the model along.)"""
+
+    restarts: int = 3
+    """How often one worker is started again within window_s before the run ends with its error; 0: never."""
+    window_s: float = 300.0
+    """Starts longer ago than this are forgotten."""
+    backoff_s: float = 0.5
+    """Wait before the first new start; it doubles with each that follows."""
+    absence_s: float = 60.0
+    """A role without any worker for this long ends the run."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +224,5 @@ class RunConfig:
     """What a run can be resumed from."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """Addresses and deadlines."""
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    """What becomes of workers that die."""

@@ -33,11 +33,16 @@ ABOVE_ZERO = (
     "trainer.fsdp.file_gb",
     "controller.heartbeat_s",
     "controller.silence_s",
+    "controller.return_s",
+    "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
     "controller.join_s",
+    "supervisor.window_s",
+    "supervisor.backoff_s",
+    "supervisor.absence_s",
 )
 ZERO_OR_ABOVE = (
     "restarts",
@@ -60,6 +65,7 @@ ZERO_OR_ABOVE = (
     "loss.clip_high",
     "loss.kl_coef",
     "controller.store_gb",
+    "supervisor.restarts",
 )
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 DEVICES = ("auto", "cpu", "cuda", "npu")

@@ -8,14 +8,14 @@ from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, leases_of, offered_lengths
 from flowrt.testing.sim import make_core
 from flowrt.wire import messages as m
-from flowrt.wire.records import Part, Values
+from flowrt.wire.records import Part, Position, Values
 
 
 class Talk:
     """A core and helpers to speak to it directly; all workers are in."""
 
-    def __init__(self, **scenario: Any) -> None:
-        self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario))
+    def __init__(self, *, position: Position | None = None, **scenario: Any) -> None:
+        self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario), position)
         self.now = 0.0
         for worker in ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0"):
             self.event(Joined(WorkerId(worker), worker[:-1], "host"))

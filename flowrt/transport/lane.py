@@ -227,6 +227,15 @@ class LaneSet:
             gone = self._lanes.pop(ends)
             self._drop(gone, f"{peer} has left the run")
 
+    def drop_all(self, reason: str) -> None:
+        """Every lane is void, also those that are still being made: whoever waits for one is freed now."""
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            self._drop(lane, reason)
+        stores, self._stores = list(self._stores.values()), {}
+        for store in stores:
+            store.close(reason)
+
     async def close(self) -> None:
         """Close every lane; those that are stuck with their peer are left to their deadline."""
         lanes = [*self._lanes.values(), *self._retired]

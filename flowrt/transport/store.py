@@ -255,6 +255,15 @@ class TensorStore:
             if arriving:
                 self._overtaken.update([arriving.pop(item, None) for item in items])
 
+    def inventory(self) -> tuple[Part, ...]:
+        """All that is here."""
+        parts = []
+        for name, held in self._blocks.items():
+            if held:
+                ids = tuple(sorted(held))
+                parts.append(Part(name, ids, tuple(len(held[item].row(item)) for item in ids)))
+        return tuple(parts)
+
     def statistics(self) -> tuple[int, int]:
         """Tensors held, and the bytes of memory that they keep."""
         return sum(map(len, self._blocks.values())), self._held_bytes

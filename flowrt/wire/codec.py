@@ -47,7 +47,7 @@ def encode(message: Message) -> bytes:
     if kind not in _TAGS:
         raise LocalProtocolError(f"{kind.__name__} is not a message; see wire/messages.py for those that are")
     try:
-        data: bytes = _pack(_record_encoder(kind)(message))
+        data: bytes = _pack(record_encoder(kind)(message))
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise LocalProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
     if len(data) > _KEEP_BYTES:
@@ -80,12 +80,12 @@ def decode(data: bytes) -> Message:
         raise RemoteProtocolError("a message must be an array that begins with a known tag")
     kind: type = MESSAGES[raw[0]]
     try:
-        return _record_decoder(kind)(raw)  # type: ignore[no-any-return]
-    except _Misfit as misfit:
+        return record_decoder(kind)(raw)  # type: ignore[no-any-return]
+    except Misfit as misfit:
         raise RemoteProtocolError(f"{kind.__name__}{misfit.path} must be {misfit.expected}") from None
 
 
-class _Misfit(Exception):
+class Misfit(Exception):
     """What was received does not fit; the path grows as it is passed outwards."""
 
     def __init__(self, expected: str) -> None:
@@ -93,7 +93,7 @@ class _Misfit(Exception):
         self.expected = expected
         self.path = ""
 
-    def within(self, step: str) -> "_Misfit":
+    def within(self, step: str) -> "Misfit":
         self.path = step + self.path
         return self
 
@@ -102,7 +102,7 @@ class _Misfit(Exception):
 
 
 @cache
-def _record_encoder(kind: type) -> Encoder:
+def record_encoder(kind: type) -> Encoder:
     """A function from a record to the tuple that is packed for it, a message's tag in front."""
     lines = ["def compiled(value):", "    if type(value) is not kind:", "        wrong(value, kind)"]
     scope: dict[str, Any] = {**_FEW, "kind": kind, "wrong": _wrong, "scalar": _scalar, "tag": _TAGS.get(kind)}
@@ -125,8 +125,8 @@ def _record_encoder(kind: type) -> Encoder:
 
 
 @cache
-def _record_decoder(kind: type) -> Decoder:
-    """A function from what was unpacked, a message's tag in front, to the record. Raises _Misfit."""
+def record_decoder(kind: type) -> Decoder:
+    """A function from what was unpacked, a message's tag in front, to the record. Raises Misfit."""
     fields = _fields(kind)
     items = (["tag"] if kind in _TAGS else []) + [f"item{number}" for number in range(len(fields))]
     lines = [
@@ -135,7 +135,7 @@ def _record_decoder(kind: type) -> Decoder:
         f"        raise Misfit('an array of {len(fields)} fields')",
         f"    {''.join(f'{item}, ' for item in items)} = raw" if items else "    pass",
     ]
-    scope: dict[str, Any] = {**_FEW, "kind": kind, "Misfit": _Misfit, "misfit_of": _misfit_of}
+    scope: dict[str, Any] = {**_FEW, "kind": kind, "Misfit": Misfit, "misfit_of": _misfit_of}
     for number, (name, hint) in enumerate(fields):
         if hint in _SCALARS:
             scope[f"type{number}"] = hint
@@ -199,7 +199,7 @@ def _encoder(hint: Any) -> Encoder:
     if get_origin(hint) is Annotated:
         return _packed_encoder(hint.__metadata__[0])
     if dataclasses.is_dataclass(hint):
-        return _record_encoder(hint)  # type: ignore[arg-type]
+        return record_encoder(hint)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
         return _tuple_encoder(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -225,16 +225,16 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
     return lambda values: [inner(one) for one in _sequence(values)]
 
 
-def _misfit_of(raw: Any, hint: type) -> _Misfit:
+def _misfit_of(raw: Any, hint: type) -> Misfit:
     bits = " of 64 bits" if hint is int else ""
-    return _Misfit(f"{hint.__name__}{bits}, not {type(raw).__name__}")
+    return Misfit(f"{hint.__name__}{bits}, not {type(raw).__name__}")
 
 
 def _decoder(hint: Any) -> Decoder:
     if get_origin(hint) is Annotated:
         return _packed_decoder(hint.__metadata__[0])
     if dataclasses.is_dataclass(hint):
-        return _record_decoder(hint)  # type: ignore[arg-type]
+        return record_decoder(hint)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
         arguments = get_args(hint)
         return _many_decoder(arguments[0]) if arguments[-1] is Ellipsis else _fixed_decoder(arguments)
@@ -253,7 +253,7 @@ def _decoder(hint: Any) -> Decoder:
 def _packed_decoder(code: str) -> Decoder:
     def decode_packed(raw: Any) -> Any:
         if type(raw) is not bytes or len(raw) % _ITEM_BYTES:
-            raise _Misfit("packed 8-byte items")
+            raise Misfit("packed 8-byte items")
         return struct.unpack(f"<{len(raw) // _ITEM_BYTES}{code}", raw) if raw else _NO_VALUES
 
     return decode_packed
@@ -264,14 +264,14 @@ def _many_decoder(item: Any) -> Decoder:
 
     def decode_many(raw: Any) -> Any:
         if type(raw) is not tuple:
-            raise _Misfit("an array")
+            raise Misfit("an array")
         if not raw or (texts and {*map(type, raw)} == _TEXT):
             return raw
         try:
             if packed:
                 return tuple([_NO_VALUES if one is _NO_BYTES else inner(one) for one in raw])
             return tuple([inner(one) for one in raw])
-        except _Misfit:
+        except Misfit:
             return _one_by_one([inner] * len(raw), raw)
 
     return decode_many
@@ -282,7 +282,7 @@ def _fixed_decoder(arguments: tuple[Any, ...]) -> Decoder:
 
     def decode_fixed(raw: Any) -> Any:
         if type(raw) is not tuple or len(raw) != len(decoders):
-            raise _Misfit(f"an array of {len(decoders)}")
+            raise Misfit(f"an array of {len(decoders)}")
         return _one_by_one(decoders, raw)
 
     return decode_fixed
@@ -294,6 +294,6 @@ def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...]) -> tuple[Any, ...
     for index, (decoder, one) in enumerate(zip(decoders, raw, strict=True)):
         try:
             items.append(decoder(one))
-        except _Misfit as misfit:
+        except Misfit as misfit:
             raise misfit.within(f"[{index}]") from None
     return tuple(items)

@@ -38,6 +38,7 @@ _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Failure.SILENT,
 }
 _EVENT = struct.Struct("=HI")
+OnEvent = Mapping[zmq.Event, Callable[[int], object]]
 
 # As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
 _NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -66,13 +67,12 @@ class _Socket:
         self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[list[bytes]], None] | None = None
-        self._draining = False
-        self._closed = False
+        self._draining = self._closed = False
 
     def start(self, receive: Callable[[list[bytes]], None]) -> None:
         self._receive = receive
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._loop.call_soon(self._drain)
+        self._loop.add_reader(self._descriptor, self.drain)
+        self._loop.call_soon(self.drain)
 
     def send(self, frames: list[bytes]) -> None:
         for frame in frames[:-1]:
@@ -80,10 +80,10 @@ class _Socket:
         self._send_frame(frames[-1], _NOBLOCK)
         # A look costs a system call; a drain that is under way will look anyway.
         if not self._draining and self._look():
-            self._loop.call_soon(self._drain)
+            self._loop.call_soon(self.drain)
 
-    def _drain(self) -> None:
-        if self._receive is None or self._closed:
+    def drain(self) -> None:
+        if self._receive is None or self._closed or self._draining:
             return
         self._draining = True
         emptied = False
@@ -93,7 +93,7 @@ class _Socket:
             self._draining = False
             if not emptied and not self._closed:
                 # More is waiting, but others on this loop want a turn too.
-                self._loop.call_soon(self._drain)
+                self._loop.call_soon(self.drain)
 
     def _receive_waiting(self, receive: Callable[[list[bytes]], None]) -> bool:
         """Take what is waiting, up to a limit; returns whether that was all."""
@@ -117,25 +117,19 @@ class _Socket:
                 return True
         return False
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._descriptor)
-        self.socket.close()
-        if not self._shared:
-            self._context.term()
+    def close(self, linger_ms: int | None = None) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close(linger_ms)
+            if not self._shared:
+                self._context.term()
 
 
 class _Monitor:
     """Calls back for events of a socket's connections; ZeroMQ says the descriptor at best, never the peer."""
 
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        on_event: Mapping[zmq.Event, Callable[[int], None]],
-        failed: Callable[[Failure], None],
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_event: OnEvent, failed: Callable[[Failure], None]) -> None:
         self._watched, self._on_event, self._failed = socket, on_event, failed
         self._events = socket.get_monitor_socket(sum(on_event) + sum(_FAILURES))
         self._descriptor = int(self._events.getsockopt(zmq.FD))
@@ -228,16 +222,16 @@ class ServerLink:
         try:
             self._raw.send([peer, encode(message)])
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
         return True
 
     def close(self) -> None:
         self._monitor.close()
-        if self._asked is not None:
-            self._asked.close()
-        self._raw.close()
+        for one in (self._asked, self._raw):
+            if one is not None:
+                one.close()
 
     def hang_up(self, peer: bytes) -> None:
         """End the connection of the peer that sent the latest message."""
@@ -271,10 +265,11 @@ class ClientLink:
             self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
         self._doorstep = Doorstep(keys, failed)
-        self._monitor = _Monitor(self._raw.socket, {}, self._doorstep.failed)
+        self._monitor = _Monitor(self._raw.socket, {zmq.EVENT_DISCONNECTED: self._closed}, self._doorstep.failed)
 
-    def connect(self, address: str) -> None:
-        """Begin connecting (ZeroMQ keeps trying). Raises ConfigError on a malformed address."""
+    def connect(self, address: str, cut: Callable[[], None] = lambda: None) -> None:
+        """Connect, again and again; ``cut`` hears of each that closes. Raises ConfigError on a malformed address."""
+        self._cut = cut
         self._doorstep.address = address
         try:
             self._raw.socket.connect(address)
@@ -287,9 +282,13 @@ class ClientLink:
     def send(self, message: Message) -> None:
         self._raw.send([encode(message)])
 
-    def close(self) -> None:
+    def close(self, linger_ms: int | None = None) -> None:
         self._monitor.close()
-        self._raw.close()
+        self._raw.close(linger_ms)
+
+    def _closed(self, _: int) -> None:
+        self._raw.drain()  # its last words come first
+        self._cut()
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:

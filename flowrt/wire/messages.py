@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import get_args
 
+from flowrt.wire.changes import Bye, Drain, Finished, Holds, Renew
 from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
+
+FOR_GOOD = -1  # number of a refusal that time does not change
 
 
 @dataclass(slots=True)
@@ -16,18 +19,21 @@ class Hello:
     host: str
     pid: int
     lanes: tuple[str, ...]  # what it can do, best first: "gloo", or "shm:PLACE" for what works in one place only
+    term: int = 0  # of the controller that it was with, and all that it has is from then; 0: it is new
 
 
 @dataclass(slots=True)
 class Welcome:
     """controller: you are in; everything else you need to know is in here."""
 
-    incarnation: int
+    term: int  # grows each time the controller comes back
     heartbeat_s: float
     wait_s: float
+    return_s: float  # how long to wait for a controller that went away
     lane_s: float  # a lane on which nothing moved for so long has failed
     store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
+    renewable: tuple[str, ...]  # stages whose leases outlive the controller
     config: str  # the run's resolved configuration, TOML
     position: Position  # where the run goes on; only sources are told the prompts that are done with
 
@@ -35,18 +41,6 @@ class Welcome:
 @dataclass(slots=True)
 class Heartbeat:
     """worker: still here (the controller answers with the same)."""
-
-
-@dataclass(slots=True)
-class Finished:
-    """worker: my part of the run is complete."""
-
-
-@dataclass(slots=True)
-class Bye:
-    """worker: leaving; ``error`` is empty when all is well."""
-
-    error: str
 
 
 @dataclass(slots=True)
@@ -59,7 +53,7 @@ class Stop:
 
 @dataclass(slots=True)
 class Refused:
-    """controller: request not granted, and why."""
+    """controller: request not granted, and why; of a hello, that it would be in vain to say it again."""
 
     request: int
     reason: str
@@ -295,6 +289,7 @@ class Status:
 
 Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer | Exhausted | Opened | Pull | Grant
     | Withdraw | Commit | Committed | Abandon | Free | StepDone | Saved | Serve | Undelivered | Signal | Publish
-    | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status)  # fmt: skip
+    | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
+    | Drain | Renew | Holds)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
 PROTOCOL = 5  # said in the greeting; both sides must speak the same one

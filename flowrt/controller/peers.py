@@ -1,0 +1,76 @@
+"""Who is connected under which name, and what is still to be said to whom."""
+
+import asyncio
+from collections.abc import Callable
+
+from flowrt.ids import WorkerId
+from flowrt.wire.link import ServerLink
+from flowrt.wire.messages import Message
+
+
+class Peers:
+    """Names of connections. What is sent waits until everything that was decided before it is written down."""
+
+    def __init__(self, link: ServerLink, is_behind: Callable[[], bool], flush: Callable[[], None]) -> None:
+        """``is_behind`` says whether something is not written down; ``flush`` does that, then calls `send_waiting`."""
+        self._link = link
+        self._is_behind = is_behind
+        self._flush = flush
+        self._name: dict[bytes, WorkerId] = {}
+        self._peer: dict[WorkerId, bytes] = {}
+        self._role: dict[WorkerId, str] = {}
+        self._outbox: list[tuple[WorkerId, Message]] = []
+        self._left: list[WorkerId] = []
+        self.changed = asyncio.Event()  # somebody has left
+
+    def add(self, peer: bytes, worker: WorkerId, role: str) -> None:
+        self._name[peer], self._peer[worker], self._role[worker] = worker, peer, role
+
+    def name(self, peer: bytes) -> WorkerId | None:
+        return self._name.get(peer)
+
+    def role(self, worker: WorkerId) -> str:
+        return self._role[worker]
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._peer
+
+    def all(self, role: str = "") -> list[WorkerId]:
+        """Those of one role, or of every role."""
+        return [worker for worker in self._peer if role in ("", self._role[worker])]
+
+    def forget(self, worker: WorkerId) -> None:
+        peer = self._peer.pop(worker, None)
+        if peer is not None:
+            self._name.pop(peer, None)
+        self.changed.set()
+
+    def left(self) -> list[WorkerId]:
+        """Those whose connections were found closed since this was last asked."""
+        left, self._left = self._left, []
+        return left
+
+    # ---- out
+
+    def send(self, worker: WorkerId, message: Message) -> None:
+        """Say it as soon as everything before it is durable: nobody is told what a crash could take back."""
+        if not (self._outbox or self._is_behind()):
+            self.send_now(worker, message)
+            return
+        if not self._outbox:
+            # After all that is waiting to be read: what came together is written together.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((worker, message))
+
+    def send_waiting(self) -> None:
+        """Everything is written down: say what has waited for that."""
+        outbox, self._outbox = self._outbox, []
+        for worker, message in outbox:
+            self.send_now(worker, message)
+
+    def send_now(self, worker: WorkerId, message: Message) -> None:
+        """Say it at once, whatever the ledger knows."""
+        peer = self._peer.get(worker)
+        if peer is not None and not self._link.send(peer, message):
+            self.forget(worker)
+            self._left.append(worker)

@@ -1,0 +1,22 @@
+"""Who is let in: what speaks against a hello, in words that say what to do about it."""
+
+from flowrt.controller.core import Core
+from flowrt.controller.waitgraph import OBSERVER
+from flowrt.wire import messages as m
+
+LONGEST_NAME = 200
+
+
+def refusal(hello: m.Hello, core: Core, is_taken: bool) -> str:
+    """Why this worker cannot come in; empty when it can. ``is_taken``: somebody of its name is in."""
+    if hello.protocol != m.PROTOCOL:
+        return f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
+    if not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
+        return f"a name or role is empty, not printable or over {LONGEST_NAME} characters; choose another"
+    if is_taken:
+        return f"a worker named {hello.worker} is here already; give each its own --name"
+    if core.ended is not None:
+        return f"the run has ended: {core.ended.reason}"
+    if core.regroup.is_too_late(hello.worker, hello.term):
+        return f"{hello.worker} counts as gone, and what it had is with others or made again; start it anew"
+    return "" if hello.role == OBSERVER else core.samples.lanes.fault(hello.lanes)
