@@ -83,7 +83,7 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
         _summarize(server, config, ended)
     except (FlowError, OSError) as error:
         (Path(config.run_dir) / PART).unlink(missing_ok=True)
-        log.error("the summary cannot be written: %s", error)
+        log.log(logging.WARNING if ended.code else logging.ERROR, "the summary cannot be written: %s", error)
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code

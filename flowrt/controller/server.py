@@ -139,6 +139,7 @@ class Server:
             await pause(TICK_S)
             self._link.gate.end_stopped()
             self._handle(Tick())
+            self._link.gate.look()
             self._status()
             self._flush()
             self._books.tidy()

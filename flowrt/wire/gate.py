@@ -1,6 +1,7 @@
 """The gate to the controller: who is let in, who is turned away, and what both sides say of it."""
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -74,10 +75,13 @@ class Gate:
         self._knocking[descriptor] = _peer_of(descriptor)
         self._watch.begin(descriptor)
 
-    def full(self, descriptor: int) -> None:
-        """A connection could not be accepted (in place of its descriptor comes why); whoever is in stays in."""
-        why = os.strerror(descriptor)
-        self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n) and start again", why)
+    def look(self) -> None:
+        """Whether another connection could be accepted. ZeroMQ's own word of that would come without end."""
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n)", error.strerror)
 
     def failed(self, failure: Failure) -> None:
         """The connection that closes next has failed its handshake."""

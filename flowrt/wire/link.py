@@ -204,8 +204,8 @@ class ServerLink:
             self._raw.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
             self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
-        known = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
-        self._monitor = _Monitor(self._raw.socket, known | {zmq.EVENT_ACCEPT_FAILED: self.gate.full}, self.gate.failed)
+        on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
+        self._monitor = _Monitor(self._raw.socket, on_event, self.gate.failed)
 
     def bind(self, address: str) -> str:
         """Listen on ``tcp://HOST:PORT`` (port 0: any free one); returns the address with its real port.

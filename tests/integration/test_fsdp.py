@@ -30,7 +30,7 @@ STEPS = 10
 EXACT = {"dtype": "float64"}
 LORA = {"rank": 4}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Ranks:
@@ -52,7 +52,7 @@ class Ranks:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         ended = subprocess.run(
             [*torchrun, str(SCRIPT), str(self.model), str(plan)],
-            timeout=120,
+            timeout=240,
             env=environment,
             capture_output=True,
             text=True,
