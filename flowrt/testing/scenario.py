@@ -13,6 +13,7 @@ from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5
+LEASE_S = 100.0
 COLUMNS = (
     Column("prompt", "int32", "group"),
     Column("answer", "uint8", "group"),
@@ -95,6 +96,7 @@ class Scenario:
     expiries: int = 0  # the clock jumps past the deadline of every lease
     losses: int = 0  # somebody says that the samples that it works on cannot be made
     withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    repeats: int = 0  # something that was said comes again, perhaps long after
     lost_member: LostMember = LostMember.REFILL
     attempts: int = 8
     prompts_at_once: int = 1  # in one offer to train on

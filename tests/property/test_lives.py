@@ -1,15 +1,15 @@
 """Runs that are cut short at any moment and go on from what was on disk: nothing lost, nothing trained twice."""
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.batchers import TokenBudget
-from flowrt.testing.lives import Lives, live
-from flowrt.testing.scenario import PROMPTS_PER_EPOCH, Scenario
+from flowrt.testing.lives import live
+from flowrt.testing.scenario import Scenario
+from flowrt.testing.soundness import assert_exact
 from tests.property.test_core import RUNS
 
 FAULTS = st.sampled_from([{}, {"kills": 2}, {"broken_lanes": 2, "expiries": 1}])
@@ -29,21 +29,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         checkpoint_every=draw(st.integers(1, 3)),
         **draw(FAULTS),
     )
-
-
-def assert_exact(lives: Lives, scenario: Scenario) -> None:
-    wanted = scenario.steps * scenario.groups_per_step
-    account = lives.ledger.account(live=[])
-    assert (account.lost, account.trained_twice) == (0, 0)
-    assert account.states.get("trained") == wanted
-    # The prompts are those of a run that was never cut short: the first ones in the order of the source.
-    trained = {(row.epoch, row.prompt): step for step, row in lives.trained()}
-    assert set(trained) == {divmod(number, PROMPTS_PER_EPOCH) for number in range(wanted)}
-    assert Counter(trained.values()) == dict.fromkeys(range(scenario.steps), scenario.groups_per_step)
-    rows = Counter((row.epoch, row.prompt, row.member) for _, row in lives.trained())
-    assert set(rows.values()) == {1}
-    assert rows.total() == wanted * scenario.members
-    assert all(0 <= step - min(row.spans[::2]) <= scenario.bound for step, row in lives.trained())
 
 
 @settings(RUNS, max_examples=60)
