@@ -105,8 +105,8 @@ class Core:
             samples.withdraw(worker, message.request, now)
         else:
             self._said_rarely(worker, message, now)
-            # A version that fails to arrive again and again must not keep a run alive in which nothing else happens.
-            if not isinstance(message, m.FetchFailed | m.Signal):
+            # What fails again and again must not keep a run alive in which nothing else happens.
+            if not isinstance(message, m.FetchFailed | m.Undelivered | m.Abandon | m.Signal):
                 self._progress_s = now
 
     def _said_rarely(self, worker: WorkerId, message: m.Message, now: float) -> None:

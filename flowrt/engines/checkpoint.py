@@ -47,6 +47,7 @@ def _first_line(error: Exception) -> str:
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
     """Write model and tokenizer aside, then rename: it is there whole or not at all."""
     aside = path.with_name(f".{path.name}.part")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     put_in_place(aside, path)

@@ -5,9 +5,11 @@ interleaved at random: the same scenario always takes the same course. Workers m
 may break; leases may expire. A run in which nobody can do anything any more raises AssertionError.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
@@ -28,8 +30,11 @@ Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario, position: Position | None = None) -> Core:
-    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once."""
+def make_core(scenario: Scenario, position: Position | None = None, **numbers: Any) -> Core:
+    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
+
+    ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
+    """
     settings = Settings(
         steps=scenario.steps,
         groups_per_step=scenario.groups_per_step,
@@ -52,7 +57,7 @@ def make_core(scenario: Scenario, position: Position | None = None) -> Core:
         scenario.sharing,
         scenario.cut,
     )
-    return Core(settings, grpo_dataflow(scenario.references > 0), policies)
+    return Core(dataclasses.replace(settings, **numbers), grpo_dataflow(scenario.references > 0), policies)
 
 
 class Cluster:
@@ -63,7 +68,7 @@ class Cluster:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.clock = DrivenClock()
-        self.core = make_core(scenario, position)
+        self.core = self._make_core(position)
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
         self.shared.passed = unpack(self.core.settings.position.passed)
         self.workers: dict[str, Worker] = {}
@@ -89,6 +94,9 @@ class Cluster:
         self._ranks[0].unpublished = first_step or None
         if first_step == scenario.steps:
             self._say_finished()
+
+    def _make_core(self, position: Position | None) -> Core:
+        return make_core(self.scenario, position)
 
     def run(self, most_actions: int | None = None) -> "Cluster":
         """Until the run is complete and nothing is on its way, or so many things have happened.
@@ -119,7 +127,7 @@ class Cluster:
     def possible(self) -> Iterator[Action]:
         speeds = dict(self.scenario.speeds)
         some = False
-        for worker in self.workers.values():
+        for worker in self._awake():
             speed = speeds.get(worker.id, 1.0)
             for action in self._of(worker):
                 some = True
@@ -131,8 +139,15 @@ class Cluster:
             some = True
             yield (1.0, self._end_step)
         # Only when all else is done, so that what is left over at the end is left over for good.
-        if not some and self.workers["source0"].closed and not self._finished:
+        if not some and self._source_is_done():
             yield (1.0, self._finish)
+
+    def _source_is_done(self) -> bool:
+        return self.workers["source0"].closed and not self._finished
+
+    def _awake(self) -> list[Worker]:
+        """Those that may do something now."""
+        return list(self.workers.values())
 
     def _of(self, worker: Worker) -> Iterator[Action]:
         """Messages and transfers of one worker that can be delivered, and its return if it is dead."""

@@ -51,6 +51,7 @@ class Worker:
         self.closed = False  # nothing more comes: of this step (trainer), of the run (source)
         self.step = 0
         self.trained: list[Row] = []
+        self.hung = False  # it serves others, and its role does nothing
         self.unpublished: int | None = None
         if role == "rollout":
             self.say(m.Applied(MODEL, 0))
@@ -195,8 +196,8 @@ class Worker:
 
     def options(self) -> Iterator[Callable[[], None]]:
         """Everything that this worker could do next by itself."""
-        if self.role == "source":
-            if not self.closed and len(self.offers) < 2:
+        if self.hung or self.role == "source":
+            if not self.hung and not self.closed and len(self.offers) < 2:
                 yield self._offer
             return
         for job in self.jobs:

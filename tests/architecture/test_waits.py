@@ -58,7 +58,7 @@ def _waits(call: ast.Call) -> bool:
         return "NOBLOCK" not in words
     if name == "join":  # of a thread or queue, which has at most a timeout; text joins what it is given
         text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
-        return not text and len(call.args) + len(call.keywords) <= 1 and not owner.startswith("os.path")
+        return not text and len(call.args) + len(call.keywords) <= 1 and owner not in ("os.path", "shlex")
     if name == "get":
         return not call.args or any(word.arg in ("timeout", "block") for word in call.keywords)
     if name == "result":
