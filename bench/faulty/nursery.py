@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,18 +68,19 @@ class Nursery(Children):
         self._processes: dict[int, Nursled] = {}
         self._listens = False
         self._turn = asyncio.Lock()
+        self.rewrite: Callable[[str, list[str]], list[str]] = lambda _, words: words
 
     def adopt(self, others: Children) -> None:
         """Start what these would have started."""
         self._environment = others._environment
 
-    async def start(self, name: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
-        """Fork ``python ARGUMENTS`` (of the form ``-m MODULE …``) with its output in ``logs/NAME.log``."""
+    async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
+        """Fork what ``WORDS`` would start (``python -m MODULE …``) with its output in ``logs/NAME.log``."""
         if not self._listens:
             asyncio.get_running_loop().add_reader(self._socket, self._hear)
             self._listens = True
         path = self._log_dir / f"{name}.log"
-        order = {"arguments": list(arguments), "environment": self._environment, "fds": list(pass_fds)}
+        order = {"words": self.rewrite(name, list(words)), "environment": self._environment, "fds": list(pass_fds)}
         async with self._turn:
             with path.open("ab") as log:
                 socket.send_fds(self._socket, [json.dumps(order).encode()], [log.fileno(), *pass_fds])
@@ -143,7 +144,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
         os.dup2(fd, wanted)
     for fd in {log, nothing, *passed} - {0, 1, 2, *order["fds"]}:
         os.close(fd)
-    _, module, *arguments = order["arguments"]
+    _, _, module, *arguments = order["words"]
     sys.argv = [module, *arguments]
     code: Any = 0
     try:

@@ -26,7 +26,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import defaults
 
 STEPS, PROMPTS, MEMBERS = 8, 4, 2
-SILENCE_S = 2.0
+SILENCE_S = 3.0
 NOTES = "notes.json"
 OUTPUT = "output.txt"
 LEAVE_S = 3.0
@@ -65,13 +65,13 @@ def prepare(folder: Path) -> RunConfig:
             base.controller,
             heartbeat_s=0.2,
             silence_s=SILENCE_S,
-            return_s=3 * SILENCE_S,
+            return_s=30.0,
             lane_s=SILENCE_S,
-            stall_s=30.0,
+            stall_s=60.0,
             join_s=20.0,
             wait_s=60.0,
         ),
-        supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, absence_s=2 * SILENCE_S),
+        supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, absence_s=10.0),
         checkpoint=dataclasses.replace(base.checkpoint, every=2, keep=2),
     )
     pid = os.fork()

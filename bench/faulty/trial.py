@@ -47,6 +47,8 @@ class Trial(LocalRun):
         self._fault = fault
         self._output = output
         self._relay = Relay()
+        self._proxy = ""
+        nursery.rewrite = self._through_relay
         self.notes = Notes()
 
     async def _work(self, view: LiveView) -> int:
@@ -62,15 +64,13 @@ class Trial(LocalRun):
             interference.cancel()
             self._relay.close()
 
-    def _commands(self, address: str) -> list[tuple[str, list[str]]]:
-        self._relay.target = address
-        commands: list[tuple[str, list[str]]] = super()._commands(address)
-        if self._fault is None or self._fault.kind not in ("hang up", "hush"):
-            return commands
-        return [
-            (name, [self._proxy if word == address and name == self._fault.victim else word for word in words])
-            for name, words in commands
-        ]
+    def _through_relay(self, name: str, words: list[str]) -> list[str]:
+        """The victim's command, with the relay in place of the controller."""
+        if self._fault is None or self._fault.kind not in ("hang up", "hush") or name != self._fault.victim:
+            return words
+        at = words.index("--controller") + 1
+        self._relay.target, words[at] = words[at], self._proxy
+        return words
 
     def _farewell(self, code: int) -> None:
         """No picture."""
