@@ -80,6 +80,7 @@ class Scenario:
     kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
+    crashes: int = 0  # of the controller, which comes back
     losses: int = 0  # somebody says that the samples that it works on cannot be made
     withdrawals: int = 0  # somebody does not want to wait for its pull any longer
     lost_member: LostMember = LostMember.REFILL

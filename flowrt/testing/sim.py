@@ -12,10 +12,12 @@ from functools import partial
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Gone, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, End, Event, Gone, Keep, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
+from flowrt.controller.walk import Remains
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
+from flowrt.testing.simreturn import Durable, Survivor
 from flowrt.testing.simrows import LaneId, Row, lane_of
 from flowrt.testing.simworker import Shared, Worker
 from flowrt.wire import messages as m
@@ -27,7 +29,7 @@ Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario) -> Core:
+def make_core(scenario: Scenario, term: int = 1, remains: Remains | None = None) -> Core:
     """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once."""
     settings = Settings(
         steps=scenario.steps,
@@ -50,7 +52,7 @@ def make_core(scenario: Scenario) -> Core:
         scenario.sharing,
         scenario.cut,
     )
-    return Core(settings, grpo_dataflow(scenario.references > 0), policies)
+    return Core(settings, grpo_dataflow(scenario.references > 0), policies, term, remains)
 
 
 class Cluster:
@@ -62,7 +64,9 @@ class Cluster:
         self.clock = DrivenClock()
         self.core = make_core(scenario)
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Survivor] = {}
+        self.term = 1
+        self.durable = Durable()
         self.records: list[Record] = []
         self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
         self.steps: list[StepClosed] = []
@@ -74,27 +78,35 @@ class Cluster:
         self._faults = ["kill"] * scenario.kills
         self._faults += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
         self._faults += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
+        self._faults += ["crash"] * scenario.crashes
         self.rng.shuffle(self._faults)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
         for role, count in roles.items():
             for rank in range(count):
-                self.workers[f"{role}{rank}"] = Worker(f"{role}{rank}", role, self.shared)
+                self.workers[f"{role}{rank}"] = Survivor(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
 
     def run(self) -> "Cluster":
         """Until the run is complete and nothing is on its way. Raises AssertionError when it cannot be completed."""
-        while actions := list(self.possible()):
+        while self.step():
             assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
-            self.actions += 1
-            if self._faults and self.rng.random() < FAULT_CHANCE:
-                self._misfortune(self._faults[-1])
-                continue
-            _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
-            action()
         assert self.core.ended is not None, f"nobody can do anything; {self.stuck()}"
         assert self.core.ended.code == 0, self.core.ended.reason
         return self
+
+    def step(self) -> bool:
+        """Let one thing happen; False when nothing can."""
+        actions = list(self.possible())
+        if not actions:
+            return False
+        self.actions += 1
+        if self._faults and self.rng.random() < FAULT_CHANCE:
+            self._misfortune(self._faults[-1])
+        else:
+            _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
+            action()
+        return True
 
     def stuck(self) -> str:
         """What everybody waits for."""
@@ -166,9 +178,13 @@ class Cluster:
                     self._send(worker, message)
                 case Record(prompt, epoch, state):
                     self.records.append(command)
+                    if state in ("dropped", "unread"):
+                        self.durable.dropped[command.reason.split(";")[0]] += 1
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
+                case Keep(entry):
+                    self.durable.keep(entry)
                 case End():
                     pass
         return commands
@@ -227,6 +243,11 @@ class Cluster:
             self.handle(Tick())
             return
         working = [w for w in self.workers.values() if w.alive and w.role in ("rollout", "reward", "reference")]
+        if kind == "crash":
+            if self.core.ended is None:
+                self._faults.pop()
+                self.crash()
+            return
         if kind == "kill":
             if working and self.core.ended is None:
                 self._faults.pop()
@@ -248,6 +269,19 @@ class Cluster:
             self._faults.pop()
             self.shared.broken.add(self.rng.choice(lanes))
 
+    def crash(self) -> None:
+        """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""
+        for worker in self.workers.values():
+            for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
+                worker.receive(worker.inbox.popleft())
+        self.term += 1
+        self.core = make_core(self.scenario, self.term, self.durable.remains())
+        self.shared.sent.clear()
+        for worker in self.workers.values():
+            worker.outbox.clear()  # of the dead, nobody has anything to hear any more
+            if worker.alive:
+                worker.come_back(self.term - 1)
+
     def kill(self, worker: Worker) -> None:
         """It vanishes; some of what it said last is still heard, then the controller learns of it."""
         worker.alive = False
@@ -257,4 +291,4 @@ class Cluster:
         worker.outbox.append(Gone(worker.id, ""))
 
     def _rejoin(self, dead: Worker) -> None:
-        self.workers[dead.id] = Worker(dead.id, dead.role, self.shared)
+        self.workers[dead.id] = Survivor(dead.id, dead.role, self.shared)
