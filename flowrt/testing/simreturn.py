@@ -52,11 +52,14 @@ class Survivor(Worker):
         for request in [request for request in self.open if request in self.withdrawn]:
             del self.open[request]
             self.pulling = False
+        self.coming.clear()
+        for job in list(self.jobs):
+            if any(key not in self.have for row in job.rows for key in row.needs):
+                self.abandon(job, False, "its tensors were on their way")  # which nobody hears
         self.inbox.clear()
         self.outbox.clear()
         self.expected.clear()
         self.relays.clear()
-        self.coming.clear()
         self.forms = {form: one for form, one in self.forms.items() if form[0] in self.weights}
         self.outbox.append(Joined(self.id, self.role, "host", (), term))
         if self.role == "rollout":
