@@ -18,7 +18,7 @@ class PolicyGradient:
     def __init__(self, config: api.RunConfig) -> None:
         self._model = api.load_model(api.model_dir(config)).train()
         self._temperature = config.rollout.temperature
-        self._lr, self._clip, self._tokens = 20 * config.trainer.lr, config.trainer.max_grad_norm, 0
+        self._lr, self._clip, self._tokens = 0.3, config.trainer.max_grad_norm, 0
 
     def accumulate(self, batch: api.TrainingBatch) -> None:
         scored = api.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)

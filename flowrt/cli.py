@@ -15,6 +15,8 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
        flowrt worker ROLE --controller ADDRESS [--name NAME]
        flowrt drain WORKER --run RUN | --controller ADDRESS
        flowrt keys DIR [NAME ...]
+       flowrt doctor [--config FILE] [--on WORDS --nodes N] [--controller ADDRESS] [--json | --merge FILE ...]
+       flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
 
   flowrt run                               GRPO on generated arithmetic, on this machine
   flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
@@ -26,6 +28,8 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say
   flowrt drain WORKER --run RUN            let a worker leave a running job without losing a sample
   flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
+  flowrt doctor                            can a run go well on this machine? --on 'srun ...': on these nodes?
+  flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
 ROLES = ("reference", "reward", "rollout", "source", "trainer")
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
@@ -48,6 +52,21 @@ def _keys(words: list[str]) -> int:
         raise ConfigError("flowrt keys takes a new directory, and names of workers if each is to have its own key")
     write_keys(Path(words[0]), words[1:], new_pair)
     sys.stdout.write(f"keys in {words[0]}: use them with flowrt run --controller.keys {words[0]}, or {KEYS_HINT}\n")
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from flowrt.launch.doctor import doctor
+
+    code: int = doctor(words, Console())
+    return code
+
+
+def _templates(words: list[str]) -> int:
+    from flowrt.launch.templates import write
+
+    paths = write(words)
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
     return 0
 
 
@@ -113,12 +132,14 @@ def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[st
 
 # In the order of the messages that name them.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "doctor": _doctor,
     "drain": _drain,
     "keys": _keys,
     "ledger": _ledger,
     "resume": _resume,
     "run": _run,
     "status": _status,
+    "templates": _templates,
     "worker": _worker,
 }
 
@@ -132,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else EXIT_BAD_INPUT
     if words[0] not in COMMANDS:
         there_is = ", ".join(COMMANDS)
-        errors.print(f"flowrt: there is no command {words[0]!r}; there is: {there_is}", highlight=False, markup=False)
+        said = f"flowrt: there is no command {words[0]!r}; there is: {there_is}"
+        errors.print(said, highlight=False, markup=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     try:
         return COMMANDS[words[0]](words[1:])

@@ -11,6 +11,7 @@
       TransferError          tensors did not arrive; names the lane and the peer
       OverBudget             a store of tensors has no room; names its budget and what would not fit
       EngineError            a model could not be loaded, run or swapped
+        EngineGone           the server behind an engine died, or does not answer in time
       Stopped                the run is over; carries the reason and the exit code
       Drained                this worker was told to leave: it gets nothing more to do
 """
@@ -50,6 +51,10 @@ class OverBudget(FlowError):
 
 class EngineError(FlowError):
     """A model failed to load, run or take weights."""
+
+
+class EngineGone(EngineError):
+    """A server that an engine needs has died or hangs."""
 
 
 class Stopped(FlowError):

@@ -3,10 +3,11 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 LAUNCHER = "FLOWRT_LAUNCHER"
-"""Environment variable with the process id of the local launcher, if there is one."""
+"""Environment variable with the host and process id of the launcher, if there is one."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -15,9 +16,15 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies; elsewhere than on Linux nothing happens."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and not _lives(int(launcher)):
+    host, _, pid = os.environ.get(LAUNCHER, "").rpartition(" ")
+    # The environment may have come along to another host, where the number is somebody else's or nobody's.
+    if host == socket.gethostname() and not _lives(int(pid)):
         os._exit(1)  # it was gone before we could ask
+
+
+def this_launcher() -> str:
+    """The value of `LAUNCHER` for what this process starts."""
+    return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _lives(pid: int) -> bool:

@@ -1,7 +1,8 @@
 """The controller of a run: one process, one script.
 
 ``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launch.controller``). It logs its address and
-writes it to ``--ready-fd``, so that whoever starts workers need not guess when and where it listens.
+writes it to ``--ready-fd`` and to ``address`` in the run directory, so that whoever starts workers need not
+guess when and where it listens.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from flowrt.launch.status import ADDRESS, address_of, write_address
+from flowrt.launch.status import address_of
 
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
@@ -27,7 +28,8 @@ from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.recipes.paths import address_file, checkpoint_steps, write_whole
+from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
@@ -55,30 +57,33 @@ def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
     settings = dataclasses.replace(grpo.settings(config), position=position)
     core = Core(settings, flow, grpo.policies(config), ledger.term, remains)
     server = Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
-    return server, times.bind if remains is None else address_of(run_dir)
+    if remains is None:
+        return server, times.bind
+    # Where workers look for it, which may be under another name than it is bound to.
+    return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
 
 
 async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
     """Run the controller until the run ends; writes summary.json and returns the exit code."""
     server, where = make_server(config, text, anew)
-    address = server.bind(where)
+    address = reachable(server.bind(where), config.controller.host)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
-    write_address(Path(config.run_dir), address)
+    write_whole(address_file(Path(config.run_dir)), address + "\n")
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
     ended = await server.run()
     # Nobody shall look for a controller where another process may soon listen.
-    (Path(config.run_dir) / ADDRESS).unlink(missing_ok=True)
+    address_file(Path(config.run_dir)).unlink(missing_ok=True)
     try:
         _summarize(server, config, ended)
     except (FlowError, OSError) as error:
         (Path(config.run_dir) / PART).unlink(missing_ok=True)
-        log.error("the summary cannot be written: %s", error)
+        log.log(logging.WARNING if ended.code else logging.ERROR, "the summary cannot be written: %s", error)
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code

@@ -32,7 +32,7 @@ def drain(words: Sequence[str], console: Console) -> int:
     parser.add_argument("--within-s", type=float, default=600.0, help="how long to wait until it has left, in seconds")
     asked = parser.parse_args(words)
     address = asked.controller or address_of(asked.run)
-    asyncio.run(Draining(asked.worker, address, find_keys(asked.keys, asked.run)).wait(asked.within_s))
+    asyncio.run(Draining(asked.worker, address, find_keys(asked.keys, asked.run)).until_left(asked.within_s))
     console.print(f"{asked.worker} has left the run", highlight=False)
     return 0
 
@@ -45,7 +45,7 @@ class Draining:
         self._address = address
         self._keys = keys
 
-    async def wait(self, within_s: float) -> None:
+    async def until_left(self, within_s: float) -> None:
         """Return when the worker has left. Raises WaitExpired if it has not by then."""
         name = f"drain-{socket.gethostname()}-{os.getpid()}"
         hello = m.Hello(m.PROTOCOL, name, OBSERVER, socket.gethostname(), os.getpid(), ())

@@ -7,21 +7,22 @@ import datetime
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
+from flowrt.launch.commands import check_programs, worker_commands
 from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
-from flowrt.launch.status import ADDRESS
 from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
-from flowrt.recipes.paths import model_dir
+from flowrt.recipes.paths import address_file, model_dir, write_whole
 from flowrt.recipes.subjects import subject
 from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
@@ -50,14 +51,14 @@ def place(config: RunConfig) -> RunConfig:
     model = str(Path(config.model).absolute()) if config.model else ""
     keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
     controller = dataclasses.replace(config.controller, keys=str(Path(keys).absolute()) if keys else "")
-    return dataclasses.replace(config, run_dir=str(run_dir), data=data, model=model, controller=controller)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file aside, then rename: it is there whole, or as it was."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text)
-    aside.rename(path)
+    trainer = config.trainer
+    if trainer.final_dir:
+        if Path(trainer.final_dir).exists():
+            raise ConfigError(f"trainer.final_dir {trainer.final_dir} is there already; name a directory that is not")
+        trainer = dataclasses.replace(trainer, final_dir=str(Path(trainer.final_dir).absolute()))
+    return dataclasses.replace(
+        config, run_dir=str(run_dir), data=data, model=model, controller=controller, trainer=trainer
+    )
 
 
 def run(config: RunConfig, console: Console) -> int:
@@ -66,6 +67,7 @@ def run(config: RunConfig, console: Console) -> int:
     if config.controller.keys:
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
+    check_programs(config)
     subject(config)  # reads and checks the data before anything is written
     return asyncio.run(LocalRun(config, console).run())
 
@@ -99,6 +101,7 @@ class LocalRun:
         self._failure = ""
         self._ended = ""  # what the controller said of it
         self._controller: Child | None = None
+        self._meeting: Child | None = None
         self._restarts = Restarts(self._run_dir, config.restarts)
 
     async def run(self) -> int:
@@ -139,7 +142,8 @@ class LocalRun:
 
     async def _work(self, view: LiveView) -> int:
         if not self._config.model and not model_dir(self._config).is_dir():
-            prepare = await self._children.start("prepare", ["-m", "flowrt.workers.prepare", "--config", self._toml])
+            command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", self._toml]
+            prepare = await self._children.start("prepare", command)
             view.say("building the model and warming it up")
             if await prepare.ended(COMPUTES) != 0:
                 self._failure = prepare.last_words()
@@ -150,7 +154,7 @@ class LocalRun:
             back_off_s = self._restarts.back_off_s(trainer_code)
             if back_off_s is None:
                 return code
-            view.say(f"{self._failure or 'the trainer failed'}: {self._restarts.tell(back_off_s)}")
+            view.say(f"{self._failure or self._restarts.reason()}: {self._restarts.tell(back_off_s)}")
             await self._children.end(0.0)
             await pause(back_off_s)
             self._failure = ""
@@ -164,16 +168,18 @@ class LocalRun:
         view.say(f"controller at {address}")
         supervisor = Supervisor(self._children, self._config.supervisor, view.say)
         watchers = []
-        for name, arguments in self._commands(address):
-            kept = None if name == TRAINER else supervisor
-            worker = await self._children.start(name, arguments)
-            watchers.append(asyncio.create_task(self._watch(worker, arguments, kept, observer)))
+        for command in worker_commands(self._config, address, await self._start_meeting(address)):
+            kept = None if command.name == TRAINER else supervisor
+            worker = await self._children.start(command.name, command.words)
+            watchers.append(asyncio.create_task(self._watch(worker, command.words, kept, observer)))
         code, hung = await self._reign(controller, observer)
         # One that ended the run has taken its address away; one that died is missed by all who are left.
-        while (self._run_dir / ADDRESS).exists() and await supervisor.is_due(self._controller):
+        while address_file(self._run_dir).exists() and await supervisor.is_due(self._controller):
             self._controller, _ = await self._start_controller()
             code, hung = await self._reign(self._controller, observer)
         self._ended = observer.ended
+        if self._meeting is not None and self._meeting.process.returncode is None:
+            self._meeting.process.terminate()
         if code >= 0:  # a controller that was killed has told nobody to leave
             await self._children.wait_all(FAREWELL_S)
         for watcher in watchers:
@@ -185,24 +191,8 @@ class LocalRun:
         return code, worker.process.returncode
 
     async def _start_controller(self, *more: str) -> tuple[Child, str]:
-        read_fd, write_fd = os.pipe()
-        child = await self._children.start(
-            "controller",
-            ["-m", "flowrt.launch.controller", "--config", self._toml, "--ready-fd", str(write_fd), *more],
-            pass_fds=[write_fd],
-        )
-        os.close(write_fd)
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
-        )
-        try:
-            line = await until(reader.readline(), READY_S, "the controller to listen", "the controller")
-        except WaitExpired:
-            raise WaitExpired(f"waited {READY_S:.0f} s for the controller to listen: {child.last_words()}") from None
-        finally:
-            transport.close()
-        address = line.decode().strip()
+        command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml, *more]
+        child, address = await self._children.start_ready("controller", command, READY_S)
         if not address:
             code = await child.ended(READY_S)
             words = child.log.read_text().strip().splitlines()
@@ -219,12 +209,10 @@ class LocalRun:
             hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
             return await controller.ended(READY_S), hung
 
-    async def _watch(
-        self, worker: Child, arguments: list[str], supervisor: Supervisor | None, observer: Observer
-    ) -> None:
+    async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
         """A worker that dies for good, even without a word of its own, ends the run with its last words."""
         if supervisor is not None:
-            worker = await supervisor.keep(worker, arguments)
+            worker = await supervisor.keep(worker, words)
         code = await worker.ended(RUN)
         if code < 0 and not self._failure:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
@@ -232,19 +220,18 @@ class LocalRun:
         if code != 0:
             observer.cancel(worker.last_words(), EXIT_FAILED)
 
-    def _commands(self, address: str) -> list[tuple[str, list[str]]]:
-        config = self._config
-        names = [("source", "source"), ("reward", "reward")]
-        names += [("rollout", f"rollout-{index}") for index in range(config.rollout.workers)]
-        if config.loss.kl_coef > 0:
-            names.append(("reference", "reference"))
-        find = ["--controller", address, "--join-s", str(config.controller.join_s)]
-        commands = [(name, ["-m", f"flowrt.workers.{role}", *find, "--name", name]) for role, name in names]
-        trainer = ["-m", "flowrt.workers.trainer", *find]
-        if config.trainer.ranks > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.ranks)]
-            trainer = [*torchrun, *trainer, "--name", "trainer"]
-        return [*commands, (TRAINER, trainer)]
+    async def _start_meeting(self, address: str) -> str:
+        """Where torchruns on several hosts find each other; nothing for one host, whose torchrun needs nobody."""
+        if self._config.trainer.nodes == 1:
+            return ""
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        command = [sys.executable, "-m", "flowrt.workers.meeting", "--host", host]
+        meeting: str
+        self._meeting, meeting = await self._children.start_ready("meeting", command, READY_S)
+        if not meeting:
+            await self._meeting.ended(READY_S)
+            raise FlowError(self._meeting.last_words())
+        return meeting
 
     def _leave_nothing(self) -> None:
         """Bad input: the directory is as it was before."""

@@ -3,13 +3,12 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.errors import WaitExpired
-from flowrt.lifeline import LAUNCHER, die_with_parent
+from flowrt.errors import ConfigError, WaitExpired
+from flowrt.lifeline import LAUNCHER, die_with_parent, this_launcher
 from flowrt.waiting import Deadline, Guard, all_of, cancelled, until
 
 LAST_WORDS_LINES = 3
@@ -48,31 +47,55 @@ class Children:
 
     def __init__(self, log_dir: Path, environment: Mapping[str, str]) -> None:
         self._log_dir = log_dir
-        self._environment = {**os.environ, **environment, LAUNCHER: str(os.getpid())}
+        self._environment = {**os.environ, **environment, LAUNCHER: this_launcher()}
         self._all: list[Child] = []
 
-    async def start(self, name: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
-        """Start ``python ARGUMENTS`` with its output in ``logs/NAME.log``."""
+    async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
+        """Start a command with its output in ``logs/NAME.log``. Raises ConfigError when there is no such program."""
         path = self._log_dir / f"{name}.log"
         with path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                pass_fds=tuple(pass_fds),
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                    pass_fds=tuple(pass_fds),
+                )
+            except OSError as error:
+                raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
         child = Child(name, process, path)
         self._all.append(child)
         return child
 
     def running(self) -> list[Child]:
         return [child for child in self._all if child.process.returncode is None]
+
+    async def start_ready(self, name: str, words: Sequence[str], deadline_s: float) -> tuple[Child, str]:
+        """Start ``WORDS --ready-fd FD`` and wait for the line that it writes there; empty when it left without one.
+
+        Raises WaitExpired when neither has happened by the deadline.
+        """
+        read_fd, write_fd = os.pipe()
+        try:
+            child = await self.start(name, [*words, "--ready-fd", str(write_fd)], pass_fds=[write_fd])
+        finally:
+            os.close(write_fd)
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        try:
+            line = await until(reader.readline(), deadline_s, f"the {name} to listen", f"the {name}")
+            return child, line.decode().strip()
+        except WaitExpired:
+            raise WaitExpired(f"waited {deadline_s:.0f} s for the {name} to listen: {child.last_words()}") from None
+        finally:
+            transport.close()
 
     async def wait_all(self, deadline_s: float) -> bool:
         """Wait for every process to leave; False when some had not by the deadline."""

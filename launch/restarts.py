@@ -40,6 +40,11 @@ class Restarts:
         self._made += 1
         return float(min(FIRST_BACK_OFF_S * 4 ** (self._made - 1), LONGEST_BACK_OFF_S))
 
+    def reason(self) -> str:
+        """Why the last life ended, in the controller's words."""
+        summary = read_summary(self._run_dir)
+        return str(summary["reason"]) if summary is not None else "the controller was killed"
+
     def tell(self, back_off_s: float) -> str:
         """What to say about the next life."""
         step = max(checkpoint_steps(self._run_dir), default=0)

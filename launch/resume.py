@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+from flowrt.launch.commands import check_programs
 from flowrt.launch.local import LocalRun
 from flowrt.launch.restarts import read_summary
 from rich.console import Console
@@ -43,6 +44,7 @@ def resume(run_dir: Path, steps: int | None, console: Console) -> int:
     if config.controller.keys:
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
+    check_programs(config)
     subject(config)  # reads and checks the data before anything is written
     code: int = asyncio.run(LocalRun(config, console).run())
     return code

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from flowrt.errors import EXIT_OK, ConfigError, FlowError
 from flowrt.recipes.load import from_toml
+from flowrt.recipes.paths import address_file
 from flowrt.wire.keys import KEYS_VARIABLE, WorkerKeys, worker_keys
 
 OBSERVER = "observer"
-ADDRESS = "address"
 DEADLINE_S = 5.0
 RED = "bold red"
 
@@ -49,11 +49,11 @@ def run(words: Sequence[str], console: Console) -> int:
 def address_of(run_dir: Path) -> str:
     """Where the run's controller listens. Raises FlowError when it does not (any more), saying how the run ended."""
     try:
-        return (run_dir / ADDRESS).read_text().strip()
+        return (address_file(run_dir)).read_text().strip()
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ConfigError(f"{run_dir / ADDRESS} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{address_file(run_dir)} cannot be read: {error.strerror}") from error
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError):
@@ -64,14 +64,6 @@ def address_of(run_dir: Path) -> str:
             f"{run_dir / 'logs'}"
         ) from None
     raise FlowError(f"the run in {run_dir} has ended with exit code {summary['exit_code']}: {summary['reason']}")
-
-
-def write_address(run_dir: Path, address: str) -> None:
-    """For `address_of`; nobody else may read it."""
-    path = run_dir / ADDRESS
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(address + "\n")
 
 
 def find_keys(named: str, run_dir: Path | None) -> WorkerKeys | None:

@@ -21,10 +21,10 @@ class Supervisor:
         self._say = say
         self._starts: dict[str, deque[float]] = defaultdict(deque)
 
-    async def keep(self, child: Child, arguments: Sequence[str]) -> Child:
+    async def keep(self, child: Child, words: Sequence[str]) -> Child:
         """Start this one anew whenever it fails; returns when it left of itself, or failed too often."""
         while await child.ended(RUN) != 0 and await self.is_due(child):
-            child = await self._children.start(child.name, arguments)
+            child = await self._children.start(child.name, words)
         return child
 
     async def is_due(self, child: Child) -> bool:

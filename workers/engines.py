@@ -4,7 +4,7 @@ import dataclasses
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
 from flowrt.transport.devices import Device, choose
+
+if TYPE_CHECKING:
+    from flowrt.engines.sglang import SglangRollout
 
 
 def train_engine(config: RunConfig) -> TrainEngine:
@@ -64,6 +67,26 @@ def rollout_engine(config: RunConfig) -> RolloutEngine:
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         recompute=config.rollout.recompute,
+    )
+
+
+def sglang_engine(config: RunConfig, worker: str) -> "SglangRollout":
+    """A rollout engine on a server of its own, which is not started yet, or on one that is running."""
+    from flowrt.engines.sglang import SglangRollout  # its HTTP client takes a while to import
+
+    trainer = config.trainer
+    if trainer.engine == "fsdp" and trainer.lora.rank and trainer.lora.publish == "adapters":
+        raise ConfigError("rollouts on SGLang take whole weights; use --trainer.lora.publish merged")
+    path = model_dir(config)
+    return SglangRollout(
+        config.rollout.sglang,
+        path,
+        eos_id=load_tokenizer(path).eos_token_id,
+        rows=config.rollout.rows,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        threads=config.threads,
+        log_path=Path(config.run_dir) / "logs" / f"{worker}-sglang.log",
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.client.greeting import connect
 from flowrt.client.session import Session
@@ -41,7 +42,9 @@ SILENCE = Guard("the silence of the controller")
 def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     """Run one worker from the command line and exit; with ``drains`` it leaves in order when it is terminated."""
     parser = argparse.ArgumentParser(description=f"flowrt {role} worker; every other setting comes from the controller")
-    parser.add_argument("--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT")
+    parser.add_argument(
+        "--controller", default=os.environ.get("FLOWRT_CONTROLLER", ""), help="tcp://HOST:PORT, or its run directory"
+    )
     parser.add_argument("--name", default="", help=f"a name that no other worker has (default: {role}-RANK)")
     parser.add_argument("--join-s", type=float, default=JOIN_S, help="how long to look for the controller, in seconds")
     parser.add_argument(
@@ -53,10 +56,9 @@ def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
     if not arguments.controller:
         parser.error("--controller tcp://HOST:PORT is needed (or FLOWRT_CONTROLLER in the environment)")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    rank = os.environ.get("RANK", "0")
     if "RANK" in os.environ:
         die_with_parent()  # torchrun cannot take its ranks along when it is killed
-    name = f"{arguments.name or role}-{rank}" if "RANK" in os.environ or not arguments.name else arguments.name
+    name = worker_name(role, arguments.name, os.environ)
     try:
         code = run_loop(_live(arguments, name, role, run, drains))
     except KeyboardInterrupt:
@@ -80,7 +82,10 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _say_waits)
     try:
         keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
-        session = await connect(arguments.controller, name, role, arguments.join_s, keys)
+        log.info("%s looks for the controller at %s, for at most %.0f s", name, arguments.controller, arguments.join_s)
+        address = await find_address(arguments.controller, arguments.join_s)
+        session = await connect(address, name, role, arguments.join_s, keys)
+        log.info("%s has joined the run of the controller at %s", name, address)
     except FlowError as refused:
         log.error("%s", refused)
         return EXIT_BAD_INPUT
@@ -88,6 +93,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
+        check_reach(config)
         if drains:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, config.controller.drain_s)
         await _play(run(session, config), session)

@@ -1,11 +1,12 @@
 """A rollout worker: pulls slots as sequences finish, generates, swaps weights between sequences."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from flowrt.workers.engines import rollout_engine
+from flowrt.workers.engines import rollout_engine, sglang_engine
 from flowrt.workers.entry import main
 
 from flowrt.client.batches import Batch
@@ -22,9 +23,16 @@ LEASE, PULL = Guard("the lease on what is generated"), Guard("the deadline of th
 
 async def run(session: Session, config: RunConfig) -> None:
     """Generate with the engine that the configuration names until the run ends."""
-    with session.timeline.busy("load"):
-        engine = await asyncio.to_thread(rollout_engine, config)
-    await generate(session, config, engine)
+    if config.rollout.engine == "torch":
+        with session.timeline.busy("load"):
+            engine = await asyncio.to_thread(rollout_engine, config)
+        await generate(session, config, engine)
+        return
+    server = await asyncio.to_thread(sglang_engine, config, session.worker)
+    with contextlib.closing(server):
+        with session.timeline.busy("load"):
+            await session.unless_ended(asyncio.to_thread(server.start))
+        await generate(session, config, server)
 
 
 async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:

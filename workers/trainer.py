@@ -14,7 +14,7 @@ from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.engines.checkpoint import load_tokenizer
+from flowrt.engines.checkpoint import load_tokenizer, put_in_place
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
@@ -114,7 +114,7 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
     engine.export(aside)
     if first:
         load_tokenizer(model_dir(config)).save_pretrained(aside)
-        aside.rename(path)
+        put_in_place(aside, path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Both ends of a weight sync: versions that this worker holds for others, and the ones it staged for itself."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Params:
         done = self._lanes.send_each(order.turn, outgoing)
         done.add_done_callback(seen)
         # A lane that broke in the middle would keep the whole version in memory for as long as it is not replaced.
-        done.add_done_callback(lambda _: outgoing.close())
+        done.add_done_callback(lambda _: _end(outgoing))
 
     def fetch(self, order: Fetch) -> None:
         one = order.weights
@@ -133,7 +134,7 @@ class Params:
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
         arrived = self._lanes.receive_each(order.turn, incoming)
-        arrived.add_done_callback(lambda done: None if done.cancelled() else incoming.close())
+        arrived.add_done_callback(lambda done: None if done.cancelled() else _end(incoming))
         self._spawn(self._stage(order, held, arrived, checksum))
 
     def retire(self, order: Retire) -> None:
@@ -179,6 +180,12 @@ def _verified(one: Weights, held: _Held, checksum: int) -> Snapshot:
     if checksum != one.checksum:
         raise TransferError(f"checksum of version {one.version} is {checksum}, not {one.checksum}")
     return Snapshot(one.version, held.buckets)
+
+
+def _end(tensors: Generator[torch.Tensor, None, None]) -> None:
+    """Let go of what a lane was to move. If its thread is still in there, it is about to fail and lets go by itself."""
+    with contextlib.suppress(ValueError):
+        tensors.close()
 
 
 def _gone(order: ServeWeights) -> Generator[torch.Tensor, None, None]:

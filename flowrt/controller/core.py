@@ -3,6 +3,7 @@
 It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
 """
 
+from flowrt.controller.audit import audit
 from flowrt.controller.departures import Departures
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
 from flowrt.controller.knots import WaitGraph
@@ -104,8 +105,8 @@ class Core:
             samples.withdraw(worker, message.request, now)
         else:
             self._said_rarely(worker, message, now)
-            # A version that fails to arrive again and again must not keep a run alive in which nothing else happens.
-            if not isinstance(message, m.FetchFailed | m.Signal):
+            # What fails again and again must not keep a run alive in which nothing else happens.
+            if not isinstance(message, m.FetchFailed | m.Undelivered | m.Abandon | m.Signal):
                 self._progress_s = now
 
     def _said_rarely(self, worker: WorkerId, message: m.Message, now: float) -> None:
@@ -210,29 +211,7 @@ class Core:
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
-        board, window = self.samples.board, self.samples.window
-        for slot in board.slots.values():
-            assert slot.group.id in board.groups
-            for name, lease in slot.leases.items():
-                assert board.leases[lease.id] is lease
-                assert slot.id in lease.slots
-                assert not board.is_done(slot, name), f"slot {slot.id} is leased for {name}, which is done"
-                assert lease.worker in self.roster, f"slot {slot.id} is leased to {lease.worker}, who is gone"
-            for name, stage in board.stages.items():
-                made = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
-                assert not made or board.is_done(slot, name), f"slot {slot.id} has {made} although {name} is not done"
-            for holding in slot.tensors.values():
-                assert holding.holders or self.regroup.is_open, f"slot {slot.id} has a column that nobody holds"
-        for flow, rows in board.rows.items():
-            assert rows == sum(len(group.slots) for group in board.groups.values() if group.flow == flow)
-        if not self.train_stage:
-            return
-        live = {group.id for group in board.groups.values() if group.flow == board.stages[self.train_stage].flow}
-        assert live == set(window.taken) | set(window.waiting)
-        assert not set(window.taken) & set(window.waiting)
-        assert len(window.taken) <= window.groups_per_step
-        for group in window.taken.values():
-            assert all(self.train_stage in slot.leases for slot in group.slots)
+        audit(self.samples, self.roster, self.train_stage, over=self.ended is not None)
 
     @property
     def renewable(self) -> tuple[str, ...]:

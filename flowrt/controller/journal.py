@@ -40,23 +40,25 @@ class Journal:
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=ENDS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
-        self._train_start_s: float | None = None
         self._train_end_s = start_s
         self._fault = ""
+        self._trained_s = 0.0  # in earlier lives, for the steps that count
+        self._first_step_s: float | None = None  # from the start of the run to that of its first step
         self.numbers: dict[str, float] = dict(position.numbers)
         self.latest: dict[str, Any] = {}
         for line in before:
             self._count(line)
-        if before:
-            first_s = before[0]["samples"] / before[0]["samples_per_s"]
-            self._train_start_s = self._start_s + before[0]["wall_s"] - first_s
+            elapsed_s = line["samples"] / max(line["samples_per_s"], 0.001)
+            self._trained_s += elapsed_s
+            if self._first_step_s is None:
+                self._first_step_s = line["wall_s"] - elapsed_s
 
     def training_began(self, now: float) -> None:
         """A prompt to be trained on has been opened; of the first one in a life, this is where training begins."""
         if self._began_s is None:
             self._began_s = self._train_end_s = now
-        if self._train_start_s is None:
-            self._train_start_s = now
+        if self._first_step_s is None:
+            self._first_step_s = now - self._start_s
 
     def step(self, closed: StepClosed, now: float) -> None:
         means = dict(closed.inline_means)
@@ -125,13 +127,13 @@ class Journal:
     def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
         """The run in numbers; call after `close`."""
         totals = self._totals
-        start_s = self._start_s if self._train_start_s is None else self._train_start_s
-        training_s = max(self._train_end_s - start_s, 1e-9)
+        began_s = self._train_end_s if self._began_s is None else self._began_s
+        training_s = max(self._trained_s + self._train_end_s - began_s, 1e-9)
         return {
             "steps": totals["steps"],
             "resumed_from": self._first_step,
             "wall_s": round(now - self._start_s, 3),
-            "first_step_s": round(start_s - self._start_s, 3),
+            "first_step_s": round(self._first_step_s or 0.0, 3),
             "training_s": round(training_s, 3),
             "reward_first": _mean(self._first),
             "reward_last": _mean(list(self._last)),
@@ -147,7 +149,7 @@ class Journal:
             "prompts_trained_twice": account.trained_twice,
             "prompts": account.states,
             "dropped": dict(dropped),
-            "busy_fraction": self._busy(start_s if self._began_s is None else self._began_s, self._train_end_s),
+            "busy_fraction": self._busy(began_s, self._train_end_s),
         }
 
     def _busy(self, start_s: float, end_s: float) -> dict[str, float]:

@@ -49,7 +49,7 @@ class Samples:
         self._sizes = Sizes(flow.columns, flow.token_columns)
         self.training = Training(self.board, self.window, self.retreat, lanes, self._sizes, flow, policies, out)
         self.opening = Opening(self.board, self.window, self.retreat, settings, flow, policies, out)
-        self._generating = [stage.name for stage in flow.stages if stage.generates]
+        self.generating = [stage.name for stage in flow.stages if stage.generates]
         self.committing = Committing(self.board, self.retreat, weights, flow, out)
 
     # ---- requests
@@ -188,7 +188,7 @@ class Samples:
             return
         while board.changed or window.changed or board.freed:
             if window.changed:
-                board.changed.update(self._generating)
+                board.changed.update(self.generating)
                 if self._flow.train_stage:
                     board.changed.add(self._flow.train_stage)
             if window.changed or board.freed:
@@ -224,11 +224,7 @@ class Samples:
         """Something about this worker has changed (its weights, its room): what it waits for may be open to it now."""
         for parked in self.room.of(worker):
             pull = parked.request
-            if (
-                isinstance(pull, Pull)
-                and pull.stage in self._generating
-                and self._serve(Parked(worker, pull, now), now)
-            ):
+            if isinstance(pull, Pull) and pull.stage in self.generating and self._serve(Parked(worker, pull, now), now):
                 self.room.take_out(worker, pull.request)
 
     def waiting(self) -> list[tuple[WorkerId, str, float]]:

@@ -137,7 +137,9 @@ class Server:
     async def _tick(self) -> None:
         while True:
             await pause(TICK_S)
+            self._link.gate.end_stopped()
             self._handle(Tick())
+            self._link.gate.look()
             self._status()
             self._flush()
             self._books.tidy()

@@ -103,3 +103,7 @@ class WaitingRoom:
         """Everything that is parked."""
         for requests in self._of.values():
             yield from requests.values()
+
+    def parked(self) -> tuple[set[RequestId], set[RequestId]]:
+        """The pulls and the offers that events look at; `all` has the same ones by worker."""
+        return {one for waiting in self._pulls.values() for one in waiting}, set(self._offers)

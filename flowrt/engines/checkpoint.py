@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.errors import EngineError
 
@@ -45,12 +45,18 @@ def _first_line(error: Exception) -> str:
 
 
 def save_model(model: Any, tokenizer: Any, path: Path) -> None:
-    """Write model and tokenizer aside, then rename: it is there whole or not at all. An old one is replaced."""
-    aside, old = (path.with_name(f".{path.name}.{state}") for state in ("part", "old"))
-    for left in (aside, old):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    """Write model and tokenizer aside, then rename: it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.part")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
+    put_in_place(aside, path)
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Give a directory that was written aside its name; what had it before is taken away."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
     if path.exists():
         path.rename(old)
     aside.rename(path)
@@ -63,3 +69,17 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     In a model with adapters these are the adapters alone.
     """
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    """Names and shapes of what `named_parameters` gives for the checkpoint's model, without its weights.
+
+    Raises EngineError when transformers knows no such model.
+    """
+    try:
+        with _loading, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            model.tie_weights()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}

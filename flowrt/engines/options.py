@@ -62,3 +62,39 @@ class LoraOptions:
     """Names of the layers that get one (q_proj,v_proj), or all-linear."""
     publish: Literal["adapters", "merged"] = "adapters"
     """What rollout workers receive: the adapters, which they then have too, or whole weights with these added."""
+
+
+PauseMode = Literal["retract", "in_place", "abort"]
+WeightPath = Literal["disk", "tensor", "broadcast"]
+
+
+@dataclass(frozen=True)
+class SglangOptions:
+    """The SGLang server of a rollout worker: one that is running, or one that the worker starts."""
+
+    url: str = ""
+    """Address of a server that is running (http://HOST:PORT); empty: each rollout worker starts one."""
+    python: str = ""
+    """Python of the environment that SGLang is installed in; flowrt's own never needs it."""
+    device: str = ""
+    """Device of a server that is started: cpu, cuda, npu; empty: what SGLang finds."""
+    dtype: str = "auto"
+    """Type of its weights, as SGLang calls it: auto, float32, bfloat16."""
+    arguments: str = ""
+    """Further arguments of the server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
+    weights: WeightPath = "disk"
+    """How weights get in: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
+    host: str = "127.0.0.1"
+    """Address of this worker that the server reaches it at, for weights by broadcast."""
+    stage: str = ""
+    """Directory for weights by disk that the server sees, too; empty: memory of this worker (same host only)."""
+    pause: PauseMode = "retract"
+    """Swapped in flight, sequences are computed again, keep the old weights' keys, or are cut and sent again."""
+    start_s: float = 300.0
+    """Longest start of a server."""
+    request_s: float = 600.0
+    """Longest time for one sequence, pauses included; a server that takes longer counts as hung."""
+    update_s: float = 120.0
+    """Longest time for one change of weights."""
+    restarts: int = 3
+    """How often a server that died, hung or failed to load weights is started (or waited for) again in a run."""

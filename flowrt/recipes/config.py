@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
+from flowrt.engines.options import FsdpOptions, LoraOptions, SglangOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class WarmStartConfig:
 class RolloutConfig:
     """Generation."""
 
+    engine: Literal["torch", "sglang"] = "torch"
+    """Plain PyTorch within the worker, or an SGLang server of the worker's own (or one that is running)."""
     workers: int = 2
     """Rollout workers."""
     rows: int = 64
@@ -80,6 +82,8 @@ class RolloutConfig:
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
     """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    sglang: SglangOptions = field(default_factory=SglangOptions)
+    """The SGLang server."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class TrainerConfig(TrainOptions):
     """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
+    nodes: int = 1
+    """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
     micro_batch_tokens: int = 2048
     """A trainer starts on a micro-batch as soon as it has this many tokens (or the rest of the step)."""
     step_tokens: int = 0
@@ -97,7 +103,9 @@ class TrainerConfig(TrainOptions):
     balanced: bool = False
     """Share each step among the ranks by tokens beforehand, not on demand; gives up streaming within the step."""
     save: bool = True
-    """Write the trained model into the run directory."""
+    """Write the trained model."""
+    final_dir: str = ""
+    """Where the trained model is written, on the host of trainer rank 0; empty: final in the run directory."""
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     """The fsdp engine."""
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -126,6 +134,8 @@ class ControllerConfig:
 
     bind: str = "tcp://127.0.0.1:0"
     """Where the controller listens; port 0 takes any free one (without keys: on this machine only)."""
+    host: str = ""
+    """Name or address by which workers find a controller that listens on all (tcp://*:0); empty: it is looked up."""
     keys: str = ""
     """Directory that `flowrt keys` made: only its keys may take part in the run (else FLOWRT_KEYS)."""
     heartbeat_s: float = 1.0
@@ -150,6 +160,21 @@ class ControllerConfig:
     """A run without any progress for this long ends, saying who waits for what."""
     join_s: float = 120.0
     """How long a worker looks for its controller."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where `flowrt run` starts workers: each command is put behind these words, for example srun and its flags.
+
+    $NAME in them is what that is in the launcher's environment when workers start.
+    """
+
+    rollout: str = ""
+    """Words before each rollout worker's command; empty: it runs on this machine."""
+    trainer: str = ""
+    """Words before the trainer's command (torchrun, where there are several ranks)."""
+    others: str = ""
+    """Words before the commands of source, reward and reference."""
 
 
 @dataclass(frozen=True)
@@ -222,3 +247,5 @@ class RunConfig:
     """Addresses and deadlines."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """What becomes of workers that die."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """Workers on other hosts."""

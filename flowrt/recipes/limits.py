@@ -1,5 +1,6 @@
 """The range of every number of a configuration."""
 
+import shlex
 from operator import attrgetter
 
 from flowrt.errors import ConfigError
@@ -23,7 +24,11 @@ ABOVE_ZERO = (
     "rollout.rows",
     "rollout.max_new_tokens",
     "rollout.temperature",
+    "rollout.sglang.start_s",
+    "rollout.sglang.request_s",
+    "rollout.sglang.update_s",
     "trainer.ranks",
+    "trainer.nodes",
     "trainer.micro_batch_tokens",
     "trainer.forward_tokens",
     "trainer.max_grad_norm",
@@ -50,6 +55,7 @@ ZERO_OR_ABOVE = (
     "warm_start.bare_steps",
     "warm_start.lr",
     "warm_start.bare_lr",
+    "rollout.sglang.restarts",
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
@@ -93,6 +99,7 @@ def check_limits(config: RunConfig) -> None:
             f"controller.silence_s is {times.silence_s}, no longer than heartbeat_s ({times.heartbeat_s}): workers "
             "would count as gone between heartbeats; make it several times as long"
         )
+    _check_hosts(config)
 
 
 def check_trainer(trainer: TrainerConfig) -> None:
@@ -103,3 +110,23 @@ def check_trainer(trainer: TrainerConfig) -> None:
         raise ConfigError("trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp")
     if trainer.min_lr > trainer.lr:
         raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
+
+
+def _check_hosts(config: RunConfig) -> None:
+    trainer = config.trainer
+    if trainer.ranks % trainer.nodes:
+        raise ConfigError(
+            f"trainer.ranks is {trainer.ranks}, which trainer.nodes ({trainer.nodes}) does not divide: each host runs "
+            "as many ranks as any other; change one of them"
+        )
+    if trainer.nodes > 1 and not config.launch.trainer:
+        raise ConfigError(
+            f"trainer.nodes is {trainer.nodes}, and launch.trainer is empty, so all ranks would start on this machine; "
+            f"set it to what starts a command on each of {trainer.nodes} hosts, srun --ntasks-per-node=1 for example"
+        )
+    for name in ("rollout", "trainer", "others"):
+        words = getattr(config.launch, name)
+        try:
+            shlex.split(words)
+        except ValueError as error:
+            raise ConfigError(f"launch.{name} cannot be cut into words ({error}): {words!r}; mind the quotes") from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,8 +114,36 @@ def check(config: RunConfig) -> None:
             "use 2 or more, or --loss.normalize False"
         )
     check_limits(config)
+    if config.rollout.engine == "sglang":
+        check_sglang(config)
     if config.model:
         check_model(Path(config.model))
+
+
+def check_sglang(config: RunConfig) -> None:
+    """Raises ConfigError when there can be no server, or it is asked for what it cannot do."""
+    server = config.rollout.sglang
+    if bool(server.url) == bool(server.python):
+        raise ConfigError(
+            "rollout.engine is sglang: name its Python with --rollout.sglang.python (scripts/install_sglang "
+            "makes one), or a server that is running with --rollout.sglang.url; one of the two"
+        )
+    if server.python and not Path(server.python).is_file():
+        raise ConfigError(f"rollout.sglang.python is {server.python!r}, which is no file")
+    if server.url and not server.url.startswith(("http://", "https://")):
+        raise ConfigError(f"rollout.sglang.url is {server.url!r}; it begins with http:// or https://")
+    if server.url and config.rollout.workers > 1:
+        raise ConfigError(
+            f"rollout.workers is {config.rollout.workers}: two workers cannot change the weights of one server; use 1"
+        )
+    try:
+        shlex.split(server.arguments)
+    except ValueError as error:
+        raise ConfigError(f"rollout.sglang.arguments is {server.arguments!r}: {error}") from error
+    if config.deterministic:
+        raise ConfigError("deterministic runs need --rollout.engine torch: a server batches as requests come")
+    if not config.rollout.recompute:
+        raise ConfigError("rollout.recompute is for --rollout.engine torch; use --rollout.sglang.pause in_place")
 
 
 def check_model(path: Path) -> None:

@@ -1,5 +1,6 @@
 """What lies where in a run directory."""
 
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +21,12 @@ def kept_model_dir(run_dir: Path) -> Path:
 
 def final_dir(config: RunConfig) -> Path:
     """The trained model."""
-    return Path(config.run_dir) / "final"
+    return Path(config.trainer.final_dir) if config.trainer.final_dir else Path(config.run_dir) / "final"
+
+
+def address_file(run_dir: Path) -> Path:
+    """Where a controller that listens says at which address; gone when its run has ended."""
+    return run_dir / "address"
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -32,3 +38,12 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
     """The steps after which there is a whole checkpoint, in ascending order."""
     names = (_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return sorted(int(name[1]) for name in names if name is not None)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside, then rename: it is there whole, or as it was. Nobody else may read it."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    aside.rename(path)

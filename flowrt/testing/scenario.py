@@ -1,5 +1,6 @@
 """What a simulation runs: a dataflow like that of GRPO, and a cluster with its speeds and misfortunes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowrt.controller.batchers import Batcher, FixedTokens, TokenBudget
@@ -12,6 +13,7 @@ from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5
+LEASE_S = 100.0
 COLUMNS = (
     Column("prompt", "int32", "group"),
     Column("answer", "uint8", "group"),
@@ -26,6 +28,18 @@ TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs
 def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[Lengths, ...]:
     """The group columns of prompts that are as long as each other, as an offer brings them."""
     return tuple(Lengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+
+
+def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -> tuple[int, tuple[int, ...], int]:
+    """The prompts that a source offers after ``number`` of them: their epoch, which, and where it goes on then."""
+    while True:
+        epoch, first = divmod(number, PROMPTS_PER_EPOCH)
+        count = min(most, PROMPTS_PER_EPOCH - first)
+        number += count
+        done = passed.get(epoch, frozenset())
+        prompts = tuple(prompt for prompt in range(first, first + count) if prompt not in done)
+        if prompts:
+            return epoch, prompts, number
 
 
 def whole(version: int) -> Weights:
@@ -83,7 +97,9 @@ class Scenario:
     crashes: int = 0  # of the controller, which comes back
     losses: int = 0  # somebody says that the samples that it works on cannot be made
     withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    repeats: int = 0  # something that was said comes again, perhaps long after
     lost_member: LostMember = LostMember.REFILL
     attempts: int = 8
     prompts_at_once: int = 1  # in one offer to train on
+    checkpoint_every: int = 0  # steps after which the trainer saves its state; 0: never
     max_actions: int = 50_000

@@ -5,32 +5,45 @@ interleaved at random: the same scenario always takes the same course. Workers m
 may break; leases may expire. A run in which nobody can do anything any more raises AssertionError.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Gone, Keep, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, End, Event, Keep, Persist, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.walk import Remains
+from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.testing.scenario import MODEL, Scenario, grpo_dataflow
+from flowrt.testing.misfortunes import Misfortunes
+from flowrt.testing.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
 from flowrt.testing.simreturn import Durable, Survivor
-from flowrt.testing.simrows import LaneId, Row, lane_of
-from flowrt.testing.simworker import Shared, Worker
+from flowrt.testing.simrows import LaneId, Row, Shared, lane_of
+from flowrt.testing.simworker import Worker
 from flowrt.wire import messages as m
-from flowrt.wire.records import LaneTurn
+from flowrt.wire.positions import unpack
+from flowrt.wire.records import LaneTurn, Position
 
-LEASE_S = 100.0
-FAULT_CHANCE = 0.02
 Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario, term: int = 1, remains: Remains | None = None) -> Core:
-    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once."""
+def make_core(
+    scenario: Scenario,
+    position: Position | None = None,
+    term: int = 1,
+    remains: Remains | None = None,
+    /,
+    **numbers: Any,
+) -> Core:
+    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
+
+    ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
+    """
     settings = Settings(
         steps=scenario.steps,
         groups_per_step=scenario.groups_per_step,
@@ -43,6 +56,7 @@ def make_core(scenario: Scenario, term: int = 1, remains: Remains | None = None)
         lease_s=LEASE_S,
         silence_s=float("inf"),
         stall_s=float("inf"),
+        position=position or Position(),
     )
     policies = Policies(
         StrictLag(scenario.bound),
@@ -52,45 +66,59 @@ def make_core(scenario: Scenario, term: int = 1, remains: Remains | None = None)
         scenario.sharing,
         scenario.cut,
     )
-    return Core(settings, grpo_dataflow(scenario.references > 0), policies, term, remains)
+    changed = dataclasses.replace(settings, **numbers)
+    return Core(changed, grpo_dataflow(scenario.references > 0), policies, term, remains)
 
 
 class Cluster:
     """Make one, `run` it, look at what it recorded."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, position: Position | None = None) -> None:
+        """``position``: where a run goes on whose earlier lives were cut short."""
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.clock = DrivenClock()
-        self.core = make_core(scenario)
+        self.core = self._make_core(position)
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
+        self.shared.passed = unpack(self.core.settings.position.passed)
         self.workers: dict[str, Survivor] = {}
         self.term = 1
-        self.durable = Durable()
+        self.kept = Durable()
         self.records: list[Record] = []
         self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
         self.steps: list[StepClosed] = []
         self.trained: list[tuple[int, Row]] = []  # (step, slot) as the trainer saw them
         self.log: list[Event | Command] = []
         self.actions = 0
+        self.durable = 0  # records that are on disk for certain
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
-        self._faults = ["kill"] * scenario.kills
-        self._faults += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
-        self._faults += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
-        self._faults += ["crash"] * scenario.crashes
-        self.rng.shuffle(self._faults)
+        self.misfortunes = Misfortunes(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
         for role, count in roles.items():
             for rank in range(count):
                 self.workers[f"{role}{rank}"] = Survivor(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
+        first_step = self.core.settings.position.step
+        for trainer in self._ranks:
+            trainer.step, trainer.closed = first_step, first_step == scenario.steps
+        self._ranks[0].unpublished = first_step or None
+        if first_step == scenario.steps:
+            self._say_finished()
 
-    def run(self) -> "Cluster":
-        """Until the run is complete and nothing is on its way. Raises AssertionError when it cannot be completed."""
-        while self.step():
+    def _make_core(self, position: Position | None) -> Core:
+        return make_core(self.scenario, position)
+
+    def run(self, most_actions: int | None = None) -> "Cluster":
+        """Until the run is complete and nothing is on its way, or so many things have happened.
+
+        Raises AssertionError when it cannot be completed.
+        """
+        while self.actions != most_actions and self.step():
             assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
+        if self.actions == most_actions and any(True for _ in self.possible()):
+            return self
         assert self.core.ended is not None, f"nobody can do anything; {self.stuck()}"
         assert self.core.ended.code == 0, self.core.ended.reason
         return self
@@ -101,9 +129,7 @@ class Cluster:
         if not actions:
             return False
         self.actions += 1
-        if self._faults and self.rng.random() < FAULT_CHANCE:
-            self._misfortune(self._faults[-1])
-        else:
+        if not self.misfortunes.strike():
             _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
             action()
         return True
@@ -119,7 +145,7 @@ class Cluster:
     def possible(self) -> Iterator[Action]:
         speeds = dict(self.scenario.speeds)
         some = False
-        for worker in self.workers.values():
+        for worker in self._awake():
             speed = speeds.get(worker.id, 1.0)
             for action in self._of(worker):
                 some = True
@@ -131,8 +157,15 @@ class Cluster:
             some = True
             yield (1.0, self._end_step)
         # Only when all else is done, so that what is left over at the end is left over for good.
-        if not some and self.workers["source0"].closed and not self._finished:
+        if not some and self._source_is_done():
             yield (1.0, self._finish)
+
+    def _source_is_done(self) -> bool:
+        return self.workers["source0"].closed and not self._finished
+
+    def _awake(self) -> list[Worker]:
+        """Those that may do something now."""
+        return list(self.workers.values())
 
     def _of(self, worker: Worker) -> Iterator[Action]:
         """Messages and transfers of one worker that can be delivered, and its return if it is dead."""
@@ -169,7 +202,11 @@ class Cluster:
     def handle(self, event: Event) -> list[Command]:
         """Let the core take one event and carry out what it commands."""
         self.log.append(event)
-        commands = self.core.handle(event, self.clock.now())
+        self.misfortunes.hear(event)
+        try:
+            commands = self.core.handle(event, self.clock.now())
+        except (LookupError, FlowError) as error:
+            raise AssertionError(f"the mind failed at {event}: {error!r}") from error
         self.core.check()
         self.log += commands
         for command in commands:
@@ -179,14 +216,20 @@ class Cluster:
                 case Record(prompt, epoch, state):
                     self.records.append(command)
                     if state in ("dropped", "unread"):
-                        self.durable.dropped[command.reason.split(";")[0]] += 1
+                        self.kept.dropped[command.reason.split(";")[0]] += 1
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
                 case Keep(entry):
-                    self.durable.keep(entry)
+                    self.kept.keep(entry)
+                case Persist(worker, request):
+                    self.durable = len(self.records)
+                    self._send(worker, m.Committed(request, (), ""))
                 case End():
                     pass
+        if isinstance(event, Tick):
+            overdue = [one.id for one in self.core.samples.board.leases.values() if one.deadline_s <= self.clock.now()]
+            assert not overdue, f"leases {overdue} are past their deadlines, and go on"
         return commands
 
     def _send(self, receiver: WorkerId, message: m.Message) -> None:
@@ -225,49 +268,20 @@ class Cluster:
         first.say(m.StepDone(step, (("loss", 0.5),)))
         if (step + 1) % self.scenario.publish_every == 0:
             first.unpublished = step + 1
+        if self.scenario.checkpoint_every and (step + 1) % self.scenario.checkpoint_every == 0:
+            first.requests += 1
+            first.say(m.Saved(first.requests, step + 1))
         if step + 1 == self.scenario.steps:
-            for rank in self._ranks:
-                rank.say(m.Finished())
-                rank.closed = True
+            self._say_finished()
+
+    def _say_finished(self) -> None:
+        for rank in self._ranks:
+            rank.say(m.Finished())
+            rank.closed = True
 
     def _finish(self) -> None:
         self._finished = True
         self.workers["source0"].say(m.Finished())
-
-    # ---- misfortunes
-
-    def _misfortune(self, kind: str) -> None:
-        if kind == "expire":
-            self._faults.pop()
-            self.clock.advance(LEASE_S + 1)
-            self.handle(Tick())
-            return
-        working = [w for w in self.workers.values() if w.alive and w.role in ("rollout", "reward", "reference")]
-        if kind == "crash":
-            if self.core.ended is None:
-                self._faults.pop()
-                self.crash()
-            return
-        if kind == "kill":
-            if working and self.core.ended is None:
-                self._faults.pop()
-                self.kill(self.rng.choice(working))
-            return
-        if kind == "lose":
-            if jobs := [(worker, job) for worker in working for job in worker.jobs]:
-                self._faults.pop()
-                worker, job = self.rng.choice(jobs)
-                worker.abandon(job, True, "its environment broke")
-            return
-        if kind == "withdraw":
-            if waiting := [worker for worker in self.workers.values() if worker.alive and worker.pulling]:
-                self._faults.pop()
-                self.rng.choice(waiting).withdraw()
-            return
-        lanes = [lane for worker in self.workers.values() for lane, turns in worker.expected.items() if turns]
-        if lanes:
-            self._faults.pop()
-            self.shared.broken.add(self.rng.choice(lanes))
 
     def crash(self) -> None:
         """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""
@@ -275,20 +289,12 @@ class Cluster:
             for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
                 worker.receive(worker.inbox.popleft())
         self.term += 1
-        self.core = make_core(self.scenario, self.term, self.durable.remains())
+        self.core = make_core(self.scenario, None, self.term, self.kept.remains())
         self.shared.sent.clear()
         for worker in self.workers.values():
             worker.outbox.clear()  # of the dead, nobody has anything to hear any more
             if worker.alive:
                 worker.come_back(self.term - 1)
-
-    def kill(self, worker: Worker) -> None:
-        """It vanishes; some of what it said last is still heard, then the controller learns of it."""
-        worker.alive = False
-        worker.inbox.clear()
-        for _ in range(self.rng.randint(0, len(worker.outbox))):
-            worker.outbox.pop()
-        worker.outbox.append(Gone(worker.id, ""))
 
     def _rejoin(self, dead: Worker) -> None:
         self.workers[dead.id] = Survivor(dead.id, dead.role, self.shared)

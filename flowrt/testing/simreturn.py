@@ -6,7 +6,8 @@ from flowrt.client.memory import Memory
 from flowrt.controller.events import Joined
 from flowrt.controller.walk import Begun, Came, Entry, Left, Made, Reached, Remains, Unmade, Went
 from flowrt.testing.scenario import MODEL
-from flowrt.testing.simworker import Shared, Worker
+from flowrt.testing.simrows import Shared
+from flowrt.testing.simworker import Worker
 from flowrt.wire import messages as m
 from flowrt.wire.records import NO_BASE, Part
 

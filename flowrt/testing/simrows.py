@@ -1,10 +1,11 @@
 """What simulated workers hold and work on: rows of grants, tensors by key, turns of lanes."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from flowrt.testing.scenario import GROUP_COLUMNS, leases_of
+from flowrt.testing.scenario import GROUP_COLUMNS, Scenario, leases_of
 from flowrt.wire import messages as m
 from flowrt.wire.records import LaneTurn, Part, Weights
 
@@ -36,6 +37,19 @@ class Job:
 
     rows: list[Row]
     begun: int = -1  # the version that generation began with
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the workers of one simulation have in common."""
+
+    scenario: Scenario
+    rng: random.Random
+    latest: Callable[[], int]  # the newest version that was published
+    sent: Turns = field(default_factory=lambda: defaultdict(deque))
+    broken: set[LaneId] = field(default_factory=set)
+    evals_offered: int = 0
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that the run is done with, by epoch
 
 
 def lane_of(turn: LaneTurn) -> LaneId:

@@ -4,10 +4,9 @@ What a real worker would choke on (a tensor that is neither here nor coming, a g
 AssertionError at the moment at which it would have choked.
 """
 
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from flowrt.controller.events import Event, Joined, Said
@@ -16,26 +15,13 @@ from flowrt.testing.scenario import (
     COLUMNS,
     GROUP_COLUMNS,
     MODEL,
-    PROMPTS_PER_EPOCH,
     TENSORS_MADE,
-    Scenario,
+    next_prompts,
     offered_lengths,
 )
-from flowrt.testing.simrows import Job, Key, LaneId, Packet, Row, Turns, keys_of, lane_of, rows_of
+from flowrt.testing.simrows import Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
 from flowrt.wire import messages as m
 from flowrt.wire.records import NO_BASE, Incoming, LaneTurn, Part, Values, Weights
-
-
-@dataclass(slots=True)
-class Shared:
-    """What the workers of one simulation have in common."""
-
-    scenario: Scenario
-    rng: random.Random
-    latest: Callable[[], int]  # the newest version that was published
-    sent: Turns = field(default_factory=lambda: defaultdict(deque))
-    broken: set[LaneId] = field(default_factory=set)
-    evals_offered: int = 0
 
 
 class Worker:
@@ -65,6 +51,7 @@ class Worker:
         self.closed = False  # nothing more comes: of this step (trainer), of the run (source)
         self.step = 0
         self.trained: list[Row] = []
+        self.hung = False  # it serves others, and its role does nothing
         self.unpublished: int | None = None
         if role == "rollout":
             self.say(m.Applied(MODEL, 0))
@@ -86,7 +73,7 @@ class Worker:
                         self.have[one.column, item] = (length, -1)
             case m.Refused(request):
                 assert request in self.withdrawn, f"{self.id} was refused: {message.reason}"
-                self.pulling = False
+                self._answered(request)
             case m.Committed(request, refused):
                 # The slot may have come back to this worker and been made again since: only what this commit made.
                 made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
@@ -144,8 +131,12 @@ class Worker:
         assert turn.sequence == due, f"{self.id}: {turn} came where turn {due} was due"
         self.sequences[lane] = due + 1
 
+    def _answered(self, request: int) -> None:
+        assert request == self.pull_request, f"{self.id} got an answer to request {request}, for which it does not wait"
+        self.pulling, self.pull_request = False, -1
+
     def _granted(self, grant: m.Grant) -> None:
-        self.pulling = False
+        self._answered(grant.request)
         self.closed = self.closed or grant.closed
         for incoming in grant.incoming:
             for key in keys_of(incoming.parts):
@@ -205,8 +196,8 @@ class Worker:
 
     def options(self) -> Iterator[Callable[[], None]]:
         """Everything that this worker could do next by itself."""
-        if self.role == "source":
-            if not self.closed and len(self.offers) < 2:
+        if self.hung or self.role == "source":
+            if not self.hung and not self.closed and len(self.offers) < 2:
                 yield self._offer
             return
         for job in self.jobs:
@@ -232,10 +223,9 @@ class Worker:
             self.shared.evals_offered += 1
             offer = m.Offer(number, "eval", (evals,), 0, 1, self.shared.latest(), offered_lengths(*lengths), ())
         else:
-            epoch, prompt = divmod(self.prompts, PROMPTS_PER_EPOCH)
-            count = min(scenario.prompts_at_once, PROMPTS_PER_EPOCH - prompt)
-            self.prompts += count
-            columns, prompts = offered_lengths(*lengths, prompts=count), tuple(range(prompt, prompt + count))
+            at_once = scenario.prompts_at_once
+            epoch, prompts, self.prompts = next_prompts(self.prompts, at_once, self.shared.passed)
+            columns = offered_lengths(*lengths, prompts=len(prompts))
             offer = m.Offer(number, "train", prompts, epoch, scenario.members, 0, columns, ())
         self.offers[number] = offer
         self.say(offer)

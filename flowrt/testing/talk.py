@@ -7,15 +7,16 @@ from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, Scenario, leases_of, offered_lengths
 from flowrt.testing.sim import make_core
+from flowrt.testing.snapshot import snapshot
 from flowrt.wire import messages as m
-from flowrt.wire.records import Part, Values
+from flowrt.wire.records import Part, Position, Values
 
 
 class Talk:
     """A core and helpers to speak to it directly; all workers are in."""
 
-    def __init__(self, **scenario: Any) -> None:
-        self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario))
+    def __init__(self, *, position: Position | None = None, **scenario: Any) -> None:
+        self.core = make_core(Scenario(**{"members": 1, "groups_per_step": 1, "references": 0} | scenario), position)
         self.now = 0.0
         for worker in ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0"):
             self.event(Joined(WorkerId(worker), worker[:-1], "host"))
@@ -66,20 +67,7 @@ class Talk:
 
     def snapshot(self) -> str:
         """The whole state but the time at which a worker was heard."""
-        core = self.core
-        members = [(one.id, one.role, one.finished) for one in core.roster.members()]
-        samples, weights = core.samples, core.weights
-        board = samples.board
-        slots = [
-            {name: getattr(slot, name) for name in slot.__slots__ if name != "group"} for slot in board.slots.values()
-        ]
-        groups = [(group.id, len(group.slots), group.tensors) for group in board.groups.values()]
-        leases = [(lease.id, lease.worker, list(lease.slots)) for lease in board.leases.values()]
-        ready = [[slot in queue for slot in board.slots.values()] for queue in board.ready.values()]
-        waits = [(parked.worker, parked.request) for parked in samples.room.all()]
-        parts = (members, slots, groups, leases, ready, board.undone, board.rows, board.bytes, waits)
-        window = (samples.window.step, list(samples.window.taken), samples.window.waiting)
-        return repr((parts, window, samples.lanes._state, dict(samples.retreat.dropped), weights, core.ended))
+        return snapshot(self.core)
 
     def assert_illegal(self, worker: str, message: m.Message) -> None:
         before = self.snapshot()

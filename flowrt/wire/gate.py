@@ -1,5 +1,7 @@
 """The gate to the controller: who is let in, who is turned away, and what both sides say of it."""
 
+import asyncio
+import errno
 import logging
 import os
 import socket
@@ -9,6 +11,7 @@ from time import monotonic
 
 from flowrt.errors import ConfigError, FlowError
 from flowrt.wire.keys import ADMITTED, KEYS_VARIABLE, PUBLIC, WorkerKeys
+from flowrt.wire.silence import AGAIN_MS, Watch
 
 log = logging.getLogger(__name__)
 QUIET_S = 1.0
@@ -54,6 +57,7 @@ class Gate:
         self._admitted = admitted
         self._closed = closed
         self._knocking: dict[int, str] = {}
+        self._watch = Watch()
         self._failure: Failure | None = None
         self._strange: dict[bytes, int] = {}
         self._shunned: dict[bytes, None] = {}
@@ -69,11 +73,15 @@ class Gate:
     def knocked(self, descriptor: int) -> None:
         """A connection was accepted; what it wants is not known yet."""
         self._knocking[descriptor] = _peer_of(descriptor)
+        self._watch.begin(descriptor)
 
-    def full(self, descriptor: int) -> None:
-        """A connection could not be accepted (in place of its descriptor comes why); whoever is in stays in."""
-        why = os.strerror(descriptor)
-        self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n) and start again", why)
+    def look(self) -> None:
+        """Whether another connection could be accepted. ZeroMQ's own word of that would come without end."""
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.refused.say("cannot accept more connections: %s; raise the limit (ulimit -n)", error.strerror)
 
     def failed(self, failure: Failure) -> None:
         """The connection that closes next has failed its handshake."""
@@ -82,6 +90,7 @@ class Gate:
     def left(self, descriptor: int) -> None:
         """A connection has closed."""
         address = self._knocking.pop(descriptor, "an unknown address")
+        self._watch.end(descriptor)
         if self._failure is None:
             self._closed()
         else:
@@ -108,11 +117,18 @@ class Gate:
         address = _peer_of(descriptor)
         if address != self._knocking.get(descriptor, address):
             return  # it has gone by itself, and its descriptor is perhaps another's by now
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+        _shut(descriptor)
+
+    def end_stopped(self) -> None:
+        """End the connections of processes that are stopped; called again and again."""
+        loop = asyncio.get_running_loop()
+        for descriptor in self._watch.stopped(monotonic()):
+            loop.call_later(AGAIN_MS / 1000, self._end_if_stopped, descriptor)
+
+    def _end_if_stopped(self, descriptor: int) -> None:
+        if self._watch.still_stopped(descriptor):
+            log.warning("the process at %s does not answer although its host does", self._knocking[descriptor])
+            _shut(descriptor)
 
 
 class Doorstep:
@@ -145,6 +161,14 @@ class Doorstep:
             self._say(ConfigError(f"{where} does not know the key {self._keys.path}; add its public key to {ADMITTED}"))
         else:
             self._say(ConfigError(f"{where} runs without keys (or is none); start it with keys, or leave --keys away"))
+
+
+def _shut(descriptor: int) -> None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
 
 
 def _peer_of(descriptor: int) -> str:

@@ -89,7 +89,10 @@ def test_only_the_link_imports_zmq() -> None:
 
 
 def test_nothing_imports_pickle_or_gathers_objects() -> None:
-    assert not [str(path) for path in PRODUCT if imports(path) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}]
+    """But for one file: SGLang takes tensors within a request in no other form. It writes pickles and reads none."""
+    picklers = [path for path in PRODUCT if imports(path) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}]
+    assert [path.name for path in picklers] == ["sglang_tensors.py"]
+    assert not any(word in picklers[0].read_text() for word in ("load(", "loads(", "Unpickler"))
     # torch's object collectives pickle behind one's back.
     assert not [str(path) for path in PRODUCT if "_object(" in path.read_text() or "object_list" in path.read_text()]
 

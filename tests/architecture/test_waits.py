@@ -18,6 +18,8 @@ ELSEWHERE = {
     # Posts a receive and returns at once; `blocking` waits for its end.
     ("flowrt/transport/gloo.py", "group.recv"),
     ("flowrt/transport/device.py", "self._group.recv"),
+    # Whether a process has ended; returns at once.
+    ("flowrt/engines/sglang_server.py", "self._process.poll"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/wire/link.py", "self._context.term"),
 }
@@ -56,7 +58,7 @@ def _waits(call: ast.Call) -> bool:
         return "NOBLOCK" not in words
     if name == "join":  # of a thread or queue, which has at most a timeout; text joins what it is given
         text = isinstance(call.func.value, ast.Constant | ast.JoinedStr)
-        return not text and len(call.args) + len(call.keywords) <= 1 and not owner.startswith("os.path")
+        return not text and len(call.args) + len(call.keywords) <= 1 and owner not in ("os.path", "shlex")
     if name == "get":
         return not call.args or any(word.arg in ("timeout", "block") for word in call.keywords)
     if name == "result":

@@ -32,16 +32,17 @@ def wait_until(condition: Callable[[], object], deadline_s: float, what: Callabl
 class Launch:
     """One `flowrt` command. Every process it starts, at any depth, carries a token in its environment."""
 
-    def __init__(self, arguments: Sequence[str], directory: Path) -> None:
+    def __init__(self, arguments: Sequence[str], directory: Path, resume: Path | None = None) -> None:
+        """``flowrt run``, or ``flowrt resume`` of a run directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.run_dir = directory / "run"
+        self.run_dir = resume or directory / "run"
         self._token = f"{directory.name}-{os.getpid()}-{time.monotonic_ns()}"
         self._output = directory / "output.txt"
         self._segments_before = _segments()
         self._signalled_s = 0.0
         with self._output.open("wb") as output:
             self._popen = subprocess.Popen(
-                [str(FLOWRT), "run", "--run-dir", str(self.run_dir), *arguments],
+                [str(FLOWRT), *(("resume",) if resume else ("run", "--run-dir")), str(self.run_dir), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -123,6 +124,16 @@ class Launch:
         wait_until(lambda: not self.processes(), left_s, lambda: f"still there: {_names(self.processes())}")
         wait_until(lambda: not self._leaked(), 5.0, lambda: f"shared memory left: {self._leaked()}")
 
+    def kill_all(self, found: Sequence[psutil.Process] | None = None) -> None:
+        """SIGKILL for every process of the run at once, or for those that were found before: no time for a search."""
+        for process in self.processes() if found is None else found:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._popen.wait(10.0)
+        wait_until(lambda: not self.processes(), 10.0, lambda: f"still there: {_names(self.processes())}")
+
     def close(self) -> None:
         """Kill what is left, however the test went."""
         for process in self.processes():
@@ -164,14 +175,17 @@ def _names(processes: list[psutil.Process]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launch]]:
-    """Start ``flowrt run --run-dir FRESH ARGUMENTS``; what is still there after the module's tests is killed."""
+    """Start ``flowrt run --run-dir FRESH ARGUMENTS``, or ``flowrt resume RUN ARGUMENTS``.
+
+    What is still there after the module's tests is killed.
+    """
     launched: list[Launch] = []
 
-    def start(*arguments: str) -> Launch:
+    def start(*arguments: str, resume: Path | None = None) -> Launch:
         # At most one run at a time: these machines have few cores.
         for earlier in launched:
             earlier.close()
-        launched.append(Launch(arguments, tmp_path_factory.mktemp("launch")))
+        launched.append(Launch(arguments, tmp_path_factory.mktemp("launch"), resume))
         return launched[-1]
 
     yield start

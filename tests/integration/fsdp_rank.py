@@ -1,9 +1,10 @@
-"""One rank of an FSDP2 trainer under torchrun: does what a plan of JSON lines says, on samples fixed by the step."""
+"""One rank of an FSDP2 trainer under torchrun: does what a plan says, on samples fixed by the step."""
 
 import dataclasses
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from flowrt.errors import EngineError
 from flowrt.transport.devices import Device
 
 SAMPLES = 24
+DEADLINE_S = 240.0
 OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12)
 
 
@@ -112,12 +114,26 @@ def refused(engine: FsdpTrainer, directory: Path) -> str:
     return ""
 
 
+def main(model: Path, plan: Path) -> None:
+    """Go through the plan's phases: in each, the first so many ranks are all there are, and the others wait."""
+    store, rank, _ = next(dist.rendezvous("env://"))
+    deadline = timedelta(seconds=DEADLINE_S)
+    for number, line in enumerate(plan.read_text().splitlines()):
+        phase = json.loads(line)
+        if rank < phase["ranks"]:
+            own = dist.PrefixStore(f"phase {number}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=phase["ranks"], timeout=deadline)
+            for order in phase["orders"]:
+                carry_out(order, model)
+            dist.barrier()
+            dist.destroy_process_group()
+        if rank == 0:
+            store.set(f"done {number}", b"1")
+        store.wait([f"done {number}"], deadline)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for line in Path(sys.argv[2]).read_text().splitlines():
-        carry_out(json.loads(line), Path(sys.argv[1]))
-    dist.barrier()
-    dist.destroy_process_group()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)

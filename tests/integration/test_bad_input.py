@@ -165,4 +165,4 @@ def test_unknown_command_names_the_right_one() -> None:
     assert ended.returncode == 2
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
-    assert said.endswith("there is: keys, run")
+    assert said.endswith("there is: doctor, drain, keys, ledger, resume, run, status, templates, worker")

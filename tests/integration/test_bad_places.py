@@ -127,16 +127,17 @@ def test_worker_whose_controller_does_not_answer(listening: bool, held_port: int
     address = f"tcp://127.0.0.1:{held_port if listening else free_port}"
     code, said = worker(address)
     lines = said.splitlines()
-    assert len(lines) == 1, said
-    assert "waited 1 s" in lines[0]
-    assert f"controller at {address}" in lines[0]
+    assert len(lines) == 2, said
+    assert f"reward-0 looks for the controller at {address}, for at most 1 s" in lines[0]
+    assert "waited 1 s" in lines[1]
+    assert f"controller at {address}" in lines[1]
     assert code == 2
 
 
 def test_worker_with_a_malformed_controller_address() -> None:
     code, said = worker("somewhere:http")
     lines = said.splitlines()
-    assert len(lines) == 1, said
-    assert "'somewhere:http'" in lines[0]
-    assert "tcp://HOST:PORT" in lines[0]
+    assert len(lines) == 2, said
+    assert "'somewhere:http'" in lines[1]
+    assert "tcp://HOST:PORT" in lines[1]
     assert code == 2

@@ -15,14 +15,50 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_custom_loop_is_short_and_learns() -> None:
-    path = ROOT / "examples" / "custom_loop.py"
-    assert len(path.read_text().splitlines()) < 60
-    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+QUICK = ["--data.eval-prompts", "0", "--warm-start.steps", "60", "--warm-start.bare-steps", "5"]
+
+
+def output(name: str, *arguments: str) -> str:
+    """What an example prints."""
+    path = ROOT / "examples" / name
+    ended = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    found = re.search(r"paying arm: ([\d.]+)", ended.stdout)
-    assert found is not None, ended.stdout
+    return ended.stdout
+
+
+@pytest.mark.parametrize("name", ["custom_loop.py", "asyncflow_service.py"])
+def test_a_loop_is_short_and_learns(name: str) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 65
+    found = re.search(r"paying arm: ([\d.]+)", output(name))
+    assert found is not None
     assert float(found[1]) > 0.9
+
+
+def test_service_calls_are_all_that_their_example_uses() -> None:
+    text = (ROOT / "examples" / "asyncflow_service.py").read_text()
+    assert re.findall(r"^from flowrt.*$", text, re.MULTILINE) == ["from flowrt import service"]
+    for call in ("put_prompts_data", "get_experience_data", "put_experience_data", "weight_sync_notify"):
+        assert f"calls.{call}(" in text
+    assert "service.init_engines(" in text
+
+
+def test_a_trainer_of_your_own_learns() -> None:
+    said = output("custom_trainer.py", "--steps", "24", *QUICK)
+    found = re.search(r"24 steps, mean reward ([\d.]+) -> ([\d.]+)", said)
+    assert found is not None, said
+    assert float(found[2]) > float(found[1]) + 0.03
+
+
+def test_a_rollout_engine_of_your_own_generates_for_a_run() -> None:
+    said = output("custom_rollout.py", "--steps", "3", "--prompts-per-step", "4", *QUICK)
+    found = re.search(r"3 steps, mean reward ([\d.]+)", said)
+    assert found is not None, said
+    assert 0 < float(found[1]) <= 1
+
+
+@pytest.mark.parametrize("name", ["custom_trainer.py", "custom_rollout.py"])
+def test_an_engine_of_your_own_is_short(name: str) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 75
 
 
 def commands() -> list[str]:

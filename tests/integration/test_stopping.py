@@ -11,7 +11,7 @@ import pytest
 WITHIN_S = 10.0
 ENDLESS = [
     *("--steps", "100000", "--data.eval-prompts", "8", "--prompts-per-step", "4", "--group-size", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--supervisor.restarts", "0"),
+    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--supervisor.restarts", "0", "--restarts", "0"),
 ]
 """As few processes as a run can have: each takes seconds to start here. None is started a second time."""
 

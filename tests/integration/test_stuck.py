@@ -24,7 +24,7 @@ SMALL = [
 ]
 STALL_S = 8
 NOTICED_S = 5.0
-WITHIN_S = 10.0
+WITHIN_S = 25.0
 
 
 def status(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ there (see flowrt/testing). A failure is reproduced by its scenario: `Cluster(Sc
 """
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from flowrt.controller.batchers import GroupCount, TokenBudget
 from flowrt.controller.events import Command, Event, Said
 from flowrt.controller.settings import LostMember
-from flowrt.testing.scenario import GROUP_COLUMNS, Scenario
+from flowrt.testing.scenario import Scenario
 from flowrt.testing.sim import Cluster
-from flowrt.testing.simrows import Row
+from flowrt.testing.soundness import assert_sound
 from flowrt.wire import messages as m
 
 # Not shrunk: a smaller scenario takes another course altogether, and searching for one takes minutes.
@@ -50,60 +50,6 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
         "fetch_speed": draw(st.sampled_from([1.0, 0.05])),
     }
     return Scenario(**drawn | fixed)
-
-
-def assert_sound(cluster: Cluster) -> None:
-    """What holds at the end of every run, whatever happened in it."""
-    scenario = cluster.scenario
-    assert [closed.step for closed in cluster.steps] == list(range(scenario.steps))
-    assert all(closed.groups == scenario.groups_per_step for closed in cluster.steps)
-    assert all(closed.samples == len(closed.lags) for closed in cluster.steps)
-    # The bound: as the controller counts, and as the trainer saw the spans.
-    assert all(0 <= lag <= scenario.bound for closed in cluster.steps for lag in closed.lags)
-    assert all(step - min(row.spans[::2]) <= scenario.bound for step, row in cluster.trained)
-    assert all(max(row.spans[::2]) <= step for step, row in cluster.trained)
-    assert_whole_groups(cluster)
-    # The ledger agrees: what was opened was trained or dropped with a reason, and what was dropped was replaced.
-    trained = {(row.epoch, row.prompt) for _, row in cluster.trained}
-    assert {pair for pair, state in cluster.state.items() if state == "trained"} == trained
-    assert len(trained) == scenario.steps * scenario.groups_per_step
-    trainings = Counter((one.epoch, one.prompt) for one in cluster.records if one.state == "trained")
-    assert set(trainings.values()) == {1}
-    assert all(one.reason for one in cluster.records if one.state == "dropped")
-    board = cluster.core.samples.board
-    live = {(group.epoch, group.prompt) for group in board.groups.values()}
-    others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
-    assert set(others) <= {"dropped"}
-    assert sum(others.values()) <= sum(cluster.core.samples.retreat.dropped.values())
-    # Nothing stays behind, but for prompts of an offer that the last step did not need.
-    assert len(live) < scenario.prompts_at_once
-    assert board.leases == {}
-    if not live:
-        assert (board.groups, board.slots) == ({}, {})
-        assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) == (0, 0, {0})
-    groups, slots = set(board.groups), set(board.slots)
-    for worker in cluster.workers.values():
-        left = {key for key in worker.have if key[1] not in (groups if key[0] in GROUP_COLUMNS else slots)}
-        assert left == set(), f"{worker.id} still holds {sorted(left)}"
-        assert set(worker.coming.values()) <= worker.failed
-
-
-def assert_whole_groups(cluster: Cluster) -> None:
-    """Each prompt is trained once, in one step, with all members that its group has not lost."""
-    scenario = cluster.scenario
-    for step in cluster.steps:
-        assert step.samples == len([row for at, row in cluster.trained if at == step.step])
-    rows_of: dict[tuple[int, int], list[tuple[int, Row]]] = defaultdict(list)
-    for step, row in cluster.trained:
-        rows_of[row.epoch, row.prompt].append((step, row))
-    for rows in rows_of.values():
-        assert len({(step, row.group) for step, row in rows}) == 1
-        members = sorted(row.member for _, row in rows)
-        if scenario.lost_member is LostMember.REST and len(members) < scenario.members:
-            assert set(members) < set(range(scenario.members))
-            assert len(set(members)) == len(members) >= 2
-        else:
-            assert members == list(range(scenario.members))
 
 
 # ---- runs without faults
@@ -219,6 +165,12 @@ def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenar
 
     cluster.handle = handle  # type: ignore[method-assign]
     cluster.run()
+
+
+@RUNS
+@given(scenarios(repeats=6, kills=1, expiries=1, withdrawals=2, losses=1, checkpoint_every=1))
+def test_what_is_said_twice_or_too_late_changes_nothing(scenario: Scenario) -> None:
+    assert_sound(Cluster(scenario).run())
 
 
 # ---- lost members, offers of several prompts, withdrawn pulls

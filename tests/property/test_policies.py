@@ -19,9 +19,10 @@ from flowrt.controller.sticky import Sticky
 from flowrt.controller.tail import TailLanes
 from flowrt.testing.scenario import Scenario
 from flowrt.testing.sim import Cluster
+from flowrt.testing.soundness import assert_sound
 from flowrt.wire import messages as m
 from flowrt.wire.records import KEPT_TOKENS
-from tests.property.test_core import RUNS, assert_sound, scenarios
+from tests.property.test_core import RUNS, scenarios
 
 COST = DecodeCost(0.01, 0.001)
 

@@ -188,6 +188,25 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         check(merge(defaults("arithmetic"), changes, "test"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "name its Python"),
+        (["--rollout.sglang.python", sys.executable, "--rollout.sglang.url", "http://host:1"], "one of the two"),
+        (["--rollout.sglang.python", "/no/such/python"], "is no file"),
+        (["--rollout.sglang.url", "host:1"], "begins with http"),
+        (["--rollout.sglang.url", "http://host:1", "--rollout.workers", "2"], "two workers"),
+        (["--rollout.sglang.python", sys.executable, '--rollout.sglang.arguments=--name "x'], "arguments"),
+        (["--rollout.sglang.python", sys.executable, "--deterministic", "True"], "need --rollout.engine torch"),
+        (["--rollout.sglang.python", sys.executable, "--rollout.recompute", "False"], "pause in_place"),
+        (["--rollout.sglang.python", sys.executable, "--rollout.sglang.update-s", "0"], "above 0"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(["--rollout.engine", "sglang", *settings])
+
+
 def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
     """`flowrt run --data FILE`, the recipe's name forgotten, must not quietly train on something else."""
     data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')

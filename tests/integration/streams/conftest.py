@@ -78,9 +78,16 @@ class Peer:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[socket.socket]:
     """A process with torch in it that forks others."""
+    with nursery_of(PROGRAM) as requests:
+        yield requests
+
+
+@contextlib.contextmanager
+def nursery_of(program: Path) -> Iterator[socket.socket]:
+    """The process that forks others, started with this program."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        command = [sys.executable, str(PROGRAM), str(theirs.fileno())]
+        command = [sys.executable, str(program), str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from stream_process import ROLES
 
 from flowrt import api
 
+Roles = Mapping[str, Callable[..., Awaitable[None]]]
 
-def child(role: str, options: dict[str, Any]) -> None:
+
+def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
     """What a forked process does; it never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
     try:
         torch.set_num_threads(1)
-        api.run_loop(ROLES[role](**options))
+        api.run_loop(roles[role](**options))
         code = 0
     finally:
         if code:
@@ -30,7 +33,7 @@ def child(role: str, options: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def nursery(requests: socket.socket) -> None:
+def nursery(requests: socket.socket, roles: Roles) -> None:
     """Fork a child for each request, until the test closes the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: their pipes close when they end
     while True:
@@ -45,9 +48,9 @@ def nursery(requests: socket.socket) -> None:
         for pipe in pipes:
             os.close(pipe)
         if pid == 0:
-            child(**json.loads(data))
+            child(roles, **json.loads(data))
         requests.send(str(pid).encode())
 
 
 if __name__ == "__main__":
-    nursery(socket.socket(fileno=int(sys.argv[1])))
+    nursery(socket.socket(fileno=int(sys.argv[1])), ROLES)

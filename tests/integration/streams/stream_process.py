@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -149,6 +150,12 @@ class Puppet:
             await self.session.pull("nothing", 1)
         tensors, size = self.session.store.statistics()
         return {"rss": rss_bytes(), "tensors": tensors, "bytes": size}
+
+    async def hold(self, seconds: float) -> dict[str, Any]:
+        """Compute in one call that never lets go of the interpreter: no Python runs meanwhile, on no thread."""
+        say(holds=True)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return {"held": seconds}
 
     async def forget_batch(self) -> dict[str, Any]:
         self.batch = None

@@ -1,0 +1,130 @@
+"""TRL's GRPO trainer and flowrt on the same model, problems, group size, lengths and steps, all cores for each.
+
+    python bench/peer_trl.py --peer-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
+
+Both start from the embedded model after its warm start. TRL generates and trains in turns, in one process with as many
+threads as there are cores; flowrt runs one rollout worker and one trainer beside each other, with a thread each (two
+cores), at staleness 1. Samples per second count from the end of the first step.
+
+``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
+that its own rollout workers and its trainer were busy.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import write
+
+from flowrt.recipes.load import defaults, to_toml
+from flowrt.recipes.subjects import subject
+
+TIMEOUT_S = 900.0
+WINDOW = 10
+
+
+def config(run_dir: Path, arguments: argparse.Namespace) -> Any:
+    base = defaults("arithmetic")
+    return dataclasses.replace(
+        base,
+        seed=arguments.seed,
+        steps=arguments.steps,
+        run_dir=str(run_dir),
+        data=dataclasses.replace(base.data, eval_prompts=0),
+        loss=dataclasses.replace(base.loss, kl_coef=0.0),
+        rollout=dataclasses.replace(
+            base.rollout, workers=1, rows=base.prompts_per_step * base.group_size, max_new_tokens=arguments.new_tokens
+        ),
+        trainer=dataclasses.replace(base.trainer, save=False),
+        checkpoint=dataclasses.replace(base.checkpoint, every=0),
+    )
+
+
+def flowrt(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """A run of the command that a user types, and the bound that follows from its own rates."""
+    run_dir = folder / "run"
+    file = folder / "run.toml"
+    file.write_text(to_toml(dataclasses.replace(config(run_dir, arguments), model=str(model))))
+    command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    samples = sum(line["samples"] for line in lines)
+    busy = summary["busy_fraction"]
+    slowest_s = max(busy["rollout"], busy["trainer"]) * summary["wall_s"] / samples
+    return {
+        "samples_per_s": (samples - lines[0]["samples"]) / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
+        "bound_samples_per_s": 1 / slowest_s,
+        "reward": statistics.fmean(line["reward"] for line in lines[-WINDOW:]),
+    }
+
+
+def trl(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """The same steps by TRL, in an environment of its own."""
+    made = config(folder / "run", arguments)
+    problems = subject(made).training_problems()[: made.steps * made.prompts_per_step]
+    orders = {
+        "model": str(model),
+        "out": str(folder / "trl"),
+        "problems": [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems],
+        "threads": os.cpu_count(),
+        "window": WINDOW,
+        "max_new_tokens": made.rollout.max_new_tokens,
+        **{name: getattr(made, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
+        **{name: getattr(made.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
+        **{name: getattr(made.loss, name) for name in ("clip_low", "clip_high")},
+    }
+    path = folder / "orders.json"
+    path.write_text(json.dumps(orders))
+    command = [arguments.peer_python, str(Path(__file__).with_name("trl_side.py")), str(path)]
+    ended = subprocess.run(command, check=False, timeout=TIMEOUT_S, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"TRL failed: {ended.stderr.strip()[-2000:]}")
+    measured: dict[str, float] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def prepare(folder: Path, arguments: argparse.Namespace) -> Path:
+    """The model that both start from."""
+    file = folder / "prepare.toml"
+    file.write_text(to_toml(config(folder / "prepared", arguments)))
+    (folder / "prepared").mkdir()
+    command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(file)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True)
+    return folder / "prepared" / "model"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", required=True, help="a Python that has TRL")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
+        folder = Path(name)
+        model = prepare(folder, arguments)
+        mine, theirs = flowrt(folder, model, arguments), trl(folder, model, arguments)
+    metrics = {
+        "samples_per_s": mine["samples_per_s"],
+        "peer_samples_per_s": theirs["samples_per_s"],
+        "ratio": mine["samples_per_s"] / theirs["samples_per_s"],
+        "bound_samples_per_s": mine["bound_samples_per_s"],
+        "reward": mine["reward"],
+        "peer_reward": theirs["reward"],
+    }
+    for key, value in metrics.items():
+        print(f"{key}  {value:.4g}")
+    write(arguments.json, metrics, steps=arguments.steps, new_tokens=arguments.new_tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""An SGLang server that a rollout worker starts: a process of its own Python, gone when its worker is."""
+
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from flowrt.engines.options import SglangOptions
+from flowrt.errors import EngineError
+from flowrt.lifeline import die_with_parent
+from flowrt.waiting import blocking
+
+PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections: a port found free stays free until the server listens."""
+TRIES = 50
+END_S = 10.0
+LAST_WORDS_LINES = 3
+CPU_ARGUMENTS = (
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+)
+"""What needs neither kernels nor a second core."""
+OURS_ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+
+
+class SglangServer:
+    """At most one process at a time; `start` replaces one that has died or is not wanted any more."""
+
+    def __init__(self, options: SglangOptions, model: Path, *, rows: int, threads: int, log: Path) -> None:
+        if not Path(options.python).is_file():
+            raise EngineError(
+                f"rollout.sglang.python is {options.python!r}, which is no Python; scripts/install_sglang makes one"
+            )
+        self._options = options
+        self._model = model
+        self._rows = rows
+        self._threads = threads
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Start a server on a free port; returns its address at once.
+
+        The process dies with the thread that calls this: let it be one that lives as long as the worker.
+        """
+        self.kill()
+        port = free_port()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        return f"http://127.0.0.1:{port}"
+
+    @property
+    def pid(self) -> int:
+        """Process (and process group) of the server; 0 when none was started."""
+        return 0 if self._process is None else self._process.pid
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill the server with all its processes; nothing happens when there is none."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        blocking(partial(self._process.wait, END_S), END_S, "the end of what was killed", "the system")
+        self._process = None
+
+    def last_words(self) -> str:
+        """How the server stands, and the end of its log."""
+        code = None if self._process is None else self._process.poll()
+        how = "runs" if code is None else f"left with exit code {code}"
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS_LINES:]
+        except OSError:
+            lines = []
+        return f"it {how}; its log {self._log} ends: {' | '.join(lines) or 'empty'}"
+
+    def _command(self, port: int) -> list[str]:
+        options = self._options
+        command = [options.python, "-m", "sglang.launch_server", "--model-path", str(self._model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0", "--skip-tokenizer-init"]
+        command += ["--dtype", options.dtype, "--max-running-requests", str(self._rows)]
+        command += ["--log-level-http", "warning"]  # else a line for every sequence
+        if options.device:
+            command += ["--device", options.device]
+        if options.device == "cpu":
+            command += CPU_ARGUMENTS
+        return command + shlex.split(options.arguments)
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads)}
+        if self._options.device == "cpu":
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        return environment
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    for port in random.SystemRandom().sample(PORTS, TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"none of {TRIES} ports from {PORTS.start} to {PORTS.stop} is free for an SGLang server")

@@ -1,0 +1,62 @@
+"""A simulated run that is cut short and goes on: all its processes are gone, what was on disk is what is left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flowrt.controller.events import Said
+from flowrt.controller.ledger import Ledger
+from flowrt.testing.scenario import Scenario
+from flowrt.testing.sim import Cluster
+from flowrt.testing.simrows import Row
+from flowrt.wire import messages as m
+from flowrt.wire.records import Position
+
+
+@dataclass(slots=True)
+class Lives:
+    """What is left of a run with several lives: all clusters, where each began, and the ledger of all."""
+
+    clusters: list[Cluster]
+    positions: list[Position]
+    ledger: Ledger
+
+    def trained(self) -> list[tuple[int, Row]]:
+        """(step, row) of all that the last life went on from, or trained itself."""
+        ends = [position.step for position in self.positions[1:]]
+        rows: list[tuple[int, Row]] = []
+        for number, cluster in enumerate(self.clusters):
+            taken_back = min(ends[number:], default=cluster.scenario.steps)
+            rows += [(step, row) for step, row in cluster.trained if step < taken_back]
+        return rows
+
+
+def live(scenario: Scenario, crashes: Sequence[int], path: Path) -> Lives:
+    """Run the scenario; each of its lives but the last ends when so many things have happened in it.
+
+    The next one knows what was in the ledger: all that a checkpoint waited for, and some of what came after.
+    """
+    lives = Lives([], [], Ledger(path))
+    checkpoint = 0
+    for number, most_actions in enumerate([*crashes, None]):
+        position = lives.ledger.resume(checkpoint, float(number))
+        cluster = Cluster(replace(scenario, seed=scenario.seed + number), position)
+        lives.clusters.append(cluster)
+        lives.positions.append(position)
+        cluster.run(most_actions)
+        written = len(cluster.records)
+        if most_actions is not None:
+            written = cluster.rng.randint(cluster.durable, written)
+        for record in cluster.records[:written]:
+            lives.ledger.add(record, float(number))
+        lives.ledger.commit()
+        checkpoint = max(checkpoint, _checkpoint(cluster))
+    return lives
+
+
+def _checkpoint(cluster: Cluster) -> int:
+    """The newest state that the trainer had saved: it gets its name once the ledger is on disk too."""
+    trainer = cluster.workers["trainer0"]
+    said = [event.message for event in cluster.log if isinstance(event, Said) and isinstance(event.message, m.Saved)]
+    unheard = {message.request for message in trainer.inbox if isinstance(message, m.Committed)}
+    return max((one.step for one in said if one.request not in unheard), default=0)

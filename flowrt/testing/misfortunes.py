@@ -1,0 +1,99 @@
+"""What goes wrong in a simulated cluster, at random moments: workers die, lanes break, words come twice or late."""
+
+from typing import TYPE_CHECKING
+
+from flowrt.controller.events import Event, Gone, Said, Send, Tick
+from flowrt.errors import RemoteProtocolError
+from flowrt.testing.scenario import LEASE_S
+from flowrt.testing.simworker import Worker
+from flowrt.testing.snapshot import snapshot
+from flowrt.wire import messages as m
+
+if TYPE_CHECKING:
+    from flowrt.testing.sim import Cluster
+
+CHANCE = 0.02
+REPEATED = m.Commit | m.Abandon | m.Withdraw | m.StepDone | m.Finished
+"""What may be said twice, or long after its lease or its step has ended, and must not count again."""
+
+
+class Misfortunes:
+    """Those of one scenario, in a random order; each waits until there is somebody to strike."""
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self._cluster = cluster
+        self._rng = cluster.rng
+        self._said: list[Said] = []
+        scenario = cluster.scenario
+        self._left = ["kill"] * scenario.kills
+        self._left += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
+        self._left += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
+        self._left += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
+        self._rng.shuffle(self._left)
+
+    def strike(self) -> bool:
+        """Perhaps something goes wrong now; returns whether it was its turn."""
+        if not self._left or self._rng.random() >= CHANCE:
+            return False
+        if self._happens(self._left[-1]):
+            self._left.pop()
+        return True
+
+    def hear(self, event: Event) -> None:
+        """This was said, and may be said again."""
+        if isinstance(event, Said) and isinstance(event.message, REPEATED):
+            self._said.append(event)
+
+    def _happens(self, kind: str) -> bool:
+        cluster, rng = self._cluster, self._rng
+        workers = [worker for worker in cluster.workers.values() if worker.alive]
+        working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference")]
+        match kind:
+            case "expire":
+                cluster.clock.advance(LEASE_S + 1)
+                cluster.handle(Tick())
+                return True
+            case "kill" if working and cluster.core.ended is None:
+                self.kill(rng.choice(working))
+                return True
+            case "crash" if cluster.core.ended is None:
+                cluster.crash()
+                return True
+            case "lose" if jobs := [(worker, job) for worker in working for job in worker.jobs]:
+                worker, job = rng.choice(jobs)
+                worker.abandon(job, True, "its environment broke")
+                return True
+            case "withdraw" if waiting := [worker for worker in workers if worker.pulling]:
+                rng.choice(waiting).withdraw()
+                return True
+            case "break" if lanes := [
+                lane for worker in cluster.workers.values() for lane, turns in worker.expected.items() if turns
+            ]:
+                cluster.shared.broken.add(rng.choice(lanes))
+                return True
+            case "repeat" if self._said:
+                self._repeat(rng.choice(self._said))
+                return True
+        return False
+
+    def kill(self, worker: Worker) -> None:
+        """It vanishes; some of what it said last is still heard, then the controller learns of it."""
+        worker.alive = False
+        worker.inbox.clear()
+        for _ in range(self._rng.randint(0, len(worker.outbox))):
+            worker.outbox.pop()
+        worker.outbox.append(Gone(worker.id, ""))
+
+    def _repeat(self, event: Said) -> None:
+        """The same words come again: they may be answered, and change nothing."""
+        core = self._cluster.core
+        if event.worker not in core.roster:
+            return
+        before = snapshot(core)
+        try:
+            commands = core.handle(event, self._cluster.clock.now())
+        except RemoteProtocolError:
+            commands = []
+        told = [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, m.Committed))]
+        assert not told, f"{event} came twice, and the second time led to {told}"
+        assert snapshot(core) == before, f"{event} came twice, and the second time changed something"

@@ -1,0 +1,78 @@
+"""The command of each worker of a run, and what it is put behind to start on another host."""
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from string import Template
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A worker's own command, ``python ARGUMENTS``, and the words before it that start it elsewhere."""
+
+    name: str
+    arguments: tuple[str, ...]
+    behind: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        return [*self.behind, sys.executable, *self.arguments]
+
+
+def worker_commands(config: RunConfig, address: str, meeting: str = "") -> list[Command]:
+    """Everybody but the controller. ``meeting`` is the HOST:PORT where torchruns of several hosts find each other."""
+    names = [("source", "source"), ("reward", "reward")]
+    names += [("rollout", f"rollout-{index}") for index in range(config.rollout.workers)]
+    if config.loss.kl_coef > 0:
+        names.append(("reference", "reference"))
+    find: tuple[str, ...] = ("--controller", address, "--join-s", str(config.controller.join_s))
+    if config.controller.keys:
+        # The launcher's environment may not reach another host.
+        find = (*find, "--keys", config.controller.keys)
+    commands = [
+        Command(name, ("-m", f"flowrt.workers.{role}", *find, "--name", name), _behind(config, role))
+        for role, name in names
+    ]
+    return [*commands, _trainer(config, find, meeting)]
+
+
+def check_programs(config: RunConfig) -> None:
+    """Raises ConfigError when what is to start workers on other hosts is not installed on this one."""
+    for key in ("rollout", "trainer", "others"):
+        words = _words(config, key)
+        if words and shutil.which(words[0]) is None:
+            raise ConfigError(f"launch.{key} begins with {words[0]}, and there is no such program here; correct it")
+
+
+def _behind(config: RunConfig, role: str) -> tuple[str, ...]:
+    return _words(config, role if role in ("rollout", "trainer") else "others")
+
+
+def _words(config: RunConfig, key: str) -> tuple[str, ...]:
+    """The words of ``launch.KEY``, each $NAME in them as it is in this environment: it may differ after a requeue."""
+    text = getattr(config.launch, key)
+    try:
+        return tuple(Template(word).substitute(os.environ) for word in shlex.split(text))
+    except KeyError as missing:
+        raise ConfigError(f"launch.{key} needs ${missing.args[0]}, which is not set: {text!r}; export it") from None
+    except ValueError:
+        raise ConfigError(f"launch.{key} has a $ that begins no name: {text!r}; write $$ for the sign itself") from None
+
+
+def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
+    worker = ("-m", "flowrt.workers.trainer", *find, "--name", "trainer")
+    ranks, nodes, behind = config.trainer.ranks, config.trainer.nodes, _behind(config, "trainer")
+    if ranks == 1:
+        return Command("trainer", worker, behind)
+    if nodes == 1:
+        together: tuple[str, ...] = ("--standalone", "--nproc-per-node", str(ranks))
+    else:
+        # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
+        store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "is_host=0")
+        together = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes), *store, "--rdzv-id", "trainer")
+    return Command("trainer", ("-m", "torch.distributed.run", *together, *worker), behind)

@@ -1,0 +1,103 @@
+"""A real SGLang server, where scripts/install_sglang has put one, and a model that makes long answers."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt.engines.build import build_model, wrap_tokenizer
+from flowrt.engines.checkpoint import save_model
+from flowrt.engines.options import SglangOptions
+from flowrt.engines.protocols import Prompt, Response
+from flowrt.engines.sglang import SglangRollout
+from flowrt.recipes.arithmetic import Arithmetic
+
+PYTHON = Path.home() / ".cache/flowrt/sglang-0.5.21/bin/python"
+NOT_HERE = f"no SGLang server in {PYTHON.parents[1]}; scripts/install_sglang puts one there"
+VOCABULARY = 320
+TEMPERATURE = 0.7
+ROWS, LONG, SHORT = 8, 200, 6
+START_S = 900.0
+"""SGLang starts in half a minute on two idle cores, and its three processes import a great deal when they are not."""
+
+
+def build(seed: int) -> Any:
+    """A model of random weights: it ends an answer about once in so many tokens as there are in its vocabulary."""
+    return build_model(
+        vocab_size=VOCABULARY, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=512, seed=seed
+    ).eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of seed 0, version 0 of every engine here."""
+    path = tmp_path_factory.mktemp("sglang") / "model"
+    save_model(build(0), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def owned(checkpoint: Path) -> Iterator[SglangRollout]:
+    """An engine with a server of its own; the others of the module use that, too."""
+    options = SglangOptions(
+        python=str(PYTHON),
+        device="cpu",
+        dtype="float32",
+        arguments="--max-total-tokens 8192",
+        restarts=2,
+        start_s=START_S,
+    )
+    engine = _engine(options, checkpoint, LONG)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def beside(owned: SglangRollout, checkpoint: Path) -> Iterator[Callable[..., SglangRollout]]:
+    """Engines on the server of ``owned``; each begins by giving it version 0 again."""
+    engines: list[SglangRollout] = []
+
+    def make(tokens: int = LONG, **options: Any) -> SglangRollout:
+        engine = _engine(SglangOptions(url=owned.url, **options), checkpoint, tokens)
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def _engine(options: SglangOptions, checkpoint: Path, tokens: int) -> SglangRollout:
+    return SglangRollout(
+        options,
+        checkpoint,
+        eos_id=1,
+        rows=ROWS,
+        max_new_tokens=tokens,
+        temperature=TEMPERATURE,
+        threads=1,
+        log_path=checkpoint.parent / "server.log",
+    )
+
+
+def prompts(count: int = ROWS, *, greedy: bool = False) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(count)
+    return [
+        Prompt(key, torch.randint(2, VOCABULARY, (3 + key,), generator=generator, dtype=torch.int32), 7 * key, greedy)
+        for key in range(count)
+    ]
+
+
+def drain(engine: SglangRollout) -> list[Response]:
+    """All that runs, in the order of the prompts."""
+    done: list[Response] = []
+    while engine.running:
+        done += engine.run(threading.Event())
+    return sorted(done, key=lambda one: one.key)

@@ -1,0 +1,136 @@
+"""Stands in for an SGLang server where none is installed: a process that keeps to the protocol and its traps.
+
+It takes only what the release that it plays takes, generates the version of its weights over and over, and can be told
+to die or to fail at some request. ``python standin.py PORT RELEASE [DOWN_AT ROUTE]`` (or in place of SGLang's Python).
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+RELEASES = json.loads((Path(__file__).parents[2] / "unit" / "sglang_requests.json").read_text())
+TOKEN_S = 0.01
+
+
+class Standin:
+    """One server's state."""
+
+    def __init__(self, release: str, wreck: str = "") -> None:
+        self.takes = RELEASES[release]
+        self.release = release
+        self.wreck = wreck  # route: the process kills itself when it is asked for this
+        self.version = "0"
+        self.session = False
+        self.paused = ""
+        self.cut = 0
+        self.fail_next = ""  # route: the next request for it is refused
+        self.status = 400
+        self.asked: list[str] = []
+        self.loaded: dict[str, list[int]] = {}
+        self.changed = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        route = request.path
+        self.asked.append(route)
+        body = await request.json() if request.can_read_body else {}
+        if route in ("/health", "/server_info", "/asked", "/loaded", "/fail_next"):
+            return self.tell(route, body)
+        wrong = self.wrong(route, body)
+        if wrong:
+            return web.json_response({"success": False, "message": wrong}, status=400)
+        if route == self.wreck:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if route == self.fail_next:
+            self.fail_next = ""
+            return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
+        if route == "/generate":
+            return await self.generate(body)
+        self.change(route, body)
+        return web.json_response({"success": True, "message": "done"})
+
+    def tell(self, route: str, body: Any) -> web.Response:
+        if route == "/fail_next":
+            self.fail_next, self.status = body["route"], body.get("status", 400)
+        if route == "/asked":
+            return web.json_response(self.asked)
+        if route == "/loaded":
+            return web.json_response(self.loaded)
+        return web.json_response({"version": self.release, "tp_size": 1, "device": "none", "dtype": "float32"})
+
+    def wrong(self, route: str, body: dict[str, Any]) -> str:
+        """Why this release does not take the request."""
+        if route not in self.takes["routes"]:
+            return f"{self.release} has no {route}"
+        fields = self.takes["routes"][route]
+        if not set(fields["required"]) <= set(body) <= {*fields["required"], *fields["optional"]}:
+            return f"{route} has fields {sorted(body)}"
+        if not set(body.get("sampling_params", {})) <= set(self.takes["sampling_params"]):
+            return f"sampling_params has fields {sorted(body['sampling_params'])}"
+        parts = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
+        if route == "/update_weights_from_disk":
+            return self.unreadable(Path(body["model_path"]))
+        if parts and self.session != ("/begin_weight_update" in self.takes["routes"]):
+            return f"{route} must run between begin_weight_update() and end_weight_update()"
+        return ""
+
+    def unreadable(self, directory: Path) -> str:
+        """Why the weights in a directory cannot be read from another process, as the server would."""
+        try:
+            self.loaded = {name: list(one.shape) for name, one in load_file(directory / "model.safetensors").items()}
+        except (OSError, SafetensorError) as error:
+            return f"{directory} cannot be read: {error}"
+        return ""
+
+    def change(self, route: str, body: dict[str, Any]) -> None:
+        if route == "/pause_generation":
+            self.paused = body["mode"]
+            self.cut += self.paused == "abort"
+        elif route == "/continue_generation":
+            self.paused = ""
+        elif route in ("/begin_weight_update", "/end_weight_update"):
+            self.session = route == "/begin_weight_update"
+        self.version = body.get("weight_version", self.version)
+        self.changed.set()
+        self.changed.clear()
+
+    async def generate(self, body: dict[str, Any]) -> web.Response:
+        cut, tokens, spans = self.cut, [], []
+        count = body["sampling_params"]["max_new_tokens"]
+        while len(tokens) < count and cut == self.cut:
+            if self.paused:
+                await self.changed.wait()
+                continue
+            tokens.append(int(self.version))
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(tokens) - 1, "end": len(tokens)})
+            spans[-1]["end"] = len(tokens)
+            await asyncio.sleep(TOKEN_S)
+        finish = {"type": "length"} if len(tokens) == count else {"type": "abort", "message": "cut by a pause"}
+        meta: dict[str, Any] = {"finish_reason": finish, "output_token_logprobs": [[-1.0, one, None] for one in tokens]}
+        if self.takes["token_versions"]:
+            meta["weight_versions"] = spans
+        return web.json_response({"output_ids": tokens, "meta_info": meta})
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "--port" in arguments:  # started in place of SGLang's Python
+        port = int(arguments[arguments.index("--port") + 1])
+        release, wreck = os.environ["STANDIN"].split(",")
+    else:
+        port, release, wreck = int(arguments[0]), arguments[1], ""
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{route:.*}", Standin(release, wreck).answer)
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""A real SGLang server on a CPU: what it generates, and weights that change under it."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from flowrt.engines.checkpoint import named_parameters, parameter_shapes
+from flowrt.engines.protocols import Prompt, Response
+from flowrt.engines.scoring import score
+from flowrt.engines.sglang import SglangRollout
+from flowrt.engines.sglang_checksums import checked
+from flowrt.engines.sglang_layout import Layout
+from flowrt.engines.sglang_link import SglangLink
+from flowrt.engines.sglang_protocol import checksum
+from flowrt.errors import EngineError
+from flowrt.transport.weights import Snapshot
+from tests.integration.conftest import wait_until
+
+from .conftest import LONG, NOT_HERE, PYTHON, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * START_S),
+    pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
+]
+CLOSE = 1e-5
+BY_VERSION = {0: build(0), 1: build(1), 2: build(2)}
+
+
+def snapshot(version: int) -> Snapshot:
+    return Snapshot.take(version, named_parameters(BY_VERSION[version]))
+
+
+def distances(asked: list[Prompt], response: Response) -> list[float]:
+    """For each span of an answer, how far its log-probabilities are from what its version's model gives them."""
+    prompt = asked[response.key].tokens
+    assert len(response.tokens) == len(response.logprobs) == sum(response.spans[1::2])
+    found, begin = [], 0
+    for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
+        ours = score(BY_VERSION[version], [prompt], [response.tokens], TEMPERATURE, 4096)[0]
+        part = slice(begin, begin + count)
+        found.append(float((ours[part] - response.logprobs[part]).abs().max()))
+        begin += count
+    return found
+
+
+def all_close(asked: list[Prompt], responses: list[Response]) -> bool:
+    return len(responses) == len(asked) and all(max(distances(asked, one)) < CLOSE for one in responses)
+
+
+def begin_and_wait_until_it_runs(engine: SglangRollout, asked: list[Prompt], short: SglangRollout) -> None:
+    """A short sequence that was sent later, and has ended, has run beside all of these."""
+    engine.add(asked)
+    short.add(prompts(1))
+    assert len(drain(short)) == 1
+    assert engine.running == len(asked)
+
+
+def test_log_probabilities_are_those_of_transformers(owned: SglangRollout) -> None:
+    asked = prompts()
+    owned.add(asked)
+    responses = drain(owned)
+    assert all_close(asked, responses)
+    assert all(one.spans[::2] == (0,) for one in responses)
+    assert sum(len(one.tokens) for one in responses) > ROWS * SHORT
+    ended = [one for one in responses if len(one.tokens) < LONG]
+    assert all(one.tokens[-1] == 1 for one in ended)  # the end token is part of the answer
+    assert all(1 not in one.tokens[:-1] for one in responses)
+
+
+def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None:
+    asked = prompts(3, greedy=True)
+    owned.add(asked)
+    for one in drain(owned):
+        ids = torch.cat([asked[one.key].tokens, one.tokens]).long().unsqueeze(0)
+        with torch.inference_mode():
+            likeliest = BY_VERSION[0](ids).logits[0].argmax(-1)[len(asked[one.key].tokens) - 1 : -1]
+        assert torch.equal(likeliest, one.tokens.long())
+
+
+def test_room_is_one_more_with_each_sequence_that_ends(owned: SglangRollout) -> None:
+    asked = prompts()
+    owned.add(asked)
+    assert owned.room == 0
+    with pytest.raises(EngineError, match="0 free rows"):
+        owned.add(asked[:1])
+    first = owned.run(threading.Event())
+    assert owned.room == len(first) > 0
+    assert len(drain(owned)) == ROWS - len(first)
+    assert owned.room == ROWS
+
+
+@pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
+async def test_each_way_changes_the_weights_to_the_last_bit(weights: str, beside: Callable[..., Any]) -> None:
+    """What is generated is the new model's, and the server's own checksums are those of what was sent."""
+    engine = beside(SHORT, weights=weights)
+    for version in (1, 2):
+        engine.swap(snapshot(version))
+        asked = prompts()
+        engine.add(asked)
+        responses = drain(engine)
+        assert all(one.spans[0] == version for one in responses)
+        assert all_close(asked, responses)
+    layout = Layout(parameter_shapes_of(version))
+    async with SglangLink(engine.url) as link:
+        told = await link.post(checksum(), 30.0)
+    assert checked(told, layout, snapshot(2)) == len(told["ranks"][0]["checksums"])
+    with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
+        checked(told, layout, snapshot(1))
+
+
+def parameter_shapes_of(version: int) -> dict[str, torch.Size]:
+    return {name: one.shape for name, one in named_parameters(BY_VERSION[version]).items()}
+
+
+def test_the_layout_of_a_checkpoint_is_that_of_its_model(checkpoint: Any) -> None:
+    shapes = parameter_shapes(checkpoint)
+    assert shapes == parameter_shapes_of(0)
+    assert list(shapes) == list(parameter_shapes_of(0))
+
+
+@pytest.mark.parametrize(
+    ("pause", "weights"), [("retract", "disk"), ("retract", "broadcast"), ("abort", "tensor"), ("in_place", "disk")]
+)
+def test_weights_change_under_running_sequences(pause: str, weights: str, beside: Callable[..., Any]) -> None:
+    """Each token's version is told right. Computed again, what comes after is the new model's; in place, nearly."""
+    engine, short = beside(LONG, pause=pause, weights=weights), beside(SHORT)
+    asked = prompts()
+    begin_and_wait_until_it_runs(engine, asked, short)
+    engine.swap(snapshot(1))
+    responses = drain(engine)
+    assert len(responses) == ROWS
+    across = [one for one in responses if one.spans[::2] == (0, 1)]
+    assert len(across) >= ROWS // 2, [one.spans for one in responses]
+    first, second = zip(*(distances(asked, one) for one in across), strict=True)
+    assert max(first) < CLOSE
+    assert (max(second) < CLOSE) == (pause != "in_place")
+    assert {one.spans[0] for one in responses} <= {0, 1}
+    engine.add(asked)  # nothing of the old weights' keys is left for what begins now
+    later = drain(engine)
+    assert all_close(asked, later)
+    assert {one.spans[::2] for one in later} == {(1,)}
+
+
+# ---- the server dies; this comes last, for it costs a start
+
+
+def test_killed_in_the_middle_of_a_change_of_weights_it_comes_back_with_all_of_them(owned: SglangRollout) -> None:
+    before = owned.server_pid
+    port = int(owned.url.rpartition(":")[2])
+    asked = prompts()
+    owned.add(asked)
+    os.killpg(before, signal.SIGSTOP)  # it takes the request for the change, and never answers
+    waiting = _connections(port)
+    swap = threading.Thread(target=owned.swap, args=(snapshot(2),))
+    swap.start()
+    wait_until(lambda: _connections(port) > waiting, 30.0, lambda: "the change was never asked for")
+    assert owned.room == 0  # no work while the weights are in doubt
+    os.killpg(before, signal.SIGKILL)
+    swap.join(START_S)
+    assert not swap.is_alive()
+    responses = drain(owned)
+    assert all(one.spans[-2] == 2 for one in responses)
+    assert all_close(asked, responses)
+    assert owned.room == ROWS
+
+
+def _connections(port: int) -> int:
+    found = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port == port for one in found)

@@ -1,0 +1,140 @@
+"""The engine against a process that keeps to SGLang's protocol: releases, failures, recovery; no SGLang is needed."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt.engines.checkpoint import load_model, named_parameters
+from flowrt.errors import EngineError, TransferError
+from flowrt.transport.weights import Snapshot
+
+from .playing import drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
+
+__all__ = ["engine_of", "play"]  # fixtures
+
+
+@pytest.mark.parametrize(
+    ("release", "weights"),
+    [
+        *[(release, "disk") for release in ("0.5.12.post1", "0.5.18", "0.5.19", "0.5.23")],
+        *[(release, "tensor") for release in ("0.5.20", "0.5.21")],
+    ],
+)
+def test_weights_change_under_running_sequences(
+    release: str, weights: str, play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
+) -> None:
+    """Every token's version is right; where the server cannot tell, what runs is cut and sent on."""
+    one = play(release)
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", weights=weights)
+    assert engine.room == 4
+    engine.add(prompts(4))
+    until_some_are_made(one)
+    engine.swap(snapshot(checkpoint, 1))
+    done = drain(engine)
+    assert sorted(done) == [0, 1, 2, 3]
+    assert all(is_whole(response) and response.spans[-2] == 1 for response in done.values())
+    assert any(response.spans[0] == 0 for response in done.values())
+    asked = one.ask("/asked")
+    cut = release in ("0.5.12.post1", "0.5.18")
+    assert (asked.count("/generate") > 4) == cut
+    change = asked[asked.index("/generate") :]
+    update = f"/update_weights_from_{weights}"
+    assert change.index("/pause_generation") < change.index(update) < change.index("/continue_generation")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_by_disk_are_read_by_another_process_and_nothing_of_them_stays(
+    shared: bool,
+    play: Callable[..., Any],
+    engine_of: Callable[..., Any],
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """In memory of this process, or in a directory that both have."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(tmp_path) if shared else "")
+    engine.swap(snapshot(checkpoint, 1))
+    parameters = named_parameters(load_model(checkpoint))
+    assert one.ask("/loaded") == {name: list(one.shape) for name, one in parameters.items()}
+    assert not list(tmp_path.glob("flowrt-weights-*"))
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [path for path in descriptors if "flowrt-weights" in path]
+
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
+
+
+def test_a_change_that_failed_is_made_whole_before_anything_goes_on(
+    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
+) -> None:
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", weights="tensor")
+    engine.add(prompts(4))
+    until_some_are_made(one)
+    one.ask("/fail_next", {"route": "/update_weights_from_tensor"})
+    engine.swap(snapshot(checkpoint, 1))
+    done = drain(engine)
+    assert all(is_whole(response) for response in done.values())
+    assert len(done) == 4
+    asked = one.ask("/asked")
+    failed = len(asked) - 1 - asked[::-1].index("/update_weights_from_tensor")
+    # The session was ended, what ran was cut, and the weights came again, all of them, before it continued.
+    again = asked[asked.index("/pause_generation", 4) :]
+    assert again.count("/begin_weight_update") == again.count("/end_weight_update") == 2
+    assert "/continue_generation" in asked[failed:]
+    assert engine.room == 4
+
+
+def test_a_server_that_breaks_gets_its_work_again_one_that_refuses_ends_the_engine(
+    play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}")
+    one.ask("/fail_next", {"route": "/generate", "status": 500})
+    engine.add(prompts(2))
+    assert all(is_whole(response) for response in drain(engine).values())
+    one.ask("/fail_next", {"route": "/generate", "status": 400})
+    engine.add(prompts(1))
+    with pytest.raises(EngineError, match=r"/generate refused \(HTTP 400\): /generate was told to fail"):
+        drain(engine)
+
+
+def test_what_fails_too_often_ends_the_engine_with_the_servers_words(
+    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
+) -> None:
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", restarts=0)
+    one.ask("/fail_next", {"route": "/update_weights_from_disk"})
+    with pytest.raises(EngineError, match=r"restarts \(0\).*version 1 by disk.*was told to fail"):
+        engine.swap(snapshot(checkpoint, 1))
+    assert engine.room == 0
+
+
+def test_weights_of_another_model_are_refused_before_the_server_hears_of_them(
+    play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}")
+    before = one.ask("/asked").count("/update_weights_from_disk")
+    with pytest.raises(TransferError, match="the same checkpoint"):
+        engine.swap(Snapshot.take(1, {"weight": torch.zeros(5)}))
+    assert one.ask("/asked").count("/update_weights_from_disk") == before
+
+
+def test_a_server_that_does_not_answer_in_time_counts_as_gone(
+    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
+) -> None:
+    one = play("0.5.21")
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", restarts=0, update_s=1.0)
+    os.kill(one.process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"waited 1\.0 s for version 1"):
+        engine.swap(snapshot(checkpoint, 1))

@@ -1,0 +1,196 @@
+"""Killed with SIGKILL, all of it, at any moment, and resumed: nothing lost, nothing trained twice, the same bits."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowrt.cli import main
+from flowrt.recipes.load import defaults, to_toml
+from flowrt.recipes.paths import checkpoint_steps
+
+pytestmark = pytest.mark.slow
+SEED = 20261121
+STEPS, EVERY, PROMPTS = 30, 3, 4
+SMALL = [
+    *("--prompts-per-step", str(PROMPTS), "--group-size", "4", "--trainer.micro-batch-tokens", "100"),
+    *("--rollout.workers", "1", "--trainer.lr", "0.002"),
+]
+EXACT = [
+    *("--steps", str(STEPS), "--staleness", "0", "--deterministic", "True", "--data.eval-prompts", "4"),
+    *("--checkpoint.every", str(EVERY), *SMALL),
+]
+TIMES = {"wall_s", "samples_per_s"}
+
+
+@pytest.fixture(scope="module")
+def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that is right now and then: without any reward there is nothing to learn, and nothing to compare."""
+    run_dir = tmp_path_factory.mktemp("taught")
+    base = defaults("arithmetic")
+    config = dataclasses.replace(
+        base,
+        run_dir=str(run_dir),
+        build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
+        warm_start=dataclasses.replace(base.warm_start, steps=60, bare_steps=0, probes=8),
+    )
+    path = run_dir / "config.toml"
+    path.write_text(to_toml(config))
+    prepare = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
+    subprocess.run(prepare, check=True, timeout=120, capture_output=True)
+    return run_dir / "model"
+
+
+def parameters(path: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
+    database = sqlite3.connect(run_dir / "ledger.sqlite")
+    try:
+        return database.execute(words).fetchall()
+    finally:
+        database.close()
+
+
+def wait_for_steps(run: Any, steps: int) -> None:
+    run.wait_for(lambda: (run.run_dir / "metrics.jsonl").is_file() and len(lines(run.run_dir)) >= steps, "steps")
+
+
+def kill_at_a_random_moment(run: Any, rng: random.Random) -> None:
+    wait_for_steps(run, rng.randint(EVERY + 1, STEPS // 2))
+    found = run.processes()
+    end_s = time.monotonic() + rng.uniform(0.0, 0.3)
+    while time.monotonic() < end_s:
+        pass
+    run.kill_all(found)
+
+
+def kill_while_saving(run: Any, after: int) -> None:
+    """Stop the trainer while a checkpoint is written aside, and kill everything then."""
+    run.wait_for(lambda: max(checkpoint_steps(run.run_dir), default=0) > after, "checkpoint")
+    found = run.processes()
+    [trainer] = run.find("flowrt.workers.trainer")
+    end_s = time.monotonic() + 60.0
+    while time.monotonic() < end_s:
+        if begun := list((run.run_dir / "checkpoints").glob(".step-*.part")):
+            os.kill(trainer.pid, signal.SIGSTOP)
+            if begun[0].exists():
+                run.kill_all(found)
+                assert begun[0].exists()
+                return
+            os.kill(trainer.pid, signal.SIGCONT)
+    pytest.fail("no checkpoint was caught while it was written")
+
+
+@pytest.fixture(scope="module")
+def runs(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, Path]:
+    """A run that was not killed, and one that was killed twice and resumed to its end."""
+    plain = launch("--model", str(taught_model), *EXACT)
+    assert plain.wait(120.0) == 0, plain.output
+    rng = random.Random(SEED)
+    killed = launch("--model", str(taught_model), *EXACT)
+    wait_for_steps(killed, 1)
+    assert main(["resume", str(killed.run_dir)]) == 2  # it is still going on
+    assert main(["ledger", str(killed.run_dir)]) == 0
+    kill_at_a_random_moment(killed, rng)
+    saved = max(checkpoint_steps(killed.run_dir))
+    assert saved >= EVERY
+    again = launch(resume=killed.run_dir)
+    kill_while_saving(again, saved)
+    last = launch(resume=killed.run_dir)
+    assert last.wait(120.0) == 0, last.output
+    last.assert_gone(10.0)
+    return plain.run_dir, killed.run_dir
+
+
+def test_the_weights_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Path], taught_model: Path) -> None:
+    plain, resumed = (parameters(run_dir / "final") for run_dir in runs)
+    start = parameters(taught_model)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in plain.items())
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in plain.items())
+
+
+def test_the_metrics_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Path]) -> None:
+    plain, resumed = (
+        [{name: value for name, value in line.items() if name not in TIMES} for line in lines(run_dir)]
+        for run_dir in runs
+    )
+    assert resumed == plain
+    assert [line["step"] for line in plain] == list(range(STEPS))
+    assert len({line["reward"] for line in plain}) > 2
+    walls = [line["wall_s"] for line in lines(runs[1])]
+    assert walls == sorted(walls)
+
+
+def test_the_ledger_has_each_prompt_in_the_same_step(runs: tuple[Path, Path]) -> None:
+    select = "SELECT epoch, prompt, state, step FROM prompts WHERE state = 'trained' ORDER BY epoch, prompt"
+    plain, resumed = (query(run_dir, select) for run_dir in runs)
+    assert resumed == plain
+    assert len(plain) == STEPS * PROMPTS
+    rolled_back = query(runs[1], "SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
+    assert rolled_back
+    trained = "SELECT epoch, prompt FROM events WHERE state = 'trained'"
+    assert len(query(runs[1], trained)) == len(plain) + len(rolled_back)
+    assert len(query(runs[1], "SELECT * FROM lives")) == 3
+
+
+def test_the_summary_counts_the_whole_run(runs: tuple[Path, Path]) -> None:
+    plain, resumed = (summary(run_dir) for run_dir in runs)
+    for name in ("steps", "samples", "reward_first", "reward_last", "staleness_max", "eval_first", "eval_last"):
+        assert resumed[name] == plain[name], name
+    assert (resumed["prompts_lost"], resumed["prompts_trained_twice"]) == (0, 0)
+    assert (plain["resumed_from"], resumed["prompts"]["trained"]) == (0, STEPS * PROMPTS)
+    assert 0 < resumed["resumed_from"] < STEPS
+    assert resumed["wall_s"] >= lines(runs[1])[-1]["wall_s"]
+
+
+def test_checkpoints_are_whole_and_few(runs: tuple[Path, Path]) -> None:
+    for run_dir in runs:
+        assert checkpoint_steps(run_dir) == [STEPS - EVERY, STEPS]
+        assert not list((run_dir / "checkpoints").glob(".*"))
+        assert (run_dir / "checkpoints" / f"step-{STEPS:06}" / "tokenizer.json").is_file()
+
+
+def test_evaluation_before_training_is_not_repeated(runs: tuple[Path, Path]) -> None:
+    # Had it been, it would have been noted again, in a later step.
+    assert query(runs[1], "SELECT name, step FROM notes ORDER BY name") == [("eval_first", 0), ("eval_last", STEPS)]
+
+
+def test_a_complete_run_says_so_and_can_be_extended(
+    runs: tuple[Path, Path], launch: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = runs[0]
+    assert main(["resume", str(run_dir)]) == 0
+    assert f"is complete: {STEPS} steps" in " ".join(capsys.readouterr().out.split())
+    assert main(["resume", str(run_dir), "--steps", "3"]) == 2
+    assert "is less than" in " ".join(capsys.readouterr().err.split())
+    # Wherever it has been moved, and without the model that it started from.
+    moved = run_dir.rename(run_dir.with_name("moved"))
+    config = moved / "config.toml"
+    config.write_text(config.read_text().replace(str(run_dir.parent), "/nowhere"))
+    longer = launch("--steps", str(STEPS + 2), resume=moved)
+    assert longer.wait(120.0) == 0, longer.output
+    assert [line["step"] for line in lines(moved)] == list(range(STEPS + 2))
+    assert summary(moved)["prompts"] == {"trained": (STEPS + 2) * PROMPTS}

@@ -1,0 +1,136 @@
+"""Every template is submitted to a real SLURM, and its job learns and leaves with exit code 0."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.recipes.load import defaults, to_toml
+from flowrt.recipes.paths import checkpoint_steps
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+CORES = 4  # of a node: each worker has one to itself
+JOB_S = 180.0
+SMALL = [
+    *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+    *("--trainer.lr", "5e-4", "--trainer.warmup-steps", "3"),
+]
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the default job, warmed up."""
+    run_dir = tmp_path_factory.mktemp("warm")
+    path = run_dir / "config.toml"
+    path.write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
+    words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
+    subprocess.run(words, check=True, timeout=150, capture_output=True)
+    return run_dir / "model"
+
+
+class Site:
+    """A directory of templates, and of the jobs that are submitted from it."""
+
+    def __init__(self, cluster: Any, directory: Path, *flags: str) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        words = [
+            str(FLOWRT),
+            "templates",
+            str(directory),
+            "--runs",
+            str(directory / "jobs"),
+            "--cpus",
+            str(CORES),
+            *flags,
+        ]
+        subprocess.run(words, check=True, timeout=60, capture_output=True)
+
+    def submit(self, template: str, *arguments: object) -> str:
+        return str(self.cluster.submit(self.directory / template, *arguments))
+
+    def job(self, number: str) -> Path:
+        return self.directory / "jobs" / number
+
+    def log(self, number: str) -> str:
+        """What the job and its workers have said."""
+        paths = [*self.directory.glob(f"*{number}*.log"), *self.job(number).glob("run/logs/*.log")]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
+
+    def finish(self, number: str) -> dict[str, Any]:
+        """The summary of a job that must end well and learn."""
+        code = self.cluster.wait_for(number, JOB_S, lambda: self.log(number))
+        assert code == "0:0", self.log(number)
+        summary = json.loads((self.job(number) / "run" / "summary.json").read_text())
+        assert summary["reward_last"] > summary["reward_first"] + 0.1, summary
+        assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
+        return summary
+
+    def nodes(self, number: str) -> dict[str, int]:
+        """How many steps of the job each node has run (the batch script is none)."""
+        logs = {path.stem.removeprefix("slurmd-"): path for path in self.cluster.directory.glob("slurmd-n*.log")}
+        return {name: path.read_text().count(f"(StepId={number}.") for name, path in logs.items()}
+
+
+def test_one_node_and_workers_that_join_from_an_array(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path, "--extra", "2", "--rollout-partition", "generate")
+    number = site.submit("one_node.sbatch", "--model", model, *SMALL, "--steps", "30", "--rollout.workers", "1")
+    array = site.submit("extra_rollout.sbatch", site.job(number))
+    site.finish(number)
+    for task in range(2):
+        assert cluster.wait_for(f"{array}_{task}", 30.0, lambda: site.log(array)) == "0:0", site.log(array)
+    timeline = (site.job(number) / "run" / "timeline.jsonl").read_text().splitlines()
+    generated = {span["worker"] for span in map(json.loads, timeline) if span["kind"] == "generate"}
+    assert generated == {"rollout-0", f"extra-{array}-0", f"extra-{array}-1"}
+    assert not (site.job(number) / "run" / "address").exists()
+    assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700
+
+
+def test_many_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path, "--nodes", "3")
+    number = site.submit("many_nodes.sbatch", "--model", model, *SMALL, "--steps", "20")
+    summary = site.finish(number)
+    assert summary["steps"] == 20
+    assert site.nodes(number) == {"n1": 1, "n2": 1, "n3": 1}  # the trainer, and a rollout worker on each other node
+
+
+def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path, "--nodes", "3", "--train-nodes", "2", "--rollout-partition", "generate")
+    number = site.submit("hetjob.sbatch", "--model", model, *SMALL, "--steps", "20")
+    site.finish(number)
+    controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
+    assert all(f"trainer-{rank} joined" in controller for rank in range(2))
+    # SLURM picks the nodes of each component: two of them train, the third generates.
+    assert sorted(site.nodes(number).values()) == [0, 1, 1]
+    assert sorted(site.nodes(str(int(number) + 1)).values()) == [0, 0, 1]
+
+
+def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path)
+    flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "4"]
+    number = site.submit("one_node.sbatch", "--model", model, *SMALL, *flags)
+    run = site.job(number) / "run"
+    cluster.wait_until(lambda: checkpoint_steps(run), JOB_S, lambda: site.log(number))
+    cluster.run("scontrol", "requeue", number)
+    cluster.wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", 30.0, lambda: site.log(number))
+    kept = max(checkpoint_steps(run))
+    cluster.run("scontrol", "update", f"job={number}", "StartTime=now")  # SLURM would wait for two minutes
+    summary = site.finish(number)
+    assert cluster.job(number)["Restarts"] == "1"
+    assert f"going on after step {kept - 1}" in (run / "logs" / "controller.log").read_text()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(24))
+    assert summary["steps"] == 24
+
+
+def test_a_run_that_fails_fails_its_job(cluster: Any, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path)
+    number = site.submit("one_node.sbatch", "--model", "nowhere")
+    assert cluster.wait_for(number, JOB_S, lambda: site.log(number)) == "2:0"
+    assert "model nowhere is no directory" in site.log(number)

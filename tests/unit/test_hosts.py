@@ -1,0 +1,158 @@
+"""Runs over several hosts: who is started how, under which name, and where the controller is found."""
+
+import asyncio
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flowrt.launch.commands import check_programs, worker_commands
+from flowrt.workers.whereabouts import check_reach, find_address, worker_name
+
+from flowrt.errors import ConfigError, WaitExpired
+from flowrt.lifeline import LAUNCHER
+from flowrt.recipes.load import parse
+from flowrt.recipes.paths import address_file, final_dir
+from flowrt.wire.hosts import interfaces, own_address, reachable
+
+ADDRESS = "tcp://10.1.2.3:4567"
+
+
+def commands(*flags: str, meeting: str = "") -> dict[str, list[str]]:
+    return {command.name: command.words for command in worker_commands(parse(flags), ADDRESS, meeting)}
+
+
+# ---- commands
+
+
+def test_each_role_is_put_behind_its_words() -> None:
+    words = commands(
+        *("--launch.rollout", "srun --het-group=1 --ntasks=1", "--launch.trainer", "ssh 'a host'"),
+        *("--rollout.workers", "2", "--launch.others", "nice"),
+    )
+    assert words["rollout-1"][:4] == ["srun", "--het-group=1", "--ntasks=1", sys.executable]
+    assert words["trainer"][:3] == ["ssh", "a host", sys.executable]
+    assert [words[name][0] for name in ("source", "reward", "reference")] == ["nice"] * 3
+
+
+def test_without_words_everything_runs_here() -> None:
+    assert {words[0] for words in commands().values()} == {sys.executable}
+    for name, words in commands().items():
+        role = name.partition("-")[0]
+        assert words[1:5] == ["-m", f"flowrt.workers.{role}", "--controller", ADDRESS]
+
+
+def test_keys_are_named_to_workers_whose_environment_may_be_another() -> None:
+    config = parse([])
+    config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys="/a/keys"))
+    for command in worker_commands(config, ADDRESS):
+        assert command.words[command.words.index("--keys") + 1] == "/a/keys"
+
+
+def test_one_torchrun_a_host_and_none_needs_a_known_port() -> None:
+    words = commands(
+        *("--trainer.ranks", "8", "--trainer.nodes", "2", "--launch.trainer", "srun --nodes=2"),
+        meeting="10.1.2.3:5",
+    )["trainer"]
+    assert words[words.index("--nnodes") + 1] == "2"
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--rdzv-endpoint") + 1] == "10.1.2.3:5"
+    assert words[words.index("--rdzv-conf") + 1] == "is_host=0"
+    assert "--standalone" in commands("--trainer.ranks", "2")["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trainer.ranks", "3", "--trainer.nodes", "2", "--launch.trainer", "srun"], "does not divide"),
+        (["--trainer.ranks", "2", "--trainer.nodes", "2"], "launch.trainer is empty"),
+        (["--launch.rollout", "ssh 'host"], "launch.rollout cannot be cut into words"),
+    ],
+)
+def test_hosts_that_cannot_be(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(flags)
+
+
+def test_a_launcher_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.others begins with nosuchrun"):
+        check_programs(parse(["--launch.others", "nosuchrun -n 1"]))
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "name"),
+    [
+        ("", {}, "rollout-0"),
+        ("left", {}, "left"),
+        ("", {"RANK": "3"}, "rollout-3"),
+        ("left", {"RANK": "3"}, "left-3"),
+        ("", {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, "rollout-2"),
+        ("left", {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, "left-2"),
+        ("left", {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "left"),
+        ("left", {"RANK": "7", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "left-7"),
+    ],
+)
+def test_names_differ_where_one_command_starts_several(given: str, environment: dict[str, str], name: str) -> None:
+    assert worker_name("rollout", given, environment) == name
+
+
+# ---- finding each other
+
+
+def test_a_controller_on_all_interfaces_is_found_under_an_address_of_this_host() -> None:
+    bound = reachable("tcp://0.0.0.0:4567", "")
+    assert bound == f"tcp://{own_address()}:4567"
+    assert own_address() in interfaces().values()
+    assert reachable("tcp://0.0.0.0:4567", "head") == "tcp://head:4567"
+    assert reachable("tcp://10.1.2.3:4567", "head") == "tcp://10.1.2.3:4567"
+
+
+def test_loopback_is_the_last_resort() -> None:
+    others = [address for address in interfaces().values() if not address.startswith("127.")]
+    assert own_address().startswith("127.") == (not others)
+    assert interfaces()["lo"] == "127.0.0.1"
+
+
+async def test_a_run_directory_says_where_its_controller_is(tmp_path: Path) -> None:
+    assert await find_address(ADDRESS, 0.1) == ADDRESS
+    looking = asyncio.create_task(find_address(str(tmp_path), 20.0))
+    address_file(tmp_path).write_text(ADDRESS + "\n")
+    assert await looking == ADDRESS
+
+
+async def test_a_run_directory_where_nothing_runs(tmp_path: Path) -> None:
+    with pytest.raises(WaitExpired, match=r"waited 0 s for .*/address: does a run go on"):
+        await find_address(str(tmp_path), 0.05)
+
+
+def test_a_host_without_the_model_says_so(tmp_path: Path) -> None:
+    config = dataclasses.replace(parse([]), run_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"model {tmp_path}/model is not there on host '{socket.gethostname()}'"):
+        check_reach(config)
+
+
+def test_the_trained_model_goes_where_the_configuration_says(tmp_path: Path) -> None:
+    assert final_dir(parse(["--trainer.final-dir", str(tmp_path / "out")])) == tmp_path / "out"
+    assert final_dir(dataclasses.replace(parse([]), run_dir="run")) == Path("run/final")
+
+
+# ---- the launcher's process number
+
+
+@pytest.mark.parametrize(("host", "code"), [(socket.gethostname(), 1), ("elsewhere", 0)])
+def test_a_launcher_is_looked_for_on_its_own_host_only(host: str, code: int) -> None:
+    """The environment comes along to other hosts, where its process number means nothing."""
+    gone = subprocess.Popen(["true"])
+    gone.wait(20)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from flowrt.lifeline import die_with_parent as d; d()"],
+        env={**os.environ, LAUNCHER: f"{host} {gone.pid}"},
+        timeout=60,
+    )
+    assert ended.returncode == code
