@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, WaitExpired
+from flowrt.errors import EXIT_DISMISSED, FlowError, LocalProtocolError, Stopped, WaitExpired
 from flowrt.waiting import CONTROLLER, until
 from flowrt.wire import messages as m
 from flowrt.wire.keys import WorkerKeys
@@ -77,7 +77,7 @@ class Line:
         elif isinstance(message, m.Stop) and self.hello.term:
             self._welcome.set_exception(Stopped(message.reason, message.code))
         elif isinstance(message, m.Refused) and message.request == m.FOR_GOOD:
-            self._welcome.set_exception(RemoteProtocolError(f"controller {self.address}: {message.reason}"))
+            self._welcome.set_exception(Stopped(message.reason, EXIT_DISMISSED))
         elif isinstance(message, m.Refused | m.Stop):
             reason = f"controller {self.address} refused {self.hello.worker}: {message.reason}"
             self._welcome.set_exception(LocalProtocolError(reason))

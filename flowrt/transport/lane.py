@@ -19,6 +19,7 @@ from flowrt.errors import FlowError, TransferError, WaitExpired
 from flowrt.transport.channel import Channel, Transport
 from flowrt.transport.pieces import Run
 from flowrt.transport.rendezvous import SignalStore
+from flowrt.transport.warm import give_back_heap
 from flowrt.waiting import CONTROLLER, joined, taken
 from flowrt.wire.records import GONE, LaneTurn
 
@@ -122,6 +123,8 @@ class Lane:
                     continue
                 try:
                     self._channel.rest()
+                    if not rests:
+                        give_back_heap()
                 except TransferError as error:
                     self._break(str(error))
                     return None

@@ -1,6 +1,8 @@
 """Host memory that is received into, kept warm: the first touch of a page costs more than the bytes that land in it."""
 
+import ctypes
 import mmap
+import sys
 import weakref
 from collections import deque
 
@@ -12,6 +14,16 @@ ROOMY = 4
 """Memory at most so many times as large as needed may be used."""
 SMALLEST_BYTES = 64 * 1024
 _HUGE_BYTES = 2 * 1024 * 1024
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def give_back_heap() -> None:
+    """Give back what has been freed in the middle of the heap; a C library that cannot do that is left alone."""
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def capacity(size: int) -> int:

@@ -156,13 +156,6 @@ def test_what_the_run_is_done_with_is_refused() -> None:
     assert resumed.core.samples.window.step == 3
 
 
-def test_only_sources_are_told_which_prompts_are_done_with() -> None:
-    position = Position(3, pack([(0, 5)]), (("eval_first", 0.5),))
-    core = Talk(position=position, steps=6).core
-    assert core.position_for("source") == position
-    assert core.position_for("trainer") == Position(3, (), (("eval_first", 0.5),))
-
-
 def test_a_checkpoint_of_another_step_is_illegal() -> None:
     talk = Talk()
     assert talk.say("trainer0", m.Saved(1, 0)) == [Persist(WorkerId("trainer0"), 1)]

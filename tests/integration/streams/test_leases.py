@@ -86,5 +86,5 @@ async def test_a_consumer_away_for_so_long_that_its_connection_was_closed_is_tol
         first.tell("commit")
         answer = await first.hear()
         assert answer["error"] == "Stopped"
-        assert "lost your leases" in answer["text"]
+        assert "counts as gone" in answer["text"]
         assert stream.server.ended is None
