@@ -26,6 +26,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/main_job.py --quick --json bench/results/main_job_quick.json
 	$(BIN)/python bench/weights.py --quick --json bench/results/weights_quick.json
+	$(BIN)/python bench/faults.py --quick --json bench/results/faults_quick.json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.launch.checks import Finding, State, Wanted, is_well, judge, wanted
-from flowrt.launch.facts import PROBE_S, START_S, Facts, from_json, learn
+from flowrt.launch.facts import PROBE_S, START_S, Facts, collect, from_json
 from flowrt.launch.memory import Shape, estimate, host_bytes, shape_of
 from rich.console import Console
 from rich.table import Table
@@ -143,7 +143,7 @@ def _look(order: Order) -> Facts:
     if order.controller:
         probe = ["--controller", order.controller, "--peers", str(order.peers)]
         probe += ["--keys", order.keys] if order.keys else []
-    return learn(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
+    return collect(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
 
 
 def _read(path: Path) -> list[Facts]:
@@ -180,18 +180,18 @@ async def _start_everywhere(order: Order, address: str) -> list[Facts]:
             *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
     except OSError as error:
-        raise ConfigError(f"--on {shlex.join(order.on)} cannot be started: {error.strerror}") from None
+        raise ConfigError(f"--on {' '.join(order.on)} cannot be started: {error.strerror}") from None
     deadline_s = START_S + order.deadline_s + SPARE_S
     try:
-        output, _ = await until(process.communicate(), deadline_s, "all nodes to answer", shlex.join(order.on))
+        output, _ = await until(process.communicate(), deadline_s, "all nodes to answer", " ".join(order.on))
     except WaitExpired:
         process.kill()
         output = b""
     lines = output.decode(errors="replace").splitlines()
-    found = [from_json(line, shlex.join(order.on)) for line in lines if line.startswith("{")]
+    found = [from_json(line, " ".join(order.on)) for line in lines if line.startswith("{")]
     if len(found) < order.nodes:
         raise ConfigError(
-            f"{len(found)} of {order.nodes} nodes answered within {deadline_s:.0f} s to {shlex.join(order.on)} (exit "
+            f"{len(found)} of {order.nodes} nodes answered within {deadline_s:.0f} s to {' '.join(order.on)} (exit "
             f"code {process.returncode}); does it start one command on each of them? Say how many with --nodes"
         )
     return found

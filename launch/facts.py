@@ -93,7 +93,7 @@ def _device(table: dict[str, Any]) -> bool:
     )
 
 
-def learn(directory: Path, model: str, probe: list[str], deadline_s: float) -> Facts:
+def collect(directory: Path, model: str, probe: list[str], deadline_s: float) -> Facts:
     """This node's facts. ``directory`` is where a run would write, ``probe`` what else to tell `workers/probe.py`.
 
     ``deadline_s`` is for the controller and other nodes to answer.

@@ -162,6 +162,7 @@ class LocalRun:
     async def _live(self, view: LiveView) -> tuple[int, int | None]:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
+        self._restarts.begin()
         controller, address = await self._start_controller("--anew")
         self._controller = controller
         observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)

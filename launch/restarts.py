@@ -24,6 +24,11 @@ class Restarts:
         self._run_dir = run_dir
         self._most = most
         self._made = 0
+        self._began_at = 0
+
+    def begin(self) -> None:
+        """A life of the run begins, from its newest checkpoint. (A controller that comes back begins none.)"""
+        self._began_at = max(checkpoint_steps(self._run_dir), default=0)
 
     def back_off_s(self, trainer_code: int | None) -> float | None:
         """How long to wait before the next life of a run that has ended; None when there shall be none.
@@ -35,7 +40,7 @@ class Restarts:
         if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
             return None
         killed = trainer_code is not None and trainer_code < 0
-        if self._made >= self._most or not (killed or summary["steps"] > summary["resumed_from"]):
+        if self._made >= self._most or not (killed or summary["steps"] > self._began_at):
             return None
         self._made += 1
         return float(min(FIRST_BACK_OFF_S * 4 ** (self._made - 1), LONGEST_BACK_OFF_S))

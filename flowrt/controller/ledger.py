@@ -7,6 +7,7 @@ has a row for each start of a controller, ``notes`` what else has to survive it.
 
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,10 @@ _GO_BACK = (
     "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
     # What was evaluated before the first step is known for good, even if no step was trained.
     "DELETE FROM notes WHERE step >= MAX(:step, 1)",
+)
+_DROPPED = (
+    "SELECT reason FROM events WHERE (state = 'dropped' OR (state = 'unread' AND reason NOT LIKE 'rolled back%')) "
+    "AND id > (SELECT COALESCE(MAX(after_event), 0) FROM lives)"
 )
 _TRAINED_TWICE = """
 SELECT COUNT(*) FROM (
@@ -106,7 +111,7 @@ class Ledger:
     def recall(self) -> Remains | None:
         """What a controller left behind that did not end its run; None when there was none."""
         try:
-            return self._walk.recall()
+            return self._walk.recall(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
         except sqlite3.Error as error:
             raise FlowError(f"ledger {self._path} cannot be read: {error}") from error
 

@@ -12,11 +12,11 @@ from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Settings
-from flowrt.controller.slots import Group, Slot
+from flowrt.controller.slots import Group
 from flowrt.controller.transfers import find_holding
 from flowrt.controller.walk import LATEST, STEP, Recollection, Remains
 from flowrt.errors import EXIT_FAILED, RemoteProtocolError
-from flowrt.ids import LeaseId, SlotId, WorkerId
+from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.wire.messages import Free, Holds, Renew, Saved, StepDone
 from flowrt.wire.records import LaneTurn
 
@@ -59,7 +59,8 @@ class Regroup:
         for name, versions in models.of.items():
             versions.latest = remains.numbers.get(LATEST + name, 0)
         self._awaited = {WorkerId(worker): role for worker, role in remains.crew.items()}
-        samples.paused = True
+        samples.retreat.dropped.update(remains.dropped)
+        samples.paused = samples.retreat.patient = True
 
     @property
     def is_open(self) -> bool:
@@ -146,7 +147,7 @@ class Regroup:
                 claimed = worker in self._claims(part.column, item)
                 if holding is not None and holding.length == length and claimed:
                     holding.owners.add(worker)
-                elif holding is not None and self._trains(worker, part.column, item):
+                elif holding is not None and holding.length == length and self._works_with(worker, part.column, item):
                     # A copy that came with its grant: not for others, but to be freed in the end.
                     holding.sent[worker] = LaneTurn(worker, worker, "samples", 0, 0, "")
                 elif holding is None or worker not in holding.owners:
@@ -159,13 +160,17 @@ class Regroup:
     def _claims(self, column: str, item: int) -> Collection[WorkerId]:
         return () if self._recalled is None else self._recalled.claims.get((column, item), ())
 
-    def _trains(self, worker: WorkerId, column: str, item: int) -> bool:
-        train, slot = self._samples.train_stage, self._board.slots.get(SlotId(item))
-        slots: list[Slot] = [] if slot is None else [slot]
+    def _works_with(self, worker: WorkerId, column: str, item: int) -> bool:
+        """Whether a lease that it has renewed needs this column."""
+        fetched = self._board.flows.fetched
         if self._board.columns[column].scope == "group":
-            slots = next((group.slots for group in self._samples.window.taken.values() if group.id == item), [])
-        lease = slots[0].leases.get(train) if slots else None
-        return lease is not None and lease.worker == worker
+            group = self._board.groups.get(GroupId(item))
+            slots = [] if group is None else group.slots
+        else:
+            slot = self._board.slots.get(SlotId(item))
+            slots = [] if slot is None else [slot]
+        leases = [lease for slot in slots for lease in slot.leases.values()]
+        return any(lease.worker == worker and column in fetched[lease.stage] for lease in leases)
 
     # ---- the end of it
 

@@ -43,6 +43,7 @@ class Retreat:
         self._out = out
         self._makers = {column: stage.name for stage in flow.stages for column in stage.makes}
         self.dropped: dict[str, int] = defaultdict(int)
+        self.patient = False  # whoever has what nobody owns may come back: it is not lost yet
 
     # ---- samples that are no use any more
 
@@ -202,13 +203,15 @@ class Retreat:
 
     def _drop_sourceless(self, group: Group) -> None:
         """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
-        owned = all(one.owners for one in group.tensors.values())
+        owned = self.patient or all(one.owners for one in group.tensors.values())
         if not owned and group.id in self._board.groups and group.id not in self._window.taken:
             self.dropped["its source left"] += 1
             self._give_up(group, "its source left", "unread")
 
     def _make_again(self, slot: Slot) -> None:
         """Undo the stages whose tensors nobody owns any more, unless a trainer may just be receiving them."""
+        if self.patient:
+            return
         training = slot.leases.get(self._flow.train_stage)
         for column, holding in list(slot.tensors.items()):
             stage = self._makers.get(column)

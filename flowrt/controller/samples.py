@@ -169,7 +169,8 @@ class Samples:
 
     def go_on(self, why: str) -> None:
         """All who will come have come: what nobody has is made again, and everybody is served."""
-        self.paused, self.committing.recalled = False, None
+        self.paused = self.retreat.patient = False
+        self.committing.recalled = None
         self.retreat.look_over()
         for group in self.board.groups.values():
             if group.flow == self.train_flow and group.id not in self.window.taken:

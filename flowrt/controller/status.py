@@ -1,4 +1,4 @@
-"""What observers are told: where the run is, who waits for whom, how it ended. Bounded, however large the run is."""
+"""What observers are told: where the run is, who waits for whom, how it ended. The waits are bounded in number."""
 
 import heapq
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from flowrt.controller.core import Core
-from flowrt.controller.waitgraph import MOST_WAITS, MOST_WORKERS, OBSERVER
+from flowrt.controller.waitgraph import MOST_WAITS, OBSERVER
 
 
 def status(
@@ -15,7 +15,7 @@ def status(
     """As the JSON of a Status message; ``wait_s`` is how long a worker waits for an answer."""
     samples, receivers = core.samples, core.weights.receivers
     waits = heapq.nsmallest(MOST_WAITS, samples.waiting(), key=itemgetter(2))
-    members = [one for one in core.roster.members() if one.role != OBSERVER][:MOST_WORKERS]
+    members = [one for one in core.roster.members() if one.role != OBSERVER]
     return {
         "step": samples.window.step,
         "steps": samples.window.steps,

@@ -97,6 +97,7 @@ class Remains:
     numbers: dict[str, int] = field(default_factory=dict)
     crew: dict[str, str] = field(default_factory=dict)  # who was in, and in which role
     entries: Sequence[Begun | Made | Unmade | Left] = ()
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 class Recollection:

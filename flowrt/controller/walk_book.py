@@ -70,7 +70,7 @@ class WalkBook:
         oldest = next(iter(self._first.values()), self._next)
         self._db.execute("DELETE FROM walk WHERE id < ?", (oldest,))
 
-    def recall(self) -> Remains | None:
+    def recall(self, dropped: dict[str, int]) -> Remains | None:
         """What a controller left behind that did not end its run; None when there was none. Raises FlowError."""
         crew = dict(self._db.execute("SELECT worker, role FROM crew").fetchall())
         if not crew:
@@ -79,7 +79,7 @@ class WalkBook:
         for number, kind, data in self._db.execute("SELECT id, kind, entry FROM walk ORDER BY id"):
             entries.append(from_blob(_KINDS[kind], data))
             self._note_live(number, entries[-1])
-        return Remains(self._numbers(), crew, entries)
+        return Remains(self._numbers(), crew, entries, dropped)
 
     def forget(self) -> None:
         """The run has ended, or goes back to a checkpoint: nothing of this is to come back."""

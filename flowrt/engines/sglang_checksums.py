@@ -1,7 +1,8 @@
 """What an SGLang server's checksums of its weights should be, computed from a snapshot.
 
-On a CPU the server sums up each tensor's bytes with SHA-256, of which it tells the first eight. It holds some tensors
-of the checkpoint end to end as one. On accelerators it uses another sum, which only compares servers with each other.
+A server on a CPU sums up each tensor's bytes (float32 here) with SHA-256, of which it tells the first eight. It holds
+some tensors of the checkpoint end to end as one. On accelerators it uses another sum, which only compares servers with
+each other.
 """
 
 import hashlib
@@ -51,7 +52,8 @@ def _parts(name: str) -> list[str]:
 def _sum(name: str, tensors: list[torch.Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        held = tensor.float().contiguous()  # the server's type; from bfloat16 nothing is rounded
+        sha.update(held.view(torch.uint8).numpy().data)
         if name.endswith(PADDED):
-            sha.update(bytes(-len(tensor) % VOCABULARY_MULTIPLE * tensor[0].nbytes))
+            sha.update(bytes(-len(held) % VOCABULARY_MULTIPLE * held[0].nbytes))
     return sha.hexdigest()[:16]

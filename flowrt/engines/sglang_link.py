@@ -15,6 +15,8 @@ from flowrt.waiting import noted, pause
 PROBE_S = 10.0
 LOOK_EVERY_S = 0.25
 LONGEST_WORDS = 500
+SERVER_ERRORS = 500
+"""From here on the server says that it is broken, not that the request is wrong."""
 
 
 class SglangLink:
@@ -27,7 +29,7 @@ class SglangLink:
         self._http = aiohttp.ClientSession(connector=connector, trust_env=False)
 
     async def post(self, call: Call, deadline_s: float) -> Any:
-        """The server's answer. Raises EngineGone when there is none in time, EngineError when it refuses."""
+        """The server's answer. Raises EngineGone when it has none in time or breaks, EngineError when it refuses."""
         return await self._ask("POST", call.route, call.body, deadline_s)
 
     async def get(self, route: str, deadline_s: float = PROBE_S) -> Any:
@@ -80,6 +82,8 @@ class SglangLink:
             found = json.loads(text) if text else {}
         except json.JSONDecodeError:
             found = {}
+        if status >= SERVER_ERRORS:
+            raise EngineGone(f"{self.url}{route} failed (HTTP {status}): {_words(found, text)}")
         if status != 200 or (isinstance(found, dict) and found.get("success") is False):
             raise EngineError(f"{self.url}{route} refused (HTTP {status}): {_words(found, text)}")
         return found

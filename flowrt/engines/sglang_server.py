@@ -49,7 +49,7 @@ class SglangServer:
         The process dies with the thread that calls this: let it be one that lives as long as the worker.
         """
         self.kill()
-        port = _free_port()
+        port = free_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -95,6 +95,7 @@ class SglangServer:
         command = [options.python, "-m", "sglang.launch_server", "--model-path", str(self._model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0", "--skip-tokenizer-init"]
         command += ["--dtype", options.dtype, "--max-running-requests", str(self._rows)]
+        command += ["--log-level-http", "warning"]  # else a line for every sequence
         if options.device:
             command += ["--device", options.device]
         if options.device == "cpu":
@@ -109,7 +110,8 @@ class SglangServer:
         return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
     for port in random.SystemRandom().sample(PORTS, TRIES):
         with socket.socket() as probe:
             try:

@@ -28,7 +28,7 @@ class Misfortunes:
         self._left = ["kill"] * scenario.kills
         self._left += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
         self._left += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
-        self._left += ["repeat"] * scenario.repeats
+        self._left += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
         self._rng.shuffle(self._left)
 
     def strike(self) -> bool:
@@ -55,6 +55,9 @@ class Misfortunes:
                 return True
             case "kill" if working and cluster.core.ended is None:
                 self.kill(rng.choice(working))
+                return True
+            case "crash" if cluster.core.ended is None:
+                cluster.crash()
                 return True
             case "lose" if jobs := [(worker, job) for worker in working for job in worker.jobs]:
                 worker, job = rng.choice(jobs)

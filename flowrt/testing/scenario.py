@@ -94,6 +94,7 @@ class Scenario:
     kills: int = 0
     broken_lanes: int = 0
     expiries: int = 0  # the clock jumps past the deadline of every lease
+    crashes: int = 0  # of the controller, which comes back
     losses: int = 0  # somebody says that the samples that it works on cannot be made
     withdrawals: int = 0  # somebody does not want to wait for its pull any longer
     repeats: int = 0  # something that was said comes again, perhaps long after

@@ -14,12 +14,14 @@ from typing import Any
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Persist, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, End, Event, Keep, Persist, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
+from flowrt.controller.walk import Remains
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.testing.misfortunes import Misfortunes
 from flowrt.testing.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
+from flowrt.testing.simreturn import Durable, Survivor
 from flowrt.testing.simrows import LaneId, Row, Shared, lane_of
 from flowrt.testing.simworker import Worker
 from flowrt.wire import messages as m
@@ -30,7 +32,14 @@ Action = tuple[float, Callable[[], None]]
 """How likely it is next, relative to the others, and what it does."""
 
 
-def make_core(scenario: Scenario, position: Position | None = None, **numbers: Any) -> Core:
+def make_core(
+    scenario: Scenario,
+    position: Position | None = None,
+    term: int = 1,
+    remains: Remains | None = None,
+    /,
+    **numbers: Any,
+) -> Core:
     """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
 
     ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
@@ -57,7 +66,8 @@ def make_core(scenario: Scenario, position: Position | None = None, **numbers: A
         scenario.sharing,
         scenario.cut,
     )
-    return Core(dataclasses.replace(settings, **numbers), grpo_dataflow(scenario.references > 0), policies)
+    changed = dataclasses.replace(settings, **numbers)
+    return Core(changed, grpo_dataflow(scenario.references > 0), policies, term, remains)
 
 
 class Cluster:
@@ -71,7 +81,9 @@ class Cluster:
         self.core = self._make_core(position)
         self.shared = Shared(scenario, self.rng, lambda: self.core.weights.latest)
         self.shared.passed = unpack(self.core.settings.position.passed)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Survivor] = {}
+        self.term = 1
+        self.kept = Durable()
         self.records: list[Record] = []
         self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
         self.steps: list[StepClosed] = []
@@ -86,7 +98,7 @@ class Cluster:
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
         for role, count in roles.items():
             for rank in range(count):
-                self.workers[f"{role}{rank}"] = Worker(f"{role}{rank}", role, self.shared)
+                self.workers[f"{role}{rank}"] = Survivor(f"{role}{rank}", role, self.shared)
         self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
         first_step = self.core.settings.position.step
         for trainer in self._ranks:
@@ -103,18 +115,24 @@ class Cluster:
 
         Raises AssertionError when it cannot be completed.
         """
-        while actions := list(self.possible()):
-            if self.actions == most_actions:
-                return self
+        while self.actions != most_actions and self.step():
             assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
-            self.actions += 1
-            if self.misfortunes.strike():
-                continue
-            _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
-            action()
+        if self.actions == most_actions and any(True for _ in self.possible()):
+            return self
         assert self.core.ended is not None, f"nobody can do anything; {self.stuck()}"
         assert self.core.ended.code == 0, self.core.ended.reason
         return self
+
+    def step(self) -> bool:
+        """Let one thing happen; False when nothing can."""
+        actions = list(self.possible())
+        if not actions:
+            return False
+        self.actions += 1
+        if not self.misfortunes.strike():
+            _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
+            action()
+        return True
 
     def stuck(self) -> str:
         """What everybody waits for."""
@@ -197,9 +215,13 @@ class Cluster:
                     self._send(worker, message)
                 case Record(prompt, epoch, state):
                     self.records.append(command)
+                    if state in ("dropped", "unread"):
+                        self.kept.dropped[command.reason.split(";")[0]] += 1
                     self.state[epoch, prompt] = state
                 case StepClosed():
                     self.steps.append(command)
+                case Keep(entry):
+                    self.kept.keep(entry)
                 case Persist(worker, request):
                     self.durable = len(self.records)
                     self._send(worker, m.Committed(request, (), ""))
@@ -261,5 +283,18 @@ class Cluster:
         self._finished = True
         self.workers["source0"].say(m.Finished())
 
+    def crash(self) -> None:
+        """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""
+        for worker in self.workers.values():
+            for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
+                worker.receive(worker.inbox.popleft())
+        self.term += 1
+        self.core = make_core(self.scenario, None, self.term, self.kept.remains())
+        self.shared.sent.clear()
+        for worker in self.workers.values():
+            worker.outbox.clear()  # of the dead, nobody has anything to hear any more
+            if worker.alive:
+                worker.come_back(self.term - 1)
+
     def _rejoin(self, dead: Worker) -> None:
-        self.workers[dead.id] = Worker(dead.id, dead.role, self.shared)
+        self.workers[dead.id] = Survivor(dead.id, dead.role, self.shared)

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flowrt.lifeline import die_with_parent
+
 NODES = ("n1", "n2", "n3")
 CORES = 4
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
@@ -90,6 +92,7 @@ class Cluster:
                 stderr=log,
                 env=self.environment,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         self._daemons.append(daemon)
 

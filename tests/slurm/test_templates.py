@@ -14,13 +14,13 @@ from flowrt.recipes.paths import checkpoint_steps
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 CORES = 4  # of a node: each worker has one to itself
-JOB_S = 180.0
+JOB_S = 300.0
 SMALL = [
     *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
     *("--trainer.lr", "5e-4", "--trainer.warmup-steps", "3"),
 ]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = run_dir / "config.toml"
     path.write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
     words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
-    subprocess.run(words, check=True, timeout=150, capture_output=True)
+    subprocess.run(words, check=True, timeout=300, capture_output=True)
     return run_dir / "model"
 
 

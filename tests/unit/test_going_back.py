@@ -199,22 +199,36 @@ def end(run_dir: Path, reason: str, *, steps: int = 9, since: int = 6, code: int
     )
 
 
+def a_life(run_dir: Path, most: int) -> Restarts:
+    """Restarts of a run whose present life began after step 6."""
+    (run_dir / "checkpoints" / "step-000006").mkdir(parents=True, exist_ok=True)
+    restarts = Restarts(run_dir, most)
+    restarts.begin()
+    return restarts
+
+
 def test_a_lost_trainer_is_restarted_so_often_and_no_more(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+    restarts = a_life(tmp_path, 3)
     end(tmp_path, "trainer-1: its connection is closed; see its log")
     assert [restarts.back_off_s(1) for _ in range(4)] == [1.0, 4.0, 16.0, None]
-    assert Restarts(tmp_path, 0).back_off_s(-9) is None
+    assert a_life(tmp_path, 0).back_off_s(-9) is None
 
 
 def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
-    assert Restarts(tmp_path, 3).back_off_s(-9) is None  # without a summary it was the controller that died
+    assert a_life(tmp_path, 3).back_off_s(-9) is None  # without a summary it was the controller that died
     end(tmp_path, "trainer: EngineError: no causal LM", steps=6)
-    assert Restarts(tmp_path, 3).back_off_s(1) is None
-    assert Restarts(tmp_path, 3).back_off_s(-9) == 1.0
+    assert a_life(tmp_path, 3).back_off_s(1) is None
+    assert a_life(tmp_path, 3).back_off_s(-9) == 1.0
     end(tmp_path, "rollout-0 was killed by SIGKILL")
-    assert Restarts(tmp_path, 3).back_off_s(1) is None
+    assert a_life(tmp_path, 3).back_off_s(1) is None
     end(tmp_path, "the run is complete", code=0)
-    assert Restarts(tmp_path, 3).back_off_s(0) is None
+    assert a_life(tmp_path, 3).back_off_s(0) is None
+
+
+def test_a_trainer_that_is_lost_after_its_controller_came_back_is_restarted(tmp_path: Path) -> None:
+    restarts = a_life(tmp_path, 3)
+    end(tmp_path, "trainer-0: WaitExpired: the controller did not come back", steps=7, since=7)
+    assert restarts.back_off_s(1) == 1.0, "this life has closed a step, before its controller died"
 
 
 # ---- bad input

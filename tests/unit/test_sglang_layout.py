@@ -64,8 +64,11 @@ def told(held: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"success": True, "ranks": [{"checksums": sums}]}
 
 
-def test_checksums_of_the_same_weights_agree() -> None:
-    assert checked(told(tensors()), Layout(SHAPES), Snapshot.take(1, tensors())) == 3
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+def test_checksums_of_the_same_weights_agree(sent: torch.dtype) -> None:
+    """The server has them in float32, whatever they came in."""
+    held = {name: one.float() for name, one in tensors(sent).items()}
+    assert checked(told(held), Layout(SHAPES), Snapshot.take(1, tensors(sent))) == 3
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -20,6 +20,8 @@ NOT_HERE = f"no SGLang server in {PYTHON.parents[1]}; scripts/install_sglang put
 VOCABULARY = 320
 TEMPERATURE = 0.7
 ROWS, LONG, SHORT = 8, 200, 6
+START_S = 900.0
+"""SGLang starts in half a minute on two idle cores, and its three processes import a great deal when they are not."""
 
 
 def build(seed: int) -> Any:
@@ -45,7 +47,8 @@ def owned(checkpoint: Path) -> Iterator[SglangRollout]:
         device="cpu",
         dtype="float32",
         arguments="--max-total-tokens 8192",
-        restarts=4,
+        restarts=2,
+        start_s=START_S,
     )
     engine = _engine(options, checkpoint, LONG)
     try:

@@ -32,6 +32,7 @@ class Standin:
         self.paused = ""
         self.cut = 0
         self.fail_next = ""  # route: the next request for it is refused
+        self.status = 400
         self.asked: list[str] = []
         self.loaded: dict[str, list[int]] = {}
         self.changed = asyncio.Event()
@@ -49,7 +50,7 @@ class Standin:
             os.kill(os.getpid(), signal.SIGKILL)
         if route == self.fail_next:
             self.fail_next = ""
-            return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=400)
+            return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
         if route == "/generate":
             return await self.generate(body)
         self.change(route, body)
@@ -57,7 +58,7 @@ class Standin:
 
     def tell(self, route: str, body: Any) -> web.Response:
         if route == "/fail_next":
-            self.fail_next = body["route"]
+            self.fail_next, self.status = body["route"], body.get("status", 400)
         if route == "/asked":
             return web.json_response(self.asked)
         if route == "/loaded":

@@ -22,12 +22,12 @@ from flowrt.errors import EngineError
 from flowrt.transport.weights import Snapshot
 from tests.integration.conftest import wait_until
 
-from .conftest import LONG, NOT_HERE, PYTHON, ROWS, SHORT, TEMPERATURE, build, drain, prompts
+from .conftest import LONG, NOT_HERE, PYTHON, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2 * START_S),
     pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
 ]
 CLOSE = 1e-5
@@ -164,7 +164,7 @@ def test_killed_in_the_middle_of_a_change_of_weights_it_comes_back_with_all_of_t
     wait_until(lambda: _connections(port) > waiting, 30.0, lambda: "the change was never asked for")
     assert owned.room == 0  # no work while the weights are in doubt
     os.killpg(before, signal.SIGKILL)
-    swap.join(400.0)
+    swap.join(START_S)
     assert not swap.is_alive()
     responses = drain(owned)
     assert all(one.spans[-2] == 2 for one in responses)

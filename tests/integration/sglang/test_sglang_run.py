@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from .conftest import NOT_HERE, PYTHON
+from .conftest import NOT_HERE, PYTHON, START_S
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(4 * START_S),
     pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
 ]
 STEPS, KILLED_AT = 34, 4
@@ -31,13 +31,14 @@ def run(launch: Callable[..., Any]) -> Any:
         *("--steps", str(STEPS), "--seed", "0", "--data.eval-prompts", "64", "--trainer.save", "False"),
         *("--rollout.engine", "sglang", "--rollout.sglang.python", str(PYTHON), "--rollout.sglang.device", "cpu"),
         *("--rollout.sglang.dtype", "float32", "--rollout.sglang.arguments=--max-total-tokens 8192"),
+        *("--rollout.sglang.start-s", str(START_S), "--controller.stall-s", str(START_S + 100)),
         *("--rollout.workers", "1", "--rollout.swap", "inflight", "--loss.kl-coef", "0"),
     )
     metrics = launched.run_dir / "metrics.jsonl"
-    launched.wait_for(lambda: metrics.is_file() and len(_lines(metrics)) >= KILLED_AT, "some steps", 500.0)
+    launched.wait_for(lambda: metrics.is_file() and len(_lines(metrics)) >= KILLED_AT, "some steps", START_S)
     (server,) = launched.find("sglang.launch_server")
     os.killpg(server.pid, signal.SIGKILL)
-    assert launched.wait(800.0) == 0, launched.output + launched.log("rollout-0")
+    assert launched.wait(2 * START_S) == 0, launched.output + launched.log("rollout-0")
     return launched
 
 

@@ -1,0 +1,104 @@
+"""The controller of a simulation that crashes and comes back: what it left behind, and workers that find it again."""
+
+from collections import Counter
+
+from flowrt.client.memory import Memory
+from flowrt.controller.events import Joined
+from flowrt.controller.walk import Begun, Came, Entry, Left, Made, Reached, Remains, Unmade, Went
+from flowrt.testing.scenario import MODEL
+from flowrt.testing.simrows import Shared
+from flowrt.testing.simworker import Worker
+from flowrt.wire import messages as m
+from flowrt.wire.records import NO_BASE, Part
+
+RENEWABLE = ("rollout", "train")
+
+
+class Survivor(Worker):
+    """A worker that knows what it has to tell a controller that has come back, as a session does."""
+
+    def __init__(self, worker: str, role: str, shared: Shared) -> None:
+        self.memory = Memory(RENEWABLE)
+        self.open: dict[int, m.Pull | m.Offer | m.Commit] = {}
+        super().__init__(worker, role, shared)
+
+    def say(self, message: m.Message) -> None:
+        match message:
+            case m.Pull() | m.Offer() | m.Commit():
+                self.open[message.request] = message
+            case m.StepDone():
+                self.memory.step_done(message)
+            case m.Abandon():
+                self.memory.ended(message.slots, message.leases)
+            case m.Finished():
+                self.memory.finished()
+        super().say(message)
+
+    def receive(self, message: m.Message) -> None:
+        match message:
+            case m.Grant(request):
+                pull = self.open.pop(request)
+                assert isinstance(pull, m.Pull)
+                self.memory.granted(pull, message)
+            case m.Committed(request):
+                commit = self.open.pop(request)
+                assert isinstance(commit, m.Commit)
+                self.memory.ended(commit.slots, commit.leases)
+            case m.Opened(request) | m.Refused(request):
+                self.open.pop(request, None)
+        super().receive(message)
+
+    def come_back(self, term: int) -> None:
+        """The connection is cut, and there is a new controller to be told of all that is here."""
+        for request in [request for request in self.open if request in self.withdrawn]:
+            del self.open[request]
+            self.pulling = False
+        self.coming.clear()
+        for job in list(self.jobs):
+            if any(key not in self.have for row in job.rows for key in row.needs):
+                self.abandon(job, False, "its tensors were on their way")  # which nobody hears
+        self.inbox.clear()
+        self.outbox.clear()
+        self.expected.clear()
+        self.relays.clear()
+        self.forms = {form: one for form, one in self.forms.items() if form[0] in self.weights}
+        self.outbox.append(Joined(self.id, self.role, "host", (), term))
+        if self.role == "rollout":
+            super().say(m.Applied(MODEL, self.applied))
+        for message in [*self.memory.leases(), *self.memory.again(), *self.open.values()]:
+            super().say(message)
+        mine = self.role == "trainer"
+        weights = tuple(one for (_, base), one in self.forms.items() if base == NO_BASE or mine)
+        super().say(m.Holds(self._inventory(), weights))
+
+    def _inventory(self) -> tuple[Part, ...]:
+        """What is here for good: not what a commit without an answer brings."""
+        found: dict[str, dict[int, int]] = {}
+        for (column, item), (length, request) in self.have.items():
+            if not isinstance(self.open.get(request), m.Commit):
+                found.setdefault(column, {})[item] = length
+        return tuple(Part(column, tuple(items), tuple(items.values())) for column, items in found.items())
+
+
+class Durable:
+    """What a ledger would have on disk."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._crew: dict[str, str] = {}
+        self._walk: list[Begun | Made | Unmade | Left] = []
+        self.dropped: Counter[str] = Counter()
+
+    def keep(self, entry: Entry) -> None:
+        match entry:
+            case Reached(name, value):
+                self._numbers[name] = value
+            case Came(worker, role):
+                self._crew[worker] = role
+            case Went(worker):
+                self._crew.pop(worker, None)
+            case _:
+                self._walk.append(entry)
+
+    def remains(self) -> Remains:
+        return Remains(dict(self._numbers), dict(self._crew), tuple(self._walk), dict(self.dropped))

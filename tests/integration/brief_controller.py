@@ -1,0 +1,48 @@
+"""A controller of a small dataflow that can be killed and started again: python brief_controller.py RUN_DIR ADDRESS."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from flowrt.controller.admission import StrictLag
+from flowrt.controller.batchers import TokenBudget
+from flowrt.controller.core import Core
+from flowrt.controller.dispatch import Fifo
+from flowrt.controller.ledger import Ledger
+from flowrt.controller.server import Server
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.versions import DelayedUpdate
+from flowrt.lifeline import die_with_parent
+from flowrt.wire.records import Column, Stage
+
+FLOW = Dataflow(
+    (Column("prompt", "int32", "group"), Column("response", "float32", "slot")),
+    (
+        Stage("rollout", needs=("prompt",), makes=("response",), generates=True),
+        Stage("reward", needs=("response", "prompt"), makes=("reward",)),
+        Stage("train", needs=("response", "reward"), makes=(), flow="train", whole_groups=True),
+    ),
+    "train",
+    "train",
+    token_columns=("response",),
+)
+REGROUP_S = 4.0
+RETURN_S = 20.0
+
+
+async def serve(run_dir: Path, address: str) -> None:
+    policies = Policies(StrictLag(1), Fifo(), TokenBudget(1), DelayedUpdate())
+    settings = Settings(
+        steps=3, groups_per_step=1, finishers=("trainer",), regroup_s=REGROUP_S, return_s=RETURN_S, silence_s=30.0
+    )
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    core = Core(settings, FLOW, policies, ledger.term, ledger.recall())
+    server = Server(core, FLOW.columns, "", run_dir, heartbeat_s=0.5, wait_s=60.0, ledger=ledger)
+    sys.stdout.write(server.bind(address) + "\n")
+    sys.stdout.flush()
+    await server.run()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,99 @@
+"""A server that the engine starts itself: it dies, it hangs, it cannot start, its worker dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.errors import EngineError
+from tests.integration.conftest import wait_until
+
+from .playing import DEADLINE_S, STANDIN, TOKENS, drain, engine_of, in_place, is_whole, prompts, snapshot
+
+__all__ = ["engine_of", "in_place"]  # fixtures
+
+
+@pytest.mark.parametrize("wreck", ["/generate", "/update_weights_from_disk"])
+def test_a_server_of_ours_that_dies_is_started_again(
+    wreck: str, engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Any
+) -> None:
+    """It dies at that request each time: once more than allowed is the end, and says so."""
+    python = in_place(f'exec {sys.executable} {STANDIN} "$@"')
+    monkeypatch.setenv("STANDIN", f"0.5.21,{wreck}")
+    engine = engine_of(python=str(python))
+    first = engine.server_pid
+    if wreck == "/generate":
+        engine.add(prompts(2))
+        with pytest.raises(EngineError, match=r"restarts \(1\)"):
+            drain(engine)
+    else:
+        with pytest.raises(EngineError, match=r"restarts \(1\)"):
+            engine.swap(snapshot(checkpoint, 1))
+    assert engine.server_pid != first
+
+
+def test_a_server_of_ours_that_hangs_is_replaced_and_nothing_is_lost(
+    engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Callable[..., Path]
+) -> None:
+    monkeypatch.setenv("STANDIN", "0.5.21,")
+    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')), request_s=2.0)
+    engine.swap(snapshot(checkpoint, 1))
+    engine.add(prompts(4))
+    first = engine.server_pid
+    os.kill(first, signal.SIGSTOP)
+    done = drain(engine)
+    assert engine.server_pid != first
+    assert len(done) == 4
+    assert all(is_whole(response) and response.spans == (1, TOKENS) for response in done.values())
+
+
+def test_who_waits_in_an_engine_that_is_closed_comes_back(engine_of: Callable[..., Any], in_place: Any) -> None:
+    """A worker may be told to stop while its server starts; a thread that waited on would keep its process."""
+    engine = engine_of(begin=False, python=str(in_place("exec sleep 600")))
+    ended: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(EngineError) as raised:
+            engine.start()
+        ended.append(str(raised.value))
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    wait_until(lambda: engine.server_pid, DEADLINE_S, lambda: "nothing was started")
+    server = engine.server_pid
+    engine.close()
+    starting.join(DEADLINE_S)
+    assert ended == ["the engine was closed"]
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str], Path]) -> None:
+    """Whoever started it is killed, and cannot take anything along."""
+    python = in_place("exec sleep 600")
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from flowrt.engines.options import SglangOptions\n"
+        "from flowrt.engines.sglang_server import SglangServer\n"
+        f"options, model, log = SglangOptions(python={str(python)!r}), Path('.'), Path({str(tmp_path / 'log')!r})\n"
+        "server = SglangServer(options, model, rows=1, threads=1, log=log)\n"
+        "server.start(); print(server.pid, flush=True); time.sleep(600)\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    worker.kill()
+    worker.wait(DEADLINE_S)
+    worker.stdout.close()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} lives on")
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:
+    python = in_place("echo no such model >&2\nexit 7")
+    with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):
+        engine_of(python=str(python))

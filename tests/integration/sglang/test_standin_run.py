@@ -1,0 +1,38 @@
+"""A whole run whose rollout worker starts the stand-in as its server: everything but SGLang itself."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .playing import STANDIN, in_place
+
+__all__ = ["in_place"]  # a fixture
+
+STEPS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_takes_its_samples_from_a_server_and_gives_it_the_weights(
+    launch: Callable[..., Any], in_place: Callable[[str], Path], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights change in flight; the server is gone with the run, and its log is in the run directory."""
+    monkeypatch.setenv("STANDIN", "0.5.21,")
+    python = in_place(f'echo started; exec {sys.executable} {STANDIN} "$@"')
+    run = launch(
+        *("--model", str(checkpoint), "--steps", str(STEPS), "--prompts-per-step", "2", "--group-size", "2"),
+        *("--rollout.engine", "sglang", "--rollout.sglang.python", str(python), "--rollout.workers", "1"),
+        *("--rollout.swap", "inflight", "--loss.kl-coef", "0", "--trainer.save", "False", "--data.eval-prompts", "2"),
+    )
+    assert run.wait(280.0) == 0, run.output + run.log("rollout-0")
+    run.assert_gone(10.0)
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (STEPS, STEPS * 4)
+    assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+    assert summary["staleness_max"] <= 1
+    assert "started" in run.log("rollout-0-sglang")
+    assert "SGLang 0.5.21" in run.log("rollout-0")
