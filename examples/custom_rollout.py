@@ -64,6 +64,6 @@ class Simple:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as run_dir:
-        config = grpo.parse(["arithmetic", "--steps", "30", *sys.argv[1:], "--run-dir", run_dir])
+        config = grpo.parse(["arithmetic", "--steps", "30", "--run-dir", run_dir, *sys.argv[1:]])
         summary = asyncio.run(grpo.run_recipe(config, rollout_engine=Simple))
     print(f"{summary['steps']} steps, mean reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")
