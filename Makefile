@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-.PHONY: run test check bench venv clean
+.PHONY: run test test-real check bench venv clean
 
 venv: $(STAMP)
 
@@ -17,8 +17,14 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
+# What needs nothing but this machine; the rest takes servers, a cluster or root, and minutes more.
+REAL := sglang or slurm or netns
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not ($(REAL))" $(ARGS)
+
+test-real: $(STAMP)
+	$(BIN)/python -m pytest -m "$(REAL)" $(ARGS)
 
 check: $(STAMP)
 	scripts/check

@@ -77,4 +77,5 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STALLED = 3
+EXIT_DISMISSED = 4  # a worker that counts as gone; the run goes on, and another one may take its place
 EXIT_INTERRUPTED = 130

@@ -17,6 +17,7 @@ from flowrt.client.greeting import connect
 from flowrt.client.session import Session
 from flowrt.errors import (
     EXIT_BAD_INPUT,
+    EXIT_DISMISSED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -89,7 +90,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     except FlowError as refused:
         log.error("%s", refused)
         return EXIT_BAD_INPUT
-    error = ""
+    error, code = "", EXIT_OK
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
@@ -102,13 +103,15 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         first = _first(raised)
         if isinstance(first, Stopped):
             log.info("stopped: %s", first.reason)
+            # Whoever started it shall see that it was not the run that ended.
+            code = first.code if first.code == EXIT_DISMISSED else EXIT_OK
         else:
             error = f"{type(first).__name__}: {first}"
             log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
             log.error("%s", error)
     finally:
         await session.close(error)
-    _leave(EXIT_FAILED if error else EXIT_OK)
+    _leave(EXIT_FAILED if error else code)
 
 
 def _look(work: asyncio.Task[None]) -> None:

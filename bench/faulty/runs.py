@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -40,6 +41,10 @@ def warm_up() -> None:
     from flowrt.launch import controller  # noqa: F401
     from flowrt.workers import engines, entry  # noqa: F401
 
+    # Whoever is forked shares these pages for as long as no collector writes to them.
+    gc.collect()
+    gc.freeze()
+
 
 def prepare(folder: Path) -> RunConfig:
     """The data, a tiny model without any warm start, and the configuration of all trials."""
@@ -65,11 +70,11 @@ def prepare(folder: Path) -> RunConfig:
             base.controller,
             heartbeat_s=0.2,
             silence_s=SILENCE_S,
-            return_s=30.0,
+            return_s=60.0,
             lane_s=SILENCE_S,
             stall_s=60.0,
             join_s=20.0,
-            wait_s=60.0,
+            wait_s=600.0,
         ),
         supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, absence_s=10.0),
         checkpoint=dataclasses.replace(base.checkpoint, every=2, keep=2),

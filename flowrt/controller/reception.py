@@ -2,9 +2,14 @@
 
 from flowrt.controller.core import Core
 from flowrt.controller.waitgraph import OBSERVER
+from flowrt.errors import EXIT_DISMISSED
 from flowrt.wire import messages as m
 
 LONGEST_NAME = 200
+NOT_IN = m.Stop(
+    "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection",
+    EXIT_DISMISSED,
+)
 
 
 def refusal(hello: m.Hello, core: Core, is_taken: bool) -> str:
@@ -20,3 +25,8 @@ def refusal(hello: m.Hello, core: Core, is_taken: bool) -> str:
     if core.regroup.is_too_late(hello.worker, hello.term):
         return f"{hello.worker} counts as gone, and what it had is with others or made again; start it anew"
     return "" if hello.role == OBSERVER else core.samples.lanes.fault(hello.lanes)
+
+
+def dismissal(reason: str) -> m.Stop:
+    """What a worker is told that counts as gone: it ends, and whoever started it may start another one."""
+    return m.Stop(f"you were {reason}; your leases were given back", EXIT_DISMISSED)

@@ -16,7 +16,7 @@ from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined,
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.peers import Peers
-from flowrt.controller.reception import refusal
+from flowrt.controller.reception import NOT_IN, dismissal, refusal
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError, WaitExpired
@@ -36,7 +36,6 @@ LOCKED_S = 30.0
 """How long another process may keep the ledger locked; meanwhile the run goes on, its records wait."""
 MOST_LINES = 200
 STALLED, FAREWELL = Guard("controller.stall_s"), Guard("the deadline of the farewell")
-NOT_IN = "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection"
 
 
 class Server:
@@ -153,7 +152,7 @@ class Server:
         elif worker is None:
             self._complain(peer, f"{type(message).__name__} from somebody who did not say hello")
             # Perhaps a worker that was away for so long that it counts as gone: it must not wait for an answer.
-            self._answer_stranger(peer, m.Stop(NOT_IN, EXIT_FAILED))
+            self._answer_stranger(peer, NOT_IN)
         else:
             if isinstance(message, m.Report):
                 self._books.report(worker, self._peers.role(worker), message, self._core.samples.window.step)
@@ -245,7 +244,7 @@ class Server:
         match command:
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)
-                self._peers.send_now(worker, m.Stop(f"you were {reason}; your leases were given back", EXIT_FAILED))
+                self._peers.send_now(worker, dismissal(reason))
                 self._peers.forget(worker)
             case Persist(worker, request):
                 self._unsaved.append((worker, request))
