@@ -44,7 +44,7 @@ async def update(calls: service.Service) -> None:
 
 
 if __name__ == "__main__":
-    engines = {"data": data, "rollout": rollout, "reward": reward, "update": update}
+    engines = {"data": data, "rollout": rollout, "reward": reward, "actor_update": update}
     tasks = (ROLLOUT, REWARD, UPDATE)
     asyncio.run(
         service.init_engines(

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-from flowrt import api
+from flowrt import grpo
 
 
 class Simple:
     """Up to 32 sequences at a time; no cache, so that it is short."""
 
-    def __init__(self, config: api.RunConfig) -> None:
-        self._model = api.load_model(api.model_dir(config)).eval()
-        self._eos_id = api.load_tokenizer(api.model_dir(config)).eos_token_id
+    def __init__(self, config: grpo.RunConfig) -> None:
+        self._model = grpo.load_model(grpo.model_dir(config)).eval()
+        self._eos_id = grpo.load_tokenizer(grpo.model_dir(config)).eos_token_id
         self._longest, self._temperature = config.rollout.max_new_tokens, config.rollout.temperature
         self._version = 0
-        self._running: list[tuple[api.Prompt, list[int], list[float], torch.Generator]] = []
+        self._running: list[tuple[grpo.Prompt, list[int], list[float], torch.Generator]] = []
 
     @property
     def running(self) -> int:
@@ -28,12 +28,12 @@ class Simple:
     def room(self) -> int:
         return 32 - self.running
 
-    def add(self, prompts: Sequence[api.Prompt]) -> None:
+    def add(self, prompts: Sequence[grpo.Prompt]) -> None:
         self._running += [(prompt, [], [], torch.Generator().manual_seed(prompt.seed)) for prompt in prompts]
 
     @torch.inference_mode()
-    def run(self, interrupt: api.Interrupt) -> list[api.Response]:
-        finished: list[api.Response] = []
+    def run(self, interrupt: grpo.Interrupt) -> list[grpo.Response]:
+        finished: list[grpo.Response] = []
         while self._running and not finished:
             rows = [
                 torch.cat([prompt.tokens.long(), torch.tensor(made).long()]) for prompt, made, _, _ in self._running
@@ -51,12 +51,12 @@ class Simple:
                 self._running.remove(sequence)
                 prompt, made, logprobs, _ = sequence
                 tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
-                finished.append(api.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
+                finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
             if interrupt.is_set():
                 break
         return finished
 
-    def swap(self, snapshot: api.Snapshot) -> None:
+    def swap(self, snapshot: grpo.Snapshot) -> None:
         snapshot.restore({name: parameter.detach() for name, parameter in self._model.named_parameters()})
         self._version = snapshot.version  # nothing runs now, unless config.rollout.swap is inflight
 
@@ -64,6 +64,6 @@ class Simple:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as run_dir:
-        config = api.parse(["arithmetic", "--steps", "30", *sys.argv[1:], "--run-dir", run_dir])
-        summary = asyncio.run(api.run_recipe(config, rollout_engine=Simple))
+        config = grpo.parse(["arithmetic", "--steps", "30", "--run-dir", run_dir, *sys.argv[1:]])
+        summary = asyncio.run(grpo.run_recipe(config, rollout_engine=Simple))
     print(f"{summary['steps']} steps, mean reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")

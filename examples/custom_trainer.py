@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrt import api
+from flowrt import grpo
 
 
 class PolicyGradient:
     """One rank. Where several train together, `step` adds up their gradients and tokens with torch.distributed."""
 
-    def __init__(self, config: api.RunConfig) -> None:
-        self._model = api.load_model(api.model_dir(config)).train()
+    def __init__(self, config: grpo.RunConfig) -> None:
+        self._model = grpo.load_model(grpo.model_dir(config)).train()
         self._temperature = config.rollout.temperature
         self._lr, self._clip, self._tokens = 0.3, config.trainer.max_grad_norm, 0
 
-    def accumulate(self, batch: api.TrainingBatch) -> None:
-        scored = api.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
+    def accumulate(self, batch: grpo.TrainingBatch) -> None:
+        scored = grpo.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
         logprobs_T, padded = scored
         loss = -(logprobs_T * batch.advantages_N[padded.sample_T]).sum()  # a sum: only the step divides
         loss.backward()
@@ -60,6 +60,6 @@ class PolicyGradient:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as run_dir:
-        config = api.parse(["arithmetic", "--steps", "30", *sys.argv[1:], "--run-dir", run_dir])
-        summary = asyncio.run(api.run_recipe(config, train_engine=PolicyGradient))
+        config = grpo.parse(["arithmetic", "--steps", "30", "--run-dir", run_dir, *sys.argv[1:]])
+        summary = asyncio.run(grpo.run_recipe(config, train_engine=PolicyGradient))
     print(f"{summary['steps']} steps, mean reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")

@@ -1,7 +1,7 @@
 """The public surface for loops and engines of your own: bring what is yours, keep the rest.
 
-`examples/custom_loop.py` is a loop with a dataflow of its own; `examples/custom_trainer.py` and `custom_rollout.py`
-are engines of their own in a GRPO run. Everything named in ``__all__`` is stable; what it is built from is not.
+`examples/custom_loop.py` is a loop with a dataflow of its own. For engines of your own in a GRPO run: `flowrt.grpo`.
+Everything named in ``__all__`` is stable; what it is built from is not.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from flowrt.client.batches import Batch
 from flowrt.client.dataset import StreamDataset
@@ -30,21 +29,12 @@ from flowrt.controller.sharing import Balanced, OnDemand, Sharing
 from flowrt.controller.sticky import Sticky
 from flowrt.controller.tail import TailLanes
 from flowrt.controller.versions import DelayedUpdate, Refresh
-from flowrt.engines.checkpoint import load_model, load_tokenizer
-from flowrt.engines.protocols import Interrupt, Prompt, Response, RolloutEngine, TrainEngine, TrainingBatch
-from flowrt.engines.scoring import response_logprobs
 from flowrt.errors import FlowError, Stopped
-from flowrt.recipes import grpo
-from flowrt.recipes.config import RunConfig
-from flowrt.recipes.load import parse, to_toml
-from flowrt.recipes.paths import model_dir
 from flowrt.transport.rows import Packed
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.keys import controller_keys, worker_keys
 from flowrt.wire.loops import run_loop, serve_loop
 from flowrt.wire.records import Column, Stage
-from flowrt.workers import entry, prepare, reference, reward, rollout, source, trainer
-from flowrt.workers.engines import rollout_engine, train_engine
 
 __all__ = [
     "Admission",
@@ -62,19 +52,14 @@ __all__ = [
     "FixedTokens",
     "FlowError",
     "GroupCount",
-    "Interrupt",
     "LostMember",
     "OnDemand",
     "Packed",
     "Policies",
     "Priority",
-    "Prompt",
     "Refresh",
-    "Response",
     "Rolling",
-    "RolloutEngine",
     "Rows",
-    "RunConfig",
     "Server",
     "Session",
     "Settings",
@@ -87,25 +72,14 @@ __all__ = [
     "StrictLag",
     "TailLanes",
     "TokenBudget",
-    "TrainEngine",
-    "TrainingBatch",
     "connect",
     "controller",
-    "load_model",
-    "load_tokenizer",
-    "model_dir",
-    "parse",
+    "play_all",
     "pull_between",
-    "response_logprobs",
-    "rollout_engine",
-    "rollout_worker",
     "run_loop",
-    "run_recipe",
     "run_roles",
     "serve_loop",
     "stream",
-    "train_engine",
-    "trainer_worker",
     "worker_keys",
 ]
 
@@ -145,73 +119,17 @@ async def run_roles(flow: Dataflow, settings: Settings, policies: Policies, role
     """
     with tempfile.TemporaryDirectory(prefix="flowrt-") as run_dir:
         async with controller(flow, settings, policies, Path(run_dir)) as (server, address):
-            await _play_all(server, address, roles)
+            await play_all(server, address, roles)
 
 
-async def _play_all(server: Server, address: str, roles: Mapping[str, Role]) -> None:
+async def play_all(server: Server, address: str, roles: Mapping[str, Role]) -> None:
+    """Each role with a session of its own, until the run of this controller is complete; raises as `run_roles` does."""
     async with asyncio.TaskGroup() as group:
         for name, role in roles.items():
             group.create_task(_play(await connect(address, name, name, JOIN_S), role))
     ended = server.ended
     if ended is not None and ended.code != 0:
         raise Stopped(ended.reason, ended.code)
-
-
-async def run_recipe(
-    config: RunConfig,
-    *,
-    rollout_engine: Callable[[RunConfig], RolloutEngine] = rollout_engine,
-    train_engine: Callable[[RunConfig], TrainEngine] = train_engine,
-) -> dict[str, Any]:
-    """GRPO on a recipe's problems in this process, with the engines that these functions make; returns the summary.
-
-    ``config`` is what `parse` makes of command-line flags and must name a ``run_dir``; one rollout worker and one
-    trainer are started. The embedded model is built first where no other is named.
-    """
-
-    async def generate(session: Session) -> None:
-        await rollout.generate(session, config, await asyncio.to_thread(rollout_engine, config))
-
-    async def train(session: Session) -> None:
-        await trainer.train(session, config, await asyncio.to_thread(train_engine, config))
-
-    roles: dict[str, Role] = {
-        "source": lambda session: source.run(session, config),
-        "rollout": generate,
-        "reward": lambda session: reward.run(session, config),
-        "trainer": train,
-    }
-    if config.loss.kl_coef > 0:
-        roles["reference"] = lambda session: reference.run(session, config)
-    await asyncio.to_thread(_begin, config)
-    made = grpo.dataflow(config), grpo.settings(config), grpo.policies(config)
-    async with controller(*made, Path(config.run_dir), config=to_toml(config)) as (server, address):
-        await _play_all(server, address, roles)
-        return server.summary(config.staleness)
-
-
-def _begin(config: RunConfig) -> None:
-    Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not config.model:
-        prepare.prepare(config)
-
-
-def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:
-    """The trainer's command (``--controller tcp://HOST:PORT``) with your engine, also for torchrun; never returns."""
-
-    async def role(session: Session, config: RunConfig) -> None:
-        await trainer.train(session, config, await asyncio.to_thread(make, config))
-
-    entry.main("trainer", role)
-
-
-def rollout_worker(make: Callable[[RunConfig], RolloutEngine]) -> None:
-    """A rollout worker's command (``--controller tcp://HOST:PORT``) with your engine; never returns."""
-
-    async def role(session: Session, config: RunConfig) -> None:
-        await rollout.generate(session, config, await asyncio.to_thread(make, config))
-
-    entry.main("rollout", role)
 
 
 async def _play(session: Session, role: Role) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import torch
 
 from flowrt import api
+from flowrt.errors import ConfigError
 
 Engine = Callable[["Service"], Awaitable[None]]
 Columns = Mapping[str, Sequence[torch.Tensor] | Sequence[float]]
@@ -38,12 +39,15 @@ async def init_engines(
 ) -> None:
     """Run every engine until ``steps`` updates are done. Tasks move forward as the columns that they need appear.
 
-    ``update`` names the task that trains; it takes whole groups, in micro-batches of so many tokens (of all tensor
-    columns that belong to samples). An engine that returns has done its part. Raises what the first one raised.
+    ``update`` names the task that trains, and its engine, with which the run ends; it takes whole groups, in
+    micro-batches of so many tokens (of all tensor columns that belong to samples). Raises what the first engine that
+    failed raised, ConfigError when none has the name of the update.
     """
+    if update not in engines:
+        raise ConfigError(f"no engine is named {update!r}, as the task that trains is; there are {', '.join(engines)}")
     tokens = tuple(column.name for column in columns if column.scope == "slot")
     flow = api.Dataflow(tuple(columns), tuple(tasks), update, PROMPTS, token_columns=tokens)
-    settings = api.Settings(steps, prompts_per_step, finishers=tuple(engines), model=ACTOR)
+    settings = api.Settings(steps, prompts_per_step, finishers=(update,), model=ACTOR)
     policies = api.Policies(
         api.StrictLag(staleness), api.Fifo(), api.TokenBudget(micro_batch_tokens), api.DelayedUpdate()
     )

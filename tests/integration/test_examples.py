@@ -1,6 +1,7 @@
 """The examples and the commands of the README do what they say."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from flowrt.recipes.load import parse
 
@@ -42,15 +45,26 @@ def test_service_calls_are_all_that_their_example_uses() -> None:
     assert "service.init_engines(" in text
 
 
-def test_a_trainer_of_your_own_learns() -> None:
-    said = output("custom_trainer.py", "--steps", "24", *QUICK)
-    found = re.search(r"24 steps, mean reward ([\d.]+) -> ([\d.]+)", said)
-    assert found is not None, said
-    assert float(found[2]) > float(found[1]) + 0.03
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose trainer is the example's."""
+    run_dir = tmp_path_factory.mktemp("own") / "run"
+    said = output("custom_trainer.py", "--steps", "4", "--prompts-per-step", "8", "--run-dir", str(run_dir), *QUICK)
+    assert re.search(r"4 steps, mean reward ([\d.]+) -> ([\d.]+)", said) is not None, said
+    return run_dir
 
 
-def test_a_rollout_engine_of_your_own_generates_for_a_run() -> None:
-    said = output("custom_rollout.py", "--steps", "3", "--prompts-per-step", "4", *QUICK)
+def test_a_trainer_of_your_own_trains_a_run(own_run: Path) -> None:
+    """Its metrics are its own, and what it made of the weights is what is written."""
+    steps = [json.loads(line) for line in (own_run / "metrics.jsonl").read_text().splitlines()]
+    assert max(step["grad_norm"] for step in steps) > 0
+    assert not any("lr" in step for step in steps)
+    before, after = (load_file(own_run / name / "model.safetensors") for name in ("model", "final"))
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_rollout_engine_of_your_own_generates_for_a_run(own_run: Path) -> None:
+    said = output("custom_rollout.py", "--model", str(own_run / "model"), "--steps", "3", *QUICK)
     found = re.search(r"3 steps, mean reward ([\d.]+)", said)
     assert found is not None, said
     assert 0 < float(found[1]) <= 1

@@ -52,7 +52,11 @@ def test_two_ranks_train_every_weight(two_ranks: Any) -> None:
     final = two_ranks.run_dir / "final"
     assert "model.embed_tokens.weight" in changed(two_ranks.run_dir / "model", final)
     assert AutoTokenizer.from_pretrained(final).eos_token_id == 1
-    assert not list(two_ranks.run_dir.glob(".*"))
+    assert not list(two_ranks.run_dir.rglob("*.part"))
+
+
+def test_each_rank_writes_its_shards_into_the_checkpoint(two_ranks: Any) -> None:
+    assert len(list((two_ranks.run_dir / "checkpoints" / f"step-{STEPS:06}").glob("shard-*.safetensors"))) == 2
 
 
 def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: Any, launch: Callable[..., Any]) -> None:
