@@ -41,9 +41,10 @@ class Survivor(Worker):
                 assert isinstance(pull, m.Pull)
                 self.memory.granted(pull, message)
             case m.Committed(request):
-                commit = self.open.pop(request)
-                assert isinstance(commit, m.Commit)
-                self.memory.ended(commit.slots, commit.leases)
+                commit = self.open.pop(request, None)
+                if commit is not None:  # else it was said twice, and this is the answer to the repetition
+                    assert isinstance(commit, m.Commit)
+                    self.memory.ended(commit.slots, commit.leases)
             case m.Opened(request) | m.Refused(request):
                 self.open.pop(request, None)
         super().receive(message)
