@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-.PHONY: run test test-real check bench venv clean
+.PHONY: run test test-long test-real check bench venv clean
 
 venv: $(STAMP)
 
@@ -17,11 +17,17 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine; the rest takes servers, a cluster or root, and minutes more.
+# What needs nothing but this machine, within 20 minutes. Whole runs that are killed, again and again, take longer; the
+# rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
+LONG := tests/fault tests/integration/sglang $(addprefix tests/integration/test_,$(addsuffix .py,\
+	resume restart supervision returns fsdp_run))
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not ($(REAL))" $(ARGS)
+	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m "not ($(REAL))" $(LONG) $(ARGS)
 
 test-real: $(STAMP)
 	$(BIN)/python -m pytest -m "$(REAL)" $(ARGS)
