@@ -21,7 +21,7 @@ run: $(STAMP)
 # rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
 LONG := tests/fault tests/integration/sglang $(addprefix tests/integration/test_,$(addsuffix .py,\
-	resume restart supervision returns fsdp_run))
+	resume restart supervision returns fsdp fsdp_run doctor silence))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) $(ARGS)
