@@ -45,6 +45,11 @@ class Models:
                     versions.failed(worker, WorkerId(turn.sender), weights)
                 self._lanes.abandon(turn)
 
+    def check_known(self, worker: WorkerId, held: Sequence[Weights]) -> None:
+        """Raises RemoteProtocolError when one of these is of a model that this run does not have."""
+        for one in held:
+            self._named(worker, one.model)
+
     def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
         """The controller came back, and this worker says what it has."""
         for name in {one.model for one in held}:

@@ -138,10 +138,12 @@ class Regroup:
 
     def holds(self, worker: WorkerId, message: Holds) -> None:
         """This is all that it has. What it should not have (any more) it is told to drop."""
-        wrong: dict[str, list[int]] = {}
         for part in message.parts:
             if part.column not in self._board.columns or len(part.ids) != len(part.lengths):
                 raise RemoteProtocolError(f"{worker} holds column {part.column!r}, which does not exist here")
+        self._models.check_known(worker, message.weights)
+        wrong: dict[str, list[int]] = {}
+        for part in message.parts:
             for item, length in zip(part.ids, part.lengths, strict=True):
                 holding = find_holding(self._board, part.column, item)
                 claimed = worker in self._claims(part.column, item)

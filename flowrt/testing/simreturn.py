@@ -37,8 +37,8 @@ class Survivor(Worker):
     def receive(self, message: m.Message) -> None:
         match message:
             case m.Grant(request):
-                pull = self.open.pop(request)
-                assert isinstance(pull, m.Pull)
+                pull = self.open.pop(request, None)
+                assert isinstance(pull, m.Pull), f"{self.id} was granted what it did not ask for, or asked for twice"
                 self.memory.granted(pull, message)
             case m.Committed(request):
                 commit = self.open.pop(request, None)
