@@ -20,7 +20,7 @@ run: $(STAMP)
 # What needs nothing but this machine, within 20 minutes. Whole runs that are killed, again and again, take longer; the
 # rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
-LONG := tests/fault tests/integration/sglang $(addprefix tests/integration/test_,$(addsuffix .py,\
+LONG := tests/fault tests/integration/sglang tests/unit/test_dying_saver.py tests/property/test_endings.py $(addprefix tests/integration/test_,$(addsuffix .py,\
 	resume restart supervision returns fsdp fsdp_run doctor silence))
 
 test: $(STAMP)
