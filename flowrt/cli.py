@@ -148,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 bad input, 3 stalled, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     errors = Console(stderr=True)
-    if not words or words[0] in ("-h", "--help"):
+    # What takes a word or two is explained with all the others.
+    of_few_words = len(words) == 2 and words[0] in ("keys", "ledger", "resume", "worker")
+    if not words or words[of_few_words] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0 if words else EXIT_BAD_INPUT
     if words[0] not in COMMANDS:

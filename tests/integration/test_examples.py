@@ -93,6 +93,8 @@ def test_every_command_of_the_readme_exists(command: str) -> None:
         assert words[1] in targets
     elif words[:2] == ["flowrt", "run"]:
         assert parse(words[2:]).steps > 0
+    elif words[0] == "flowrt":
+        subprocess.run([sys.executable, "-m", "flowrt.cli", words[1], "--help"], check=True, timeout=60)
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
         subprocess.run([sys.executable, *words[1:], "--help"], check=True, timeout=60, capture_output=True)
