@@ -38,7 +38,7 @@ class Receiver:
     def __init__(self, session: api.Session) -> None:
         self.session = session
         self.bases: list[int] = []
-        hear = session.receive
+        hear = session._contact._obey
 
         def receive(message: m.Message) -> None:
             if isinstance(message, m.Fetch):

@@ -104,7 +104,7 @@ async def test_whoever_gives_up_at_the_moment_of_the_grant_leaves_no_lease(run, 
         producer, session = await puppet(stream.address, "producer"), await api.connect(stream.address, "s", "s", 5)
         pulling = asyncio.create_task(session.pull("read", slots=8))
         await stream.until(lambda: "s" in stream.waits)
-        plain, given_up = session.receive, asyncio.Event()
+        plain, given_up = session._contact._obey, asyncio.Event()
 
         async def give_up() -> None:
             for _ in range(rounds):
@@ -121,12 +121,12 @@ async def test_whoever_gives_up_at_the_moment_of_the_grant_leaves_no_lease(run, 
                 giving_up.append(asyncio.create_task(give_up()))
 
         giving_up: list[asyncio.Task[None]] = []
-        session.receive = receive  # type: ignore[method-assign]
+        session._contact._obey = receive  # type: ignore[method-assign]
         await producer.do("offer", prompts=[1, 2], length=1 << 20)
         async with asyncio.timeout(5):
             await given_up.wait()
         assert pulling.cancelled()
-        session.receive = plain  # type: ignore[method-assign]
+        session._contact._obey = plain  # type: ignore[method-assign]
         await stream.until(lambda: not stream.board.leases and not stream.waits)
         assert (await producer.do("pull", slots=8))["prompts"] == [1, 2]
         await session.close()
@@ -135,14 +135,14 @@ async def test_whoever_gives_up_at_the_moment_of_the_grant_leaves_no_lease(run, 
 async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run, puppet) -> None:
     async with run() as stream:
         reader, session = await parked(stream, puppet, slots=8), await api.connect(stream.address, "s", "s", 5)
-        plain = session.receive
+        plain = session._contact._obey
 
         def receive(message: m.Message) -> None:
             if isinstance(message, m.Opened):
                 offering.cancel()
             plain(message)
 
-        session.receive = receive  # type: ignore[method-assign]
+        session._contact._obey = receive  # type: ignore[method-assign]
         data = {"data": [torch.full((4,), 3.0)]}
         offering = asyncio.create_task(session.offer_many("rows", [3], tensors=data, tags={"tag": [3.0]}))
         assert (await reader.hear())["prompts"] == [3]
