@@ -45,7 +45,7 @@ class Receiver:
                 self.bases.append(message.weights.base)
             hear(message)
 
-        session._link._receive = receive  # type: ignore[attr-defined]
+        session._contact._obey = receive
 
     async def take(self, version: int) -> None:
         """Wait for the version, see that it is right, put it into use."""
