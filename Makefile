@@ -21,7 +21,7 @@ run: $(STAMP)
 # rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
 LONG := tests/fault tests/integration/sglang tests/unit/test_dying_saver.py tests/property/test_endings.py $(addprefix tests/integration/test_,$(addsuffix .py,\
-	resume restart supervision returns fsdp fsdp_run doctor silence stuck machines))
+	resume restart supervision returns fsdp fsdp_run doctor silence stuck machines keys simulated small_data learning))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) $(ARGS)
