@@ -25,6 +25,7 @@ from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.versions import DelayedUpdate
+from flowrt.controller.walk import Entry
 from flowrt.wire.link import _bind, server_socket
 from flowrt.wire.loops import serve_loop
 from flowrt.wire.records import Stage
@@ -66,6 +67,9 @@ class NoLedger(Ledger):
     """Takes what the ledger takes and keeps nothing."""
 
     def add(self, record: Record, at_s: float) -> None:
+        pass
+
+    def keep(self, entry: Entry) -> None:
         pass
 
 

@@ -1,6 +1,7 @@
 """A worker that computes is not dead, one that is stopped is, and one that hangs meets the deadline of its lease."""
 
 import asyncio
+import re
 import signal
 import time
 from typing import Any
@@ -64,7 +65,7 @@ async def test_a_run_that_stands_still_for_a_stopped_worker_ends_with_the_graph(
         assert time.monotonic() - begin_s < STALL_S + 2.0
         ended = stream.server.ended
         assert ended.code == 3
-        assert "no progress for 2 s" in ended.reason
+        assert re.match(r"no progress for \d+ s: ", ended.reason)
         assert "second waits" in ended.reason
         assert "first holds 2 slots of read" in ended.reason
 
