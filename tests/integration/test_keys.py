@@ -147,7 +147,7 @@ def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], 
     ended = subprocess.run(command, timeout=WORKER_S, capture_output=True, text=True)
     assert ended.returncode == 2
     assert said in " ".join(ended.stderr.split())
-    if keys != "nowhere":  # the worker may have ended before the controller writes it down, or before it asks for its address
+    if keys != "nowhere":  # the worker may have ended before the controller writes it down, or asks for its address
         wait_until(lambda: "refused a connection from " in log.read_text(), WORKER_S, log.read_text)
     assert "for the keys of" in log.read_text()
 
