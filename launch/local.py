@@ -9,8 +9,10 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from flowrt.launch.commands import check_programs, worker_commands
+from flowrt.launch.missing import Missing
 from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
@@ -165,17 +167,27 @@ class LocalRun:
         self._restarts.begin()
         controller, address = await self._start_controller("--anew")
         self._controller = controller
-        observer = Observer(address, view.show, self._keys, self._config.controller.silence_s)
+        commands = worker_commands(self._config, address, await self._start_meeting(address))
+        missing = Missing(self._children, self._config.supervisor.hung_s, view.say)
+        ours = {command.name for command in commands if not command.behind and command.name != TRAINER}
+
+        def show(status: dict[str, Any]) -> None:
+            view.show(status)
+            if status["ended"] is None:
+                missing.look(status["workers"], ours)
+
+        observer = Observer(address, show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")
         supervisor = Supervisor(self._children, self._config.supervisor, view.say)
         watchers = []
-        for command in worker_commands(self._config, address, await self._start_meeting(address)):
+        for command in commands:
             kept = None if command.name == TRAINER else supervisor
             worker = await self._children.start(command.name, command.words)
             watchers.append(asyncio.create_task(self._watch(worker, command.words, kept, observer)))
         code, hung = await self._reign(controller, observer)
         # One that ended the run has taken its address away; one that died is missed by all who are left.
         while address_file(self._run_dir).exists() and await supervisor.is_due(self._controller):
+            missing.excuse(self._config.controller.return_s)
             self._controller, _ = await self._start_controller()
             code, hung = await self._reign(self._controller, observer)
         self._ended = observer.ended

@@ -1,6 +1,7 @@
 """Processes that live no longer than their run."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -117,9 +118,11 @@ class Children:
         self._signal_groups(signal.SIGKILL)
         await self.wait_all(5.0)
 
+    def signal_group(self, child: Child, number: signal.Signals) -> None:
+        """To it and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, number)
+
     def _signal_groups(self, number: signal.Signals) -> None:
         for child in self.running():
-            try:
-                os.killpg(child.process.pid, number)
-            except ProcessLookupError:
-                continue
+            self.signal_group(child, number)

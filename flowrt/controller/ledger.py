@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowrt.controller.events import Record
+from flowrt.controller.log_mover import LogMover
 from flowrt.controller.walk import Entry, Remains
 from flowrt.controller.walk_book import WalkBook
 from flowrt.errors import FlowError
@@ -59,6 +60,12 @@ SELECT COUNT(*) FROM (
 
 
 OPEN_S = 5.0
+LOG_PAGES = 16384
+"""Of 4 KiB: a log that grows beyond this is moved within a commit after all."""
+SOON = frozenset({"ready", "leased"})
+"""States that promise nobody anything: they may be written with what comes next."""
+MOST_WAITING = 512
+"""Records that may wait for that."""
 
 
 class LedgerBusy(FlowError):
@@ -79,11 +86,14 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._buffer: list[tuple[float, Record]] = []
+        self._promised = False
+        self._mover = LogMover(path)
         self._notes: dict[str, tuple[float, int]] = {}
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             self._db.executescript(_SCHEMA)
             self._walk = WalkBook(self._db)
             # From here on a lock of somebody else must not hold up the loop on which everybody is served.
@@ -93,11 +103,13 @@ class Ledger:
 
     def add(self, record: Record, at_s: float) -> None:
         self._buffer.append((at_s, record))
+        if record.state not in SOON:
+            self._promised = True
 
     @property
     def is_behind(self) -> bool:
-        """Something was added that is not durable."""
-        return bool(self._buffer) or self._walk.is_behind
+        """Something was added that has to be durable before anybody hears of it."""
+        return self._promised or self._walk.is_behind or len(self._buffer) > MOST_WAITING
 
     @property
     def term(self) -> int:
@@ -118,6 +130,7 @@ class Ledger:
     def trim(self) -> None:
         """Drop what is kept of samples that are not live any more."""
         self._carefully(self._walk.trim)
+        self._mover.look()
 
     def forget_walk(self) -> None:
         """No controller shall come back to this: the run has ended."""
@@ -163,7 +176,10 @@ class Ledger:
         """As `commit`, and what was committed outlasts the machine too."""
         self.commit()
         try:
-            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            # A commit that syncs the log syncs all that is before it there.
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._walk.touch()
+            self._db.execute("PRAGMA synchronous=NORMAL")
         except sqlite3.Error as error:
             raise self._refused(error) from error
 
@@ -172,9 +188,10 @@ class Ledger:
 
         Raises LedgerBusy while another process has it locked.
         """
-        if not (self.is_behind or self._notes):
+        if not (self._buffer or self._notes or self._walk.is_behind):
             return
         rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
+        latest = {row[1:3]: row for row in rows}
         try:
             self._db.execute("BEGIN")
             self._db.executemany(
@@ -184,7 +201,7 @@ class Ledger:
                 "INSERT INTO prompts (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (epoch, prompt) DO UPDATE SET at_s = excluded.at_s, state = excluded.state, "
                 "step = excluded.step, reason = excluded.reason",
-                rows,
+                latest.values(),
             )
             self._db.executemany(
                 "INSERT OR REPLACE INTO notes (name, value, step) VALUES (?, ?, ?)",
@@ -195,6 +212,7 @@ class Ledger:
         except sqlite3.Error as error:
             raise self._refused(error) from error
         self._buffer.clear()
+        self._promised = False
         self._notes.clear()
         self._walk.written()
 
@@ -220,4 +238,5 @@ class Ledger:
         return Account(states, len(unfinished - set(live)), int(twice))
 
     def close(self) -> None:
+        self._mover.close()
         self._db.close()

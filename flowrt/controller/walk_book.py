@@ -65,6 +65,10 @@ class WalkBook:
         self._walked.clear()
         self._others.clear()
 
+    def touch(self) -> None:
+        """Write what is known already. Raises sqlite3.Error."""
+        self._set_number(TERM, self.term)
+
     def trim(self) -> None:
         """Drop what no live group needs. Raises sqlite3.Error."""
         oldest = next(iter(self._first.values()), self._next)

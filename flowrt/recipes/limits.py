@@ -44,6 +44,7 @@ ABOVE_ZERO = (
     "controller.join_s",
     "supervisor.window_s",
     "supervisor.backoff_s",
+    "supervisor.hung_s",
     "supervisor.absence_s",
 )
 ZERO_OR_ABOVE = (
