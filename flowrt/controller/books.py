@@ -47,6 +47,8 @@ class Books:
                 self._ledger.forget_walk()
             else:
                 self._ledger.trim()
+        except LedgerBusy:
+            pass  # `write` knows for how long, and has the patience
         except FlowError as error:
             log.warning("%s; what is not needed any more stays there for now", error)
 

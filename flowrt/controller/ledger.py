@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from flowrt.controller import jottings, walk_book
 from flowrt.controller.events import Record
+from flowrt.controller.jottings import blank
 from flowrt.controller.log_mover import LogMover
 from flowrt.controller.walk import Entry, Remains
-from flowrt.controller.walk_book import WalkBook
 from flowrt.errors import FlowError
 from flowrt.wire.positions import pack
 from flowrt.wire.records import Passed, Position
@@ -81,35 +82,38 @@ class Account(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one run. ``add`` only buffers; ``commit`` makes it all durable at once."""
+    """The ledger of one run. ``add`` only buffers; ``commit`` makes it all durable at once, ``settle`` legible too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buffer: list[tuple[float, Record]] = []
+        self._page, self._jotted = blank(), blank()  # what was added since, and what was since all was entered
         self._promised = False
         self._mover = LogMover(path)
-        self._notes: dict[str, tuple[float, int]] = {}
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
-            self._db.executescript(_SCHEMA)
-            self._walk = WalkBook(self._db)
+            self._db.executescript(_SCHEMA + jottings.SCHEMA + walk_book.SCHEMA)
+            self._db.execute("BEGIN IMMEDIATE")
+            jottings.enter(self._db, jottings.jotted(self._db))
+            self._db.execute("COMMIT")
+            self._walk = walk_book.WalkBook(self._db)
             # From here on a lock of somebody else must not hold up the loop on which everybody is served.
             self._db.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
             raise FlowError(f"ledger {path} cannot be opened: {error}; use another run directory") from error
 
     def add(self, record: Record, at_s: float) -> None:
-        self._buffer.append((at_s, record))
+        row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason)
+        self._page.records.append(row)
         if record.state not in SOON:
             self._promised = True
 
     @property
     def is_behind(self) -> bool:
         """Something was added that has to be durable before anybody hears of it."""
-        return self._promised or self._walk.is_behind or len(self._buffer) > MOST_WAITING
+        return self._promised or len(self._page.records) > MOST_WAITING
 
     @property
     def term(self) -> int:
@@ -118,7 +122,8 @@ class Ledger:
 
     def keep(self, entry: Entry) -> None:
         """To be written with all that was added, before anybody hears of it."""
-        self._walk.add(entry)
+        self._walk.add(entry, self._page)
+        self._promised = True
 
     def recall(self) -> Remains | None:
         """What a controller left behind that did not end its run; None when there was none."""
@@ -128,13 +133,14 @@ class Ledger:
             raise FlowError(f"ledger {self._path} cannot be read: {error}") from error
 
     def trim(self) -> None:
-        """Drop what is kept of samples that are not live any more."""
+        """Enter what was jotted down; drop what is kept of samples that are not live any more."""
+        self.settle()
         self._carefully(self._walk.trim)
         self._mover.look()
 
     def forget_walk(self) -> None:
         """No controller shall come back to this: the run has ended."""
-        self.commit()
+        self.settle()
         self._carefully(self._walk.forget)
 
     def _carefully(self, act: Callable[[], None]) -> None:
@@ -145,11 +151,11 @@ class Ledger:
 
     def note(self, name: str, value: float, step: int) -> None:
         """Keep a number of the summary, which became known while ``step`` was in training."""
-        self._notes[name] = (value, step)
+        self._page.notes.append((name, value, step))
 
     def resume(self, step: int, at_s: float) -> Position:
         """A controller starts after so many trained steps: take back what was done since; returns where it goes on."""
-        self.commit()
+        self.settle()
         values = {"step": step, "at_s": at_s, "unix_s": time.time()}
         try:
             self._db.execute("BEGIN")
@@ -169,12 +175,12 @@ class Ledger:
 
     def passed(self) -> tuple[Passed, ...]:
         """What a source that begins now is not to offer: all that was ever opened, unless it is unread again."""
-        self.commit()
+        self.settle()
         return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
 
     def persist(self) -> None:
         """As `commit`, and what was committed outlasts the machine too."""
-        self.commit()
+        self.settle()
         try:
             # A commit that syncs the log syncs all that is before it there.
             self._db.execute("PRAGMA synchronous=FULL")
@@ -184,37 +190,37 @@ class Ledger:
             raise self._refused(error) from error
 
     def commit(self) -> None:
-        """Write the buffer in one transaction. Raises FlowError, and keeps the buffer, when the disk refuses.
+        """Make all that was added durable, in one transaction. Raises FlowError, and keeps it, when the disk refuses.
 
         Raises LedgerBusy while another process has it locked.
         """
-        if not (self._buffer or self._notes or self._walk.is_behind):
+        if self._page.is_empty:
             return
-        rows = [(at_s, r.epoch, r.prompt, r.state, r.step, r.reason) for at_s, r in self._buffer]
-        latest = {row[1:3]: row for row in rows}
         try:
-            self._db.execute("BEGIN")
-            self._db.executemany(
-                "INSERT INTO events (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?)", rows
-            )
-            self._db.executemany(
-                "INSERT INTO prompts (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (epoch, prompt) DO UPDATE SET at_s = excluded.at_s, state = excluded.state, "
-                "step = excluded.step, reason = excluded.reason",
-                latest.values(),
-            )
-            self._db.executemany(
-                "INSERT OR REPLACE INTO notes (name, value, step) VALUES (?, ?, ?)",
-                [(name, value, step) for name, (value, step) in self._notes.items()],
-            )
-            self._walk.write()
+            jottings.jot(self._db, self._page)
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
+        self._jotted.extend(self._page)
+        self._page.clear()
+        self._promised = False
+
+    def settle(self) -> None:
+        """As `commit`, with everything in its place: tables that can be asked."""
+        if self._page.is_empty and self._jotted.is_empty:
+            return
+        entries = self._walk.needed([*self._jotted.entries, *self._page.entries])
+        both = blank()
+        both.extend(self._jotted)
+        both.extend(self._page)
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            jottings.enter(self._db, both._replace(entries=entries))
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._refused(error) from error
-        self._buffer.clear()
+        self._jotted.clear()
+        self._page.clear()
         self._promised = False
-        self._notes.clear()
-        self._walk.written()
 
     def _refused(self, error: sqlite3.Error) -> FlowError:
         if self._db.in_transaction:
@@ -230,7 +236,7 @@ class Ledger:
 
         A prompt is lost when the ledger has it under way but no live group carries it.
         """
-        self.commit()
+        self.settle()
         states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
         under_way = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
         unfinished = set(self._db.execute(under_way).fetchall())

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from flowrt.controller.jottings import enter, jotted
 from flowrt.errors import ConfigError
 
 BUSY_S = 5.0
@@ -41,10 +42,22 @@ class LedgerReader:
         try:
             database.execute("SELECT epoch, prompt, state, step, reason, at_s FROM prompts LIMIT 1").fetchone()
             database.execute("SELECT id, epoch, prompt, state, step, reason, at_s FROM events LIMIT 1").fetchone()
+            return self._whole(database)
         except sqlite3.Error:
             database.close()
             raise
-        return database
+
+    @staticmethod
+    def _whole(database: sqlite3.Connection) -> sqlite3.Connection:
+        """With what its writer has only jotted down, or had when it died: entered in a copy, we change nothing."""
+        there = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'jottings'").fetchone()
+        if there is None or database.execute("SELECT 1 FROM jottings LIMIT 1").fetchone() is None:
+            return database
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        database.backup(copy)
+        database.close()
+        enter(copy, jotted(copy))
+        return copy
 
     def __enter__(self) -> "LedgerReader":
         return self
@@ -54,26 +67,26 @@ class LedgerReader:
 
     def states(self) -> dict[str, int]:
         """How many prompts are in which state; those that were never offered are in none."""
-        return dict(self._read("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
+        return dict(self.read("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
 
     def reasons(self) -> dict[str, int]:
         """How many prompts were dropped for which reason."""
-        return dict(self._read("SELECT reason, COUNT(*) FROM prompts WHERE state = 'dropped' GROUP BY reason"))
+        return dict(self.read("SELECT reason, COUNT(*) FROM prompts WHERE state = 'dropped' GROUP BY reason"))
 
     def last_step(self) -> int | None:
         """The last step that has trained something; None before the first."""
-        [(step,)] = self._read("SELECT MAX(step) FROM prompts WHERE state = 'trained'")
+        [(step,)] = self.read("SELECT MAX(step) FROM prompts WHERE state = 'trained'")
         return None if step is None else int(step)
 
     def present(self, prompt: int) -> dict[int, str]:
         """The state of a prompt in each epoch in which it was offered."""
-        return dict(self._read("SELECT epoch, state FROM prompts WHERE prompt = ? ORDER BY epoch", prompt))
+        return dict(self.read("SELECT epoch, state FROM prompts WHERE prompt = ? ORDER BY epoch", prompt))
 
     def life(self, prompt: int, epoch: int | None) -> list[Moment]:
         """All that happened to a prompt, in one epoch or in all, in order."""
         starts = self._starts()
         moments = []
-        for number, at_s, of_epoch, state, step, reason in self._read(
+        for number, at_s, of_epoch, state, step, reason in self.read(
             "SELECT id, at_s, epoch, state, step, reason FROM events WHERE prompt = ? ORDER BY epoch, id", prompt
         ):
             if epoch in (None, of_epoch):
@@ -84,14 +97,15 @@ class LedgerReader:
 
     def _starts(self) -> list[tuple[int, float]]:
         """After which event each life began, and when by its own clock."""
-        if self._read("SELECT 1 FROM sqlite_master WHERE name = 'lives'"):
-            lives = self._read("SELECT after_event, at_s FROM lives ORDER BY rowid")
+        if self.read("SELECT 1 FROM sqlite_master WHERE name = 'lives'"):
+            lives = self.read("SELECT after_event, at_s FROM lives ORDER BY rowid")
             if lives:
                 return [(int(after), float(at_s)) for after, at_s in lives]
-        [(first_s,)] = self._read("SELECT COALESCE(MIN(at_s), 0) FROM events")
+        [(first_s,)] = self.read("SELECT COALESCE(MIN(at_s), 0) FROM events")
         return [(0, float(first_s))]
 
-    def _read(self, query: str, *values: int) -> list[tuple[Any, ...]]:
+    def read(self, query: str, *values: int) -> list[tuple[Any, ...]]:
+        """Rows of any query. Raises ConfigError where this is no ledger."""
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:

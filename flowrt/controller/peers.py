@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 
 from flowrt.ids import WorkerId
 from flowrt.wire.link import ServerLink
 from flowrt.wire.messages import Message
+
+LATE_S = 0.00005
+"""What is to be said waits no longer than this for more that could be written down with it."""
 
 
 class Peers:
@@ -20,6 +24,7 @@ class Peers:
         self._peer: dict[WorkerId, bytes] = {}
         self._role: dict[WorkerId, str] = {}
         self._outbox: list[tuple[WorkerId, Message]] = []
+        self._outbox_since_s = 0.0
         self._left: list[WorkerId] = []
         self.changed = asyncio.Event()  # somebody has left
 
@@ -60,7 +65,13 @@ class Peers:
         if not self._outbox:
             # After all that is waiting to be read: what came together is written together.
             asyncio.get_running_loop().call_soon(self._flush)
+            self._outbox_since_s = monotonic()
         self._outbox.append((worker, message))
+
+    def hurry(self) -> None:
+        """Between one message and the next: long work must not hold up the answers to what came before it."""
+        if self._outbox and monotonic() > self._outbox_since_s + LATE_S:
+            self._flush()
 
     def send_waiting(self) -> None:
         """Everything is written down: say what has waited for that."""

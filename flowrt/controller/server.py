@@ -146,6 +146,7 @@ class Server:
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
+        self._peers.hurry()
         worker = self._peers.name(peer)
         if isinstance(message, m.Hello):
             self._greet(peer, message)

@@ -6,6 +6,7 @@ samples that are live, not with the run.
 
 import sqlite3
 
+from flowrt.controller.jottings import Page
 from flowrt.controller.walk import Begun, Came, Entry, Left, Made, Reached, Remains, Unmade, Went
 from flowrt.wire.blobs import from_blob, to_blob
 
@@ -21,49 +22,34 @@ _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class WalkBook:
-    """``add`` only buffers; ``write`` is called within the ledger's transaction."""
+    """``add`` only adds to a page of the ledger."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         """Opens a new term of the run. Raises sqlite3.Error."""
         self._db = db
-        db.executescript(SCHEMA)
         self.term = self._numbers().get(TERM, 0) + 1
         self._set_number(TERM, self.term)
-        self._walked: list[tuple[int, int, _Walked]] = []
-        self._others: list[Reached | Came | Went] = []
         self._next = int(db.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM walk").fetchone()[0])
         self._first: dict[int, int] = {}  # the first entry of each live group, in order
 
-    @property
-    def is_behind(self) -> bool:
-        return bool(self._walked or self._others)
+    def add(self, entry: Entry, page: Page) -> None:
+        """To be written with this page."""
+        match entry:
+            case Reached(name, value):
+                page.numbers.append((name, value))
+            case Came(worker, role):
+                page.crew.append((worker, role))
+            case Went(worker):
+                page.crew.append((worker, ""))
+            case _:
+                self._note_live(self._next, entry)
+                page.entries.append((self._next, _NUMBER_OF[type(entry)], to_blob(entry)))
+                self._next += 1
 
-    def add(self, entry: Entry) -> None:
-        """To be written with the next transaction."""
-        if isinstance(entry, Reached | Came | Went):
-            self._others.append(entry)
-            return
-        self._note_live(self._next, entry)
-        self._walked.append((self._next, _NUMBER_OF[type(entry)], entry))
-        self._next += 1
-
-    def write(self) -> None:
-        """Raises sqlite3.Error; the buffer is kept until `written`."""
-        rows = [(number, kind, to_blob(entry)) for number, kind, entry in self._walked]
-        self._db.executemany("INSERT INTO walk (id, kind, entry) VALUES (?, ?, ?)", rows)
-        for other in self._others:
-            match other:
-                case Reached(name, value):
-                    self._set_number(name, value)
-                case Came(worker, role):
-                    self._db.execute("INSERT OR REPLACE INTO crew VALUES (?, ?)", (worker, role))
-                case Went(worker):
-                    self._db.execute("DELETE FROM crew WHERE worker = ?", (worker,))
-
-    def written(self) -> None:
-        """The transaction is complete."""
-        self._walked.clear()
-        self._others.clear()
+    def needed(self, entries: list[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
+        """Those without which a live group could not be put together again."""
+        oldest = self._oldest()
+        return [entry for entry in entries if entry[0] >= oldest]
 
     def touch(self) -> None:
         """Write what is known already. Raises sqlite3.Error."""
@@ -71,8 +57,7 @@ class WalkBook:
 
     def trim(self) -> None:
         """Drop what no live group needs. Raises sqlite3.Error."""
-        oldest = next(iter(self._first.values()), self._next)
-        self._db.execute("DELETE FROM walk WHERE id < ?", (oldest,))
+        self._db.execute("DELETE FROM walk WHERE id < ?", (self._oldest(),))
 
     def recall(self, dropped: dict[str, int]) -> Remains | None:
         """What a controller left behind that did not end its run; None when there was none. Raises FlowError."""
@@ -91,6 +76,9 @@ class WalkBook:
         self._db.execute("DELETE FROM crew")
         self._db.execute("DELETE FROM numbers WHERE name != ?", (TERM,))
         self._first.clear()
+
+    def _oldest(self) -> int:
+        return next(iter(self._first.values()), self._next)
 
     def _note_live(self, number: int, entry: _Walked) -> None:
         if isinstance(entry, Begun):

@@ -27,6 +27,7 @@ from flowrt.controller.core import Core
 from flowrt.controller.events import Record
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.controller.server import Server
 from flowrt.errors import FlowError, Stopped, WaitExpired
 from flowrt.recipes.load import defaults, to_toml
@@ -114,7 +115,8 @@ def prompts_of(path: Path) -> dict[int, str]:
     """What the ledger says, read by somebody else."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        return dict(db.execute("SELECT prompt, state FROM prompts").fetchall())
+    with LedgerReader(path) as ledger:
+        return dict(ledger.read("SELECT prompt, state FROM prompts"))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.recipes.paths import checkpoint_steps
 
 pytestmark = pytest.mark.slow
@@ -45,11 +45,8 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory, untrained_model: Path) -
 
 
 def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
-    database = sqlite3.connect(run_dir / "ledger.sqlite")
-    try:
-        return database.execute(words).fetchall()
-    finally:
-        database.close()
+    with LedgerReader(run_dir / "ledger.sqlite") as ledger:
+        return ledger.read(words)
 
 
 def seeded_order() -> list[int]:

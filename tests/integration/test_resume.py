@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
+from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.recipes.load import defaults, to_toml
 from flowrt.recipes.paths import checkpoint_steps
 
@@ -67,11 +67,8 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
-    database = sqlite3.connect(run_dir / "ledger.sqlite")
-    try:
-        return database.execute(words).fetchall()
-    finally:
-        database.close()
+    with LedgerReader(run_dir / "ledger.sqlite") as ledger:
+        return ledger.read(words)
 
 
 def wait_for_steps(run: Any, steps: int) -> None:

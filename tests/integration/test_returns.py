@@ -1,7 +1,6 @@
 """A controller that is killed and comes back, over real sockets: what sessions tell it, and what it refuses."""
 
 import asyncio
-import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +12,7 @@ import torch
 
 from flowrt import api
 from flowrt.client.session import Session
+from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.errors import WaitExpired
 from flowrt.wire import messages as m
 from flowrt.wire.codec import encode
@@ -54,9 +54,8 @@ class Reign:
 
     def events(self, state: str) -> Counter[int]:
         """How often each prompt was in this state."""
-        with sqlite3.connect(self._run_dir / "ledger.sqlite") as ledger:
-            found = ledger.execute("SELECT prompt FROM events WHERE state = ?", (state,)).fetchall()
-        ledger.close()
+        with LedgerReader(self._run_dir / "ledger.sqlite") as ledger:
+            found = ledger.read(f"SELECT prompt FROM events WHERE state = '{state}'")
         return Counter(prompt for (prompt,) in found)
 
 

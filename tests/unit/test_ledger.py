@@ -7,6 +7,8 @@ import pytest
 
 from flowrt.controller.events import Record
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.ledger_reader import LedgerReader
+from flowrt.controller.walk import Begun, Came, Reached
 from flowrt.errors import FlowError
 
 
@@ -79,4 +81,59 @@ def test_what_the_disk_refuses_stays_in_the_buffer(tmp_path: Path) -> None:
     blocker.execute("ROLLBACK")
     blocker.close()
     assert ledger.account(live=[]).states == {"trained": 1}
+    ledger.close()
+
+
+def test_what_was_only_jotted_down_is_seen_by_readers_and_entered_by_whoever_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    dead = Ledger(path)
+    for state in ("in_flight", "ready", "leased", "trained"):
+        dead.add(record(7, state), 1.0)
+        dead.keep(Begun("source", 1, "", (7,), 0, 1, 1, (), (), 7, 7))
+        dead.commit()
+    dead.keep(Came("rollout-0", "rollout"))
+    dead.keep(Reached("step", 3))
+    dead.commit()
+    dead.add(record(8, "ready"), 2.0)  # promises nobody anything: it may be lost
+    with sqlite3.connect(path) as raw:
+        assert raw.execute("SELECT COUNT(*) FROM events").fetchone() == (0,), "this test needs a ledger not settled"
+    raw.close()
+    with LedgerReader(path) as reader:
+        assert reader.states() == {"trained": 1}
+        assert [moment.state for moment in reader.life(7, None)] == ["in_flight", "ready", "leased", "trained"]
+    # Nobody closes it: its process was killed.
+    next_one = Ledger(path)
+    assert next_one.account(live=[]).states == {"trained": 1}
+    remains = next_one.recall()
+    assert remains is not None
+    assert (remains.crew, remains.numbers["step"], len(remains.entries)) == ({"rollout-0": "rollout"}, 3, 4)
+    next_one.close()
+    dead.close()
+
+
+def test_a_lease_waits_for_nobody_and_a_promise_is_behind_until_it_is_written(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for state, is_behind in (("ready", False), ("leased", False), ("trained", True), ("dropped", True)):
+        ledger.add(record(1, state), 0.0)
+        assert ledger.is_behind is is_behind
+        ledger.commit()
+        assert not ledger.is_behind
+    ledger.keep(Reached("step", 1))
+    assert ledger.is_behind
+    ledger.settle()
+    assert not ledger.is_behind
+    ledger.close()
+
+
+def test_a_long_log_is_moved_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrt.controller.log_mover.MOVE_AT_BYTES", 1)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    for prompt in range(100):
+        ledger.add(record(prompt, "trained"), 0.0)
+    before = path.stat().st_size
+    ledger.trim()
+    ledger._mover.close()  # waits for the end of what was begun
+    assert path.stat().st_size > before
+    assert ledger.account(live=[]).states == {"trained": 100}
     ledger.close()
