@@ -13,9 +13,6 @@ an error that names it; it is then resumed, and must complete.
 """
 
 import argparse
-import json
-import os
-import platform
 import shutil
 import statistics
 import sys
@@ -26,6 +23,7 @@ from typing import Any
 
 from faulty.faults import draw
 from faulty.runs import SILENCE_S, STEPS, Outcome, Pending, begin, prepare, warm_up
+from report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -70,8 +68,8 @@ def main() -> int:
     console.print(table_of(outcomes, results))
     if not any(one.is_bad for one in outcomes):
         shutil.rmtree(folder)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    metrics = {name: value for name, value in results.items() if isinstance(value, int | float)}
+    write(arguments.json, metrics, first_seed=arguments.seed, at_once=arguments.at_once, failures=results["failures"])
     return int(any(one.is_bad for one in outcomes))
 
 
@@ -90,14 +88,13 @@ def summary(outcomes: list[Outcome], wall_s: float) -> dict[str, Any]:
         "recover_s_max": round(max(recovered), 3) if recovered else None,
         "wall_s": round(wall_s, 1),
         "silence_s": SILENCE_S,
-        "host": f"{platform.machine()}, {os.cpu_count()} cores",
         "failures": [one.line(0) for one in outcomes if one.is_bad],
     }
 
 
 def table_of(outcomes: list[Outcome], results: dict[str, Any]) -> Table:
     """By what was done to whom."""
-    caption = "  ".join(f"{name} {value}" for name, value in results.items() if name not in ("failures", "host"))
+    caption = "  ".join(f"{name} {value}" for name, value in results.items() if name != "failures")
     table = Table(title=f"{results['trials']} runs, each with one fault", caption=caption)
     for name in (
         "victim",

@@ -59,7 +59,7 @@ class RolloutLoop:
         self._tasks = tasks
         self._in_flight = in_flight
         self._interrupt = threading.Event()
-        self._pull: asyncio.Task[Batch] | None = None
+        self._pull: asyncio.Task[Batch | None] | None = None
         # By number: a slot may come back, under another lease, while what was begun of it before still runs here.
         self._running: dict[int, tuple[int, int]] = {}
         self._begun = 0
@@ -122,17 +122,23 @@ class RolloutLoop:
             self._session.params.applied(staged.model, staged.snapshot.version)
 
     def _start_pull(self) -> None:
-        self._pull = self._tasks.create_task(self._session.pull("rollout", slots=self._engine.room))
+        self._pull = self._tasks.create_task(self._pulled(self._engine.room))
         self._pull.add_done_callback(lambda _: self._interrupt.set())
+
+    async def _pulled(self, slots: int) -> Batch | None:
+        """None when this worker is to leave: an error would take the group's other tasks, what runs, along."""
+        try:
+            return await self._session.pull("rollout", slots=slots)
+        except Drained:
+            return None
 
     def _admit(self) -> None:
         """Give what was pulled to the engine."""
         if self._pull is None or not self._pull.done():
             return
         pull, self._pull = self._pull, None
-        try:
-            batch = pull.result()
-        except Drained:
+        batch = pull.result()
+        if batch is None:
             self._leaving = True
             return
         grant = batch.grant

@@ -7,8 +7,8 @@ FOR_EVER_S = float("inf")
 VICTIMS = ("rollout-0", "rollout-1", "reward", "reference", "source", "trainer", "controller")
 KINDS = ("kill", "stop", "hang up", "hush")
 """SIGKILL; SIGSTOP; its connection to the controller is closed; nothing passes over it any more."""
-REPLACEABLE = ("rollout-0", "rollout-1", "controller")
-"""Others like it go on with the run, or whoever started it sees that it hangs."""
+PLENTY = ("rollout-0", "rollout-1")
+"""Others like it go on with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,8 @@ class Fault:
 
     @property
     def may_end_the_run(self) -> bool:
-        """It lasts, and nobody can take the victim's place: the run has to end, saying so, and can be resumed."""
-        lasting = self.kind in ("stop", "hush") and self.for_s == FOR_EVER_S
-        return lasting and self.victim not in REPLACEABLE
+        """Its link stays dead, to whoever takes its place too: the run has to end, saying so, and can be resumed."""
+        return self.kind == "hush" and self.for_s == FOR_EVER_S and self.victim not in PLENTY
 
     def __str__(self) -> str:
         lasts = "" if self.kind in ("kill", "hang up") else f" for {self.for_s:.1f} s"

@@ -76,7 +76,7 @@ def prepare(folder: Path) -> RunConfig:
             join_s=20.0,
             wait_s=600.0,
         ),
-        supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, absence_s=10.0),
+        supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, hung_s=1.0, absence_s=10.0),
         checkpoint=dataclasses.replace(base.checkpoint, every=2, keep=2),
     )
     pid = os.fork()

@@ -26,13 +26,16 @@ ENDS = 10
 class Journal:
     """Written as the run goes; its memory does not grow with the run."""
 
-    def __init__(self, run_dir: Path, start_s: float, position: Position | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, start_s: float, position: Position | None = None, began: int | None = None
+    ) -> None:
+        """``began`` is the step from which the run was resumed, where ``position`` is that of a controller's return."""
         position = position or Position()
         metrics = run_dir / "metrics.jsonl"
         before, spent_s = _before(metrics, position.step)
         self._run_dir = run_dir
         self._start_s = start_s - spent_s
-        self._first_step = position.step
+        self._first_step = position.step if began is None else began
         self._metrics: TextIO = metrics.open("a", buffering=1)
         self._timeline: TextIO = (run_dir / "timeline.jsonl").open("a", buffering=1)
         self._timeline_start = self._timeline.tell()  # of this controller: those before it may have had another clock

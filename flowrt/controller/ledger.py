@@ -120,6 +120,11 @@ class Ledger:
         """How often a controller has begun here."""
         return self._walk.term
 
+    @property
+    def began(self) -> int | None:
+        """The step from which the run was resumed, however many controllers it has had since; None: nobody has said."""
+        return self._walk.began
+
     def keep(self, entry: Entry) -> None:
         """To be written with all that was added, before anybody hears of it."""
         self._walk.add(entry, self._page)
@@ -161,7 +166,7 @@ class Ledger:
             self._db.execute("BEGIN")
             for statement in _GO_BACK:
                 self._db.execute(statement, values)
-            self._walk.forget()
+            self._walk.begin(step)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._refused(error) from error

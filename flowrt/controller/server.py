@@ -59,7 +59,7 @@ class Server:
         times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s)
         known = (core.settings.store_bytes, columns, core.renewable, config)
         self._welcome = m.Welcome(self.ledger.term, *times, *known, Position())
-        self.journal = Journal(run_dir, self._clock.now(), core.settings.position)
+        self.journal = Journal(run_dir, self._clock.now(), core.settings.position, self.ledger.began)
         self._books = Books(self.ledger, self.journal)
         self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
         self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)

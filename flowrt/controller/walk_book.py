@@ -15,7 +15,8 @@ CREATE TABLE IF NOT EXISTS walk (id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS crew (worker TEXT PRIMARY KEY, role TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
-TERM = "term"
+TERM, BEGAN = "term", "began"
+"""Numbers of the book itself: how many controllers there were, and the step from which they all go on."""
 _Walked = Begun | Made | Unmade | Left
 _KINDS: tuple[type[_Walked], ...] = (Begun, Made, Unmade, Left)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
@@ -70,8 +71,17 @@ class WalkBook:
             self._note_live(number, entries[-1])
         return Remains(self._numbers(), crew, entries, dropped)
 
+    @property
+    def began(self) -> int | None:
+        return self._numbers().get(BEGAN)
+
+    def begin(self, step: int) -> None:
+        """The run goes on after so many steps; nothing of what was before is to come back. Raises sqlite3.Error."""
+        self.forget()
+        self._set_number(BEGAN, step)
+
     def forget(self) -> None:
-        """The run has ended, or goes back to a checkpoint: nothing of this is to come back."""
+        """Nothing of this is to come back."""
         self._db.execute("DELETE FROM walk")
         self._db.execute("DELETE FROM crew")
         self._db.execute("DELETE FROM numbers WHERE name != ?", (TERM,))

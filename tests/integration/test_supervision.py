@@ -48,6 +48,7 @@ def bereaved(launch: Callable[..., Any], untrained_model: Path) -> Any:
 def test_the_run_goes_on_without_loss(bereaved: Any) -> None:
     summary = json.loads((bereaved.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
+    assert summary["resumed_from"] == 0, "a controller that comes back resumes nothing"
     for name in ("rollout-0", "reward", "source"):
         assert f"{name} was killed by SIGKILL: it is started again" in bereaved.words
         # At the start, as a replacement, and when the controller is back.
