@@ -17,14 +17,15 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, within 20 minutes. Whole runs that are killed, again and again, take longer; the
-# rest needs servers, a cluster or root.
+# What needs nothing but this machine, within 20 minutes: what works in its own process two at a time, whole runs one after
+# the other. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
-LONG := tests/fault tests/integration/sglang tests/unit/test_dying_saver.py tests/property/test_endings.py $(addprefix tests/integration/test_,$(addsuffix .py,\
-	resume restart supervision returns fsdp fsdp_run doctor silence stuck machines keys simulated small_data learning))
+PURE := tests/unit tests/property tests/architecture
+LONG := $(addprefix tests/integration/test_,$(addsuffix .py,fsdp_run learning resume))
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
+	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "not ($(REAL))" $(LONG) $(ARGS)

@@ -57,9 +57,9 @@ def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
     settings = dataclasses.replace(grpo.settings(config), position=position)
     core = Core(settings, flow, grpo.policies(config), ledger.term, remains)
     server = Server(core, flow.columns, text, run_dir, times.heartbeat_s, times.wait_s, clock, ledger, keys)
-    if remains is None:
+    if anew or (remains is None and not address_file(run_dir).exists()):
         return server, times.bind
-    # Where workers look for it, which may be under another name than it is bound to.
+    # Where workers look for it, or will: perhaps none had come yet. It may be bound under another name than they use.
     return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
 
 
@@ -76,9 +76,8 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
     if ready_fd >= 0:
         os.write(ready_fd, address.encode() + b"\n")
         os.close(ready_fd)
-    ended = await server.run()
     # Nobody shall look for a controller where another process may soon listen.
-    address_file(Path(config.run_dir)).unlink(missing_ok=True)
+    ended = await server.run(lambda: address_file(Path(config.run_dir)).unlink(missing_ok=True))
     try:
         _summarize(server, config, ended)
     except (FlowError, OSError) as error:

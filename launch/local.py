@@ -35,6 +35,7 @@ TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 INTERRUPT_S = 8.0
+GOODBYES_S = 15.0
 COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
 
@@ -218,6 +219,9 @@ class LocalRun:
         try:
             return await controller.ended(observer.heard), ""
         except WaitExpired as silent:
+            if observer.ended:  # it waits for the goodbyes of all, and for nobody longer than it takes to give them up
+                with contextlib.suppress(WaitExpired):
+                    return await controller.ended(GOODBYES_S), ""
             controller.process.kill()
             hung = f"the controller says nothing any more: {silent}; its log: {controller.log}"
             return await controller.ended(READY_S), hung

@@ -33,13 +33,13 @@ class Restarts:
     def back_off_s(self, trainer_code: int | None) -> float | None:
         """How long to wait before the next life of a run that has ended; None when there shall be none.
 
-        ``trainer_code`` is what the trainer left with. One that failed by itself before it finished a step would fail
-        again, and is not tried twice.
+        ``trainer_code`` is what the trainer left with, None if it has not left: it is stopped, or cut off. One that
+        failed by itself before it finished a step would fail again, and is not tried twice.
         """
         summary = read_summary(self._run_dir)
         if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
             return None
-        killed = trainer_code is not None and trainer_code < 0
+        killed = trainer_code is None or trainer_code < 0
         if self._made >= self._most or not (killed or summary["steps"] > self._began_at):
             return None
         self._made += 1

@@ -140,7 +140,6 @@ class Ledger:
     def trim(self) -> None:
         """Enter what was jotted down; drop what is kept of samples that are not live any more."""
         self.settle()
-        self._carefully(self._walk.trim)
         self._mover.look()
 
     def forget_walk(self) -> None:
@@ -220,6 +219,7 @@ class Ledger:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             jottings.enter(self._db, both._replace(entries=entries))
+            self._walk.trim()  # together: what says that a group has left goes no sooner than what says that it came
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._refused(error) from error

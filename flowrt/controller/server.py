@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
-LOCKED_S = 30.0
-"""How long another process may keep the ledger locked; meanwhile the run goes on, its records wait."""
+LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
 STALLED, FAREWELL = Guard("controller.stall_s"), Guard("the deadline of the farewell")
 
@@ -87,8 +86,8 @@ class Server:
         """Listen; returns the address with its real port. Raises ConfigError when it cannot be listened on."""
         return self._link.bind(address)
 
-    async def run(self) -> End:
-        """Serve until the run ends and everyone has left (or had time to)."""
+    async def run(self, when_over: Callable[[], None] = lambda: None) -> End:
+        """Serve until the run ends and all have left (or had time to); ``when_over`` is called before they hear."""
         ticker = asyncio.create_task(self._tick())
         await until(self._ended.wait(), STALLED, "the end of the run", "the workers")
         ticker.cancel()
@@ -96,6 +95,8 @@ class Server:
         assert ended is not None
         self._status()
         self._flush()
+        self._books.tidy(ended=True)
+        when_over()
         for worker in self._peers.all():
             self._peers.send_now(worker, m.Stop(ended.reason, ended.code))
         try:
@@ -250,9 +251,9 @@ class Server:
             case Persist(worker, request):
                 self._unsaved.append((worker, request))
                 self._write(LOCKED_S)
-            case End():
-                log.info("the run ends: %s", command.reason)
-                if command.code == EXIT_STALLED:
+            case End(reason, code):
+                log.info("the run ends: %s", reason)
+                if code == EXIT_STALLED:
                     for sentence in self._core.wait_graph(now, self._welcome.wait_s).sentences(MOST_LINES):
                         log.error("stalled: %s", sentence)
                 self._ended.set()
