@@ -1,6 +1,6 @@
 """Real runs in which a process drawn at random is killed, stopped or cut off at a random moment.
 
-    python bench/faults.py [--trials 300] [--seed 0] [--quick] [--at-once 1] [--json PATH]
+    python bench/faults.py [--trials 300] [--seed 0] [--seeds 22 48] [--quick] [--at-once 1] [--json PATH]
 
 Every trial is a whole run of `flowrt run`'s own launcher with its supervision: controller, source, two rollout workers,
 reward, reference and trainer are processes with the real engines and a tiny model, over the real wire. Only their start
@@ -13,6 +13,7 @@ an error that names it; it is then resumed, and must complete.
 """
 
 import argparse
+import itertools
 import shutil
 import statistics
 import sys
@@ -34,30 +35,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the next ones count up")
+    parser.add_argument("--seeds", type=int, nargs="+", help="these trials and no others")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} trials")
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
     parser.add_argument("--deadline-s", type=float, default=90.0, help="a trial that takes longer hangs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    trials = QUICK if arguments.quick else arguments.trials
+    trials = len(arguments.seeds) if arguments.seeds else QUICK if arguments.quick else arguments.trials
     folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-"))
     console, began_s = Console(), time.monotonic()
     warm_up()
     base = prepare(folder)
     outcomes: list[Outcome] = []
     pending: list[Pending] = []
-    seed = arguments.seed
+    seeds = iter(arguments.seeds or itertools.count(arguments.seed))
     while len(outcomes) < trials:
         while len(pending) < arguments.at_once and len(outcomes) + len(pending) < trials:
-            pending.append(
-                begin(base, folder / f"trial-{seed}", seed, draw(seed, STEPS, SILENCE_S), arguments.deadline_s)
-            )
-            seed += 1
+            seed = next(seeds)
+            fault = draw(seed, STEPS, SILENCE_S)
+            pending.append(begin(base, folder / f"trial-{seed}", seed, fault, arguments.deadline_s))
         time.sleep(0.01)
         for one in [one for one in pending if one.is_over()]:
             pending.remove(one)
             outcome = one.outcome()
-            if not outcome.struck and not outcome.is_bad:
+            if not (outcome.struck or outcome.is_bad or arguments.seeds):
                 shutil.rmtree(one.folder)  # the run was over first: another one is drawn
                 continue
             outcomes.append(outcome)

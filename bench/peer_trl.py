@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from report import write
+from rich.console import Console
+from rich.table import Table
 
 from flowrt.recipes.load import defaults, to_toml
 from flowrt.recipes.subjects import subject
@@ -105,10 +107,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", required=True, help="a Python that has TRL")
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="10 steps")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    arguments.steps = 10 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         model = prepare(folder, arguments)
@@ -121,8 +125,11 @@ def main() -> None:
         "reward": mine["reward"],
         "peer_reward": theirs["reward"],
     }
+    metrics["ratio_to_bound"] = metrics["samples_per_s"] / metrics["bound_samples_per_s"]
+    table = Table("metric", "value", title=f"{arguments.steps} steps of GRPO, flowrt and TRL")
     for key, value in metrics.items():
-        print(f"{key}  {value:.4g}")
+        table.add_row(key, f"{value:.4g}")
+    Console().print(table)
     write(arguments.json, metrics, steps=arguments.steps, new_tokens=arguments.new_tokens)
 
 

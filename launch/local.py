@@ -153,8 +153,11 @@ class LocalRun:
                 return EXIT_FAILED
         while True:
             code, trainer_code = await self._live(view)
+            died = self._controller is not None and (self._controller.process.returncode or 0) < 0
             self._controller = None
             back_off_s = self._restarts.back_off_s(trainer_code)
+            if died and self._restarts.is_untold(self._config.steps):
+                back_off_s = 0.0  # it was complete, and its controller died before it had said so: nothing is trained
             if back_off_s is None:
                 return code
             view.say(f"{self._failure or self._restarts.reason()}: {self._restarts.tell(back_off_s)}")
@@ -199,7 +202,9 @@ class LocalRun:
         for watcher in watchers:
             watcher.cancel()
         observer.close()
-        if code < 0:
+        if code < 0 and (told := read_summary(self._run_dir)) is not None:
+            code = told["exit_code"]  # it had come to its end, and only then was killed
+        elif code < 0:
             self._failure = hung or controller.last_words()
             code = EXIT_FAILED
         return code, worker.process.returncode

@@ -45,6 +45,12 @@ class Restarts:
         self._made += 1
         return float(min(FIRST_BACK_OFF_S * 4 ** (self._made - 1), LONGEST_BACK_OFF_S))
 
+    def is_untold(self, steps: int) -> bool:
+        """Whether all steps are in a checkpoint, and no controller has lived to write the summary. True only once."""
+        untold = read_summary(self._run_dir) is None and max(checkpoint_steps(self._run_dir), default=0) >= steps
+        self._made += untold
+        return untold and self._made <= max(self._most, 1)
+
     def reason(self) -> str:
         """Why the last life ended, in the controller's words."""
         summary = read_summary(self._run_dir)

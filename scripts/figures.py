@@ -47,8 +47,8 @@ def figures() -> str:
         f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
-    more = [(metadata, "metadata"), (ablation, "ablation"), (tensors, "tensors"), (weights, "weights")]
-    for table, name in more:
+    for table in (metadata, ablation, tensors, weights, faults, peer_trl):
+        name = table.__name__
         path = ROOT / f"bench/results/{name}.json"
         if path.is_file():
             lines += table(json.loads(path.read_text())["metrics"], f"`bench/results/{name}.json`")
@@ -131,6 +131,29 @@ def weights(one: dict[str, float], where: str) -> list[str]:
         f"step at learning rate 1e-6 are {one['delta_fraction']:.2%} of the bytes. With a version every 2 s generation "
         f"stands still for {one['stall_fraction']:.2%} of the time ({one['stall_fraction_blocking']:.2%} when the "
         "update blocks).",
+        "",
+    ]
+
+
+def faults(one: dict[str, float], where: str) -> list[str]:
+    """Runs to which something was done."""
+    return [
+        f"Faults ({where}): in {one['trials']:.0f} runs one process, drawn at random, was killed, stopped or cut off "
+        f"at a random moment. Prompts lost: {one['lost']:.0f}, trained twice: {one['doubled']:.0f}; runs that hung: "
+        f"{one['hung']:.0f}, that ended otherwise than they should: {one['wrong']:.0f}. The next step was done "
+        f"{one['recover_s_p50']:.2f} s after the fault (median), {one['recover_s_max']:.1f} s at worst (silence counts "
+        f"as death after {one['silence_s']:.0f} s in these runs).",
+        "",
+    ]
+
+
+def peer_trl(one: dict[str, float], where: str) -> list[str]:
+    """The whole loop beside another trainer."""
+    return [
+        f"The whole loop beside TRL's GRPO trainer, same model, problems, lengths and steps, all cores for each "
+        f"({where}): {one['samples_per_s']:.0f} samples/s and reward {one['reward']:.2f} against "
+        f"{one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: {one['ratio']:.2f}x. Generation and training, "
+        f"perfectly overlapped, could do {one['bound_samples_per_s']:.0f}.",
         "",
     ]
 

@@ -10,9 +10,11 @@ import torch
 import zmq
 
 from flowrt import api
+from flowrt.controller.events import Record
 from flowrt.errors import LocalProtocolError, RemoteProtocolError, WaitExpired
 from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
+from flowrt.wire.positions import unpack
 
 COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
 STAGES = (
@@ -73,6 +75,18 @@ async def test_another_protocol_version_is_refused_with_both_numbers(controller:
     stranger.close()
     assert isinstance(answer, m.Refused)
     assert f"speaks protocol {m.PROTOCOL + 1}, the controller {m.PROTOCOL}" in answer.reason
+
+
+async def test_only_a_source_is_told_what_was_offered_before(controller: tuple[api.Server, str]) -> None:
+    """All of it, for a large run, is large: whoever offers nothing has no use for it."""
+    server, address = controller
+    server.ledger.add(Record(7, 0, "trained", 0), 1.0)
+    told = {}
+    for role in ("source", "reward"):
+        session = await api.connect(address, role, role, 5)
+        told[role] = unpack(session.welcome.position.passed)
+        await session.close()
+    assert told == {"source": {0: {7}}, "reward": {}}
 
 
 async def test_a_name_is_taken_once(controller: tuple[api.Server, str]) -> None:

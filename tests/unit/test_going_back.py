@@ -224,6 +224,14 @@ def test_a_trainer_that_is_lost_after_its_controller_came_back_is_restarted(tmp_
     assert restarts.back_off_s(1) == 1.0, "this life has closed a step, before its controller died"
 
 
+def test_a_complete_run_whose_summary_is_missing_is_told_once(tmp_path: Path) -> None:
+    restarts = a_life(tmp_path, 1)
+    assert not restarts.is_untold(7)
+    assert [restarts.is_untold(6), restarts.is_untold(6)] == [True, False]
+    end(tmp_path, "the run is complete", code=0)
+    assert not a_life(tmp_path, 1).is_untold(6)
+
+
 # ---- bad input
 
 
