@@ -81,8 +81,13 @@ class Reading:
 
         Nobody, where something is ready to be made and there is nobody who ever asked for it.
         """
+        found, deserted = self._walk_up(stage)
+        return tuple(found) if found or deserted else tuple(self._samples.room.offerers)
+
+    def _walk_up(self, stage: str) -> tuple[dict[WorkerId, None], list[str]]:
+        """Who makes or could make what is missing, and the stages that have work which nobody ever asked for."""
         board, found = self._samples.board, dict[WorkerId, None]()
-        pending, seen, deserted = [stage], {stage}, False
+        pending, seen, deserted = [stage], {stage}, list[str]()
         while pending:
             for need in board.stages[pending.pop()].needs:
                 maker = self._makers.get(need)
@@ -93,10 +98,11 @@ class Reading:
                     found |= self._holders[maker.name]
                 elif maker.name in board.ready and len(board.ready[maker.name]):
                     found |= dict.fromkeys(self._samples.room.pullers[maker.name])
-                    deserted = deserted or not self._samples.room.pullers[maker.name]
+                    if not self._samples.room.pullers[maker.name]:
+                        deserted.append(maker.name)
                 else:
                     pending.append(maker.name)
-        return tuple(found) if found or deserted else tuple(self._samples.room.offerers)
+        return found, deserted
 
     def _at(self, stage: str) -> tuple[WorkerId, ...]:
         """Who works on a stage; where nobody does, who has asked for it."""
@@ -122,8 +128,11 @@ class Reading:
 
     def _edge(self, parked: Parked[Pull] | Parked[Offer], wait_s: float) -> Edge:
         turn, moves = self.turn(parked)
-        age_s = self._now - parked.since_s
-        return Edge(parked.worker, self._samples.why(parked), turn, age_s, wait_s, blocks=not moves)
+        what, age_s = self._samples.why(parked), self._now - parked.since_s
+        if not turn and isinstance(parked.request, Pull):
+            deserted = self._walk_up(parked.request.stage)[1]
+            what += "".join(f", and nobody asks for what is ready for {stage}" for stage in deserted)
+        return Edge(parked.worker, what, turn, age_s, wait_s, blocks=not moves)
 
     def _fetches(self, versions: ModelVersions) -> list[Edge]:
         found = []

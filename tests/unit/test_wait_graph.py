@@ -50,6 +50,7 @@ def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
     edge = wait_of(talk, "trainer0")
     assert edge.turn == ()
     assert "nobody is there to act" in str(edge)
+    assert "and nobody asks for what is ready for reward" in str(edge)
     assert talk.pull("reward0", "reward") is not None
     assert wait_of(talk, "trainer0").turn == ("reward0",)
 

@@ -1,0 +1,63 @@
+"""Coverage-guided fuzzing of the codec and of the mind, by atheris (``pip install atheris``).
+
+python scripts/fuzz_guided.py codec -runs=1000000        libFuzzer's own options follow the target
+python scripts/fuzz_guided.py mind -max_total_time=600
+
+What reached something new is kept in tests/corpus/TARGET.hex, one input a line, from where the tests play it again. A
+finding is written to the present directory as crash-….
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["flowrt.wire", "flowrt.controller"]):
+    from flowrt.testing import targets
+    from flowrt.testing.noise import Noise
+    from flowrt.wire import codec
+    from flowrt.wire.codec import encode
+
+# Encoders and decoders are compiled from each message's declaration, where no import is seen.
+_compile = codec._compiled
+codec._compiled = lambda *what: atheris.instrument_func(_compile(*what))
+
+CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
+SEEDS = 200
+USAGE = "usage: python scripts/fuzz_guided.py codec|mind [libFuzzer options]"
+
+
+def seeds(target: str) -> list[bytes]:
+    """What a fuzzer would take long to come upon: every message type, well formed."""
+    if target == "mind":
+        return [targets.conversation(seed) for seed in range(SEEDS)]
+    return [encode(Noise(seed).message()) for seed in range(SEEDS)]
+
+
+def main() -> int:
+    """A process of its own fuzzes, for libFuzzer ends the one that it is in."""
+    target, *options = sys.argv[1:] or [""]
+    if target not in ("codec", "mind"):
+        sys.exit(USAGE)
+    path = CORPUS / f"{target}.hex"
+    known = [bytes.fromhex(line) for line in path.read_text().split()] if path.exists() else []
+    with tempfile.TemporaryDirectory() as name:
+        kept, begun = Path(name) / "kept", Path(name) / "begun"
+        for folder, inputs in ((kept, known), (begun, seeds(target))):
+            folder.mkdir()
+            for number, data in enumerate(inputs):
+                (folder / str(number)).write_bytes(data)
+        ended = subprocess.run([sys.executable, __file__, "--here", target, kept, begun, *options], check=False)
+        inputs = sorted({one.read_bytes() for one in kept.iterdir()}, key=lambda data: (len(data), data))
+    CORPUS.mkdir(exist_ok=True)
+    path.write_text("".join(f"{data.hex()}\n" for data in inputs if data))
+    return ended.returncode
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        atheris.Setup([sys.argv[0], "-max_len=1024", *sys.argv[3:]], getattr(targets, sys.argv[2]))
+        atheris.Fuzz()
+    sys.exit(main())
