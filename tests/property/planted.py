@@ -263,7 +263,7 @@ def going_back_leaves_a_prompt_trained(right: tuple[str, ...]) -> tuple[str, ...
 @bug(Ledger, "resume")
 def going_back_forgets_a_prompt_that_was_in_flight(right: Wrong) -> Wrong:
     def resume(self: Ledger, step: int, at_s: float) -> Any:
-        self.commit()
+        self.settle()
         under_way = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state = 'in_flight'").fetchall()
         position = right(self, step, at_s)
         done = [(epoch, prompt) for epoch, prompts in unpack(position.passed).items() for prompt in prompts]
