@@ -83,9 +83,10 @@ class Bench:
             for size in rows.REQUESTS:
                 for system in systems:
                     rows.put_and_get(system, size, self.shrink, self.samples)
-                if self.peer_python:
-                    name = f"rows_per_s_{size}"
-                    self.samples.add(f"times_peer_{size}", self.samples.last(name) / self.samples.last(PEER + name))
+                for way in ("", "_pipelined") if self.peer_python else ():
+                    name = f"rows_per_s_{size}{way}"
+                    gain = self.samples.last(name) / self.samples.last(PEER + name)
+                    self.samples.add(f"times_peer_{size}{way}", gain)
             for system in systems:
                 rows.pull_ratio(system, self.samples)
                 system.stop_queue()

@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.update(TQ_LOGGING_LEVEL="ERROR", TQ_NUM_THREADS="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
@@ -65,6 +66,7 @@ class Client:
         torch.set_num_threads(1)
         self._torch, self._dict, self._make = torch, TensorDict, TransferQueueClient
         self._client: Any = None
+        self._pool: ThreadPoolExecutor | None = None
 
     def join(self, address: str) -> None:
         reached = pickle.loads(base64.b64decode(address))
@@ -72,24 +74,41 @@ class Client:
         kind = reached.backend.storage_backend
         self._client.initialize_storage_manager(manager_type=kind, config=reached.backend[kind])
 
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        self._pool = self._pool or ThreadPoolExecutor(count)
+        return self._pool
+
     def _rows(self, first: int, rows: int) -> Any:
         values = self._torch.arange(first, first + rows, dtype=self._torch.int64)
         return self._dict({FIELD: values.view(rows, 1)}, batch_size=[rows])
 
-    def put(self, part: str, rows: int, requests: int, at_s: float = 0.0, last: bool = False) -> float:  # noqa: ARG002
+    def put(
+        self,
+        part: str,
+        rows: int,
+        requests: int,
+        depth: int = 1,
+        at_s: float = 0.0,
+        last: bool = False,  # noqa: ARG002
+    ) -> float:
+        """With ``depth`` requests in flight, each asked for by a thread: its client's calls block."""
         batches = [self._rows(first, rows) for first in range(0, rows * requests, rows)]
         time.sleep(max(0.0, at_s - time.monotonic()))
         start_s = time.monotonic()
-        for batch in batches:
-            self._client.put(batch, partition_id=part)
+        if depth == 1:
+            for batch in batches:
+                self._client.put(batch, partition_id=part)
+        else:
+            list(self._threads(depth).map(lambda batch: self._client.put(batch, partition_id=part), batches))
         return time.monotonic() - start_s
 
-    def get(self, part: str, rows: int, requests: int) -> float:
-        got = []
-        start_s = time.monotonic()
-        for _ in range(requests):
+    def get(self, part: str, rows: int, requests: int, depth: int = 1) -> float:
+        def one(_: int) -> Any:
             meta = self._client.get_meta([FIELD], rows, part, task_name=TASK)
-            got.append(self._client.get_data(meta)[FIELD])
+            return self._client.get_data(meta)[FIELD]
+
+        start_s = time.monotonic()
+        got = list(map(one, range(requests)) if depth == 1 else self._threads(depth).map(one, range(requests)))
         seconds = time.monotonic() - start_s
         one_by_one = itertools.chain(*(batch.unbind() if batch.is_nested else list(batch) for batch in got))
         if sorted(int(row.contiguous()[0]) for row in one_by_one) != list(range(rows * requests)):

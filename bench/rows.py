@@ -74,9 +74,9 @@ class System:
 
 
 def put_and_get(system: System, rows: int, shrink: int, samples: Samples) -> None:
-    """A producer puts, then a consumer gets, one request after the other; the product also with several in flight."""
+    """A producer puts, then a consumer gets, one request after the other, and then with several in flight."""
     producer, consumer = system.clients[:2]
-    for depth in (1,) if system.peer_python else (1, DEPTH):
+    for depth in (1, DEPTH):
         part = system.part()
         requests = max(REQUESTS[rows] // shrink, DEPTH)
         load: dict[str, Any] = {"part": part, "rows": rows, "requests": requests}

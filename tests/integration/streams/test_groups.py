@@ -1,11 +1,11 @@
 """Groups of four: trained whole, never mixed, in whatever order their members come; what becomes of lost members."""
 
 import signal
-import sqlite3
 
 import pytest
 
 from flowrt import api
+from flowrt.controller.ledger_reader import LedgerReader
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
 STAGES = (
@@ -27,9 +27,9 @@ def history(stream, prompt: int) -> list[str]:
     """What the ledger says of a prompt, in the order in which it happened."""
     ledger = stream.server.ledger
     ledger.commit()
-    with sqlite3.connect(ledger._path) as database:
-        found = database.execute("SELECT state, reason FROM events WHERE prompt = ? ORDER BY id", (prompt,))
-        return [f"{state}: {reason}" if reason else state for state, reason in found]
+    with LedgerReader(ledger._path) as reader:
+        moments = reader.life(prompt, None)
+    return [f"{one.state}: {one.reason}" if one.reason else one.state for one in moments]
 
 
 async def people(stream, puppet, *names: str):
