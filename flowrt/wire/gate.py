@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from time import monotonic
 
@@ -21,6 +21,7 @@ STRANGE_WORDS = 16
 _AUTHENTICATION, _ACCEPTED, _REFUSED = b"1.0", b"200", b"400"
 _ASKED = 9  # frames of a question: peer, nothing, version, number, domain, address, routing id, mechanism, key
 SILENT_S = 5.0
+BETWEEN_S = 0.02
 
 
 class Failure(Enum):
@@ -58,6 +59,7 @@ class Gate:
         self._closed = closed
         self._knocking: dict[int, str] = {}
         self._watch = Watch()
+        self._round: Iterator[list[int]] | None = None  # of looking at all connections
         self._failure: Failure | None = None
         self._strange: dict[bytes, int] = {}
         self._shunned: dict[bytes, None] = {}
@@ -121,9 +123,21 @@ class Gate:
 
     def end_stopped(self) -> None:
         """End the connections of processes that are stopped; called again and again."""
+        if self._round is None:
+            self._round = self._watch.stopped()
+            self._look_at_more()
+
+    def _look_at_more(self) -> None:
+        """A few connections at a time, and between them whoever has something to say."""
+        assert self._round is not None
+        found = next(self._round, None)
+        if found is None:
+            self._round = None
+            return
         loop = asyncio.get_running_loop()
-        for descriptor in self._watch.stopped(monotonic()):
+        for descriptor in found:
             loop.call_later(AGAIN_MS / 1000, self._end_if_stopped, descriptor)
+        loop.call_later(BETWEEN_S, self._look_at_more)
 
     def _end_if_stopped(self, descriptor: int) -> None:
         if self._watch.still_stopped(descriptor):

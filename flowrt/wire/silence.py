@@ -9,6 +9,8 @@ import ctypes
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from time import monotonic
 
 STOPPED_MS = 4200
 """A peer that was asked, that acknowledged this and has said nothing for so long is stopped: noticed in 5 s."""
@@ -16,6 +18,8 @@ ASKED_MS = 500
 """The acknowledgement must be that much younger than the last thing that was heard: it is one of a later question."""
 AGAIN_MS = 50
 """A verdict is looked at again after this: when a link is mended, the acknowledgement may come before the answer."""
+AT_ONCE = 256
+"""Connections that are looked at in one go: a millisecond's work, while others may wait to be answered."""
 _TCP_INFO = 11
 # Eight bytes; then numbers, of which the fifth counts what is not acknowledged, and the tenth to thirteenth are the
 # milliseconds since data was sent, an acknowledgement sent, data received, and an acknowledgement received.
@@ -35,17 +39,19 @@ class Watch:
     def end(self, descriptor: int) -> None:
         self._due_s.pop(descriptor, None)
 
-    def stopped(self, now_s: float) -> list[int]:
-        """The connections whose other end is stopped, as far as one look can tell."""
-        found = []
-        for descriptor, due_s in self._due_s.items():
-            if due_s > now_s:
-                continue
-            heard_ms, stopped = silence(descriptor)
-            self._due_s[descriptor] = now_s + max(STOPPED_MS - heard_ms, 0) / 1000
-            if stopped:
-                found.append(descriptor)
-        return found
+    def stopped(self) -> Iterator[list[int]]:
+        """The connections whose other end is stopped, as far as one look can tell; each item is of a few of them."""
+        descriptors = list(self._due_s)
+        for first in range(0, len(descriptors), AT_ONCE):
+            found, now_s = [], monotonic()
+            for descriptor in descriptors[first : first + AT_ONCE]:
+                if self._due_s.get(descriptor, now_s + 1.0) > now_s:
+                    continue
+                heard_ms, stopped = silence(descriptor)
+                self._due_s[descriptor] = now_s + max(STOPPED_MS - heard_ms, 0) / 1000
+                if stopped:
+                    found.append(descriptor)
+            yield found
 
     def still_stopped(self, descriptor: int) -> bool:
         return descriptor in self._due_s and silence(descriptor)[1]
