@@ -26,6 +26,8 @@ from flowrt.api import (
 )
 from flowrt.engines.build import build_model
 from flowrt.engines.checkpoint import named_parameters
+from flowrt.wire.keys import worker_keys, write_keys
+from flowrt.wire.link import new_pair
 
 MODEL = "policy"
 JOIN_S = 20.0
@@ -54,12 +56,15 @@ def controlling() -> Orders:
     torch.set_num_threads(1)
     stack = AsyncExitStack()
 
-    async def serve(host: str) -> str:
+    async def serve(host: str) -> tuple[str, Path]:
+        """Returns the address, and the directory of the keys without which nobody speaks with it."""
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="flowrt-bench-"))
         policies = Policies(StrictLag(1_000_000), Fifo(), GroupCount(1), DelayedUpdate())
-        running = controller(GENERATED, Settings(), policies, Path(run_dir), f"tcp://{host}:0")
+        keys = Path(run_dir) / "keys"
+        write_keys(keys, [], new_pair)
+        running = controller(GENERATED, Settings(), policies, Path(run_dir), f"tcp://{host}:0", keys=keys)
         _, address = await stack.enter_async_context(running)
-        return address
+        return address, keys
 
     async def stop() -> None:
         await stack.aclose()
@@ -72,10 +77,10 @@ def publishing() -> Orders:
     session: Session
     tensors: dict[str, torch.Tensor]
 
-    async def join(address: str, megabytes: int) -> int:
+    async def join(address: str, keys: Path, megabytes: int) -> int:
         """With so many megabytes of weights; 0: those of the small model. Returns the bytes of a version."""
         nonlocal session, tensors
-        session = await connect(address, "trainer", "trainer", JOIN_S)
+        session = await connect(address, "trainer", "trainer", JOIN_S, worker_keys(keys, "trainer"))
         if megabytes:
             size = 1_000_000 * megabytes // 16
             tensors = {str(part): torch.randint(0, 256, (size,), dtype=torch.uint8) for part in range(16)}
@@ -112,9 +117,9 @@ def receiving() -> Orders:
     torch.set_num_threads(1)
     session: Session
 
-    async def join(address: str, name: str) -> None:
+    async def join(address: str, keys: Path, name: str) -> None:
         nonlocal session
-        session = await connect(address, name, "rollout", JOIN_S)
+        session = await connect(address, name, "rollout", JOIN_S, worker_keys(keys, name))
         session.params.applied(MODEL, 0)
 
     async def hold(version: int) -> float:

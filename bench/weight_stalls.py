@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from flowrt.workers.rollout import RolloutLoop
@@ -14,6 +15,7 @@ from flowrt.api import Session, Snapshot, connect
 from flowrt.engines.checkpoint import named_parameters
 from flowrt.engines.protocols import Interrupt, Response
 from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.wire.keys import worker_keys
 from flowrt.wire.messages import Fetch
 
 ROWS, MAX_NEW, EOS = 8, 128, 1
@@ -88,9 +90,9 @@ class BlockingUpdates:
 class Generating:
     """The worker's orders."""
 
-    async def join(self, address: str) -> None:
+    async def join(self, address: str, keys: Path) -> None:
         torch.set_num_threads(1)
-        self.session = await connect(address, "rollout", "rollout", JOIN_S)
+        self.session = await connect(address, "rollout", "rollout", JOIN_S, worker_keys(keys, "rollout"))
         model = small_model()
         self.tensors = named_parameters(model)
         self.engine = TimedRollout(model, eos_id=EOS, rows=ROWS, max_new_tokens=MAX_NEW, temperature=1.0)

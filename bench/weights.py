@@ -33,13 +33,13 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
         peers = [Peer(controlling, CONTROLLER), Peer(publishing, TRAINER, mbit_s)]
         peers += [Peer(receiving, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
         hub, trainer, *receivers = peers
-        address = hub.ask("serve", host=f"10.77.0.{CONTROLLER}")
-        size = trainer.ask("join", address=address, megabytes=megabytes)
+        address, keys = hub.ask("serve", host=f"10.77.0.{CONTROLLER}")
+        size = trainer.ask("join", address=address, keys=keys, megabytes=megabytes)
         version, joined = 0, 0
         metrics: dict[str, float] = {}
         for count in RECEIVERS:
             for number in range(joined, count):
-                receivers[number].ask("join", address=address, name=f"receiver-{number}")
+                receivers[number].ask("join", address=address, keys=keys, name=f"receiver-{number}")
                 if version:  # it fetches what is there already, and must not be in the way of what is measured
                     receivers[number].ask("hold", version=version)
             joined = count
@@ -72,9 +72,9 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
     try:
         peers += [Peer(publishing, TRAINER if linked else 0, mbit_s), Peer(generating, FIRST if linked else 0, mbit_s)]
         hub, trainer, worker = peers
-        address = hub.ask("serve", host=host)
-        size = trainer.ask("join", address=address, megabytes=0)
-        worker.ask("join", address=address)
+        address, keys = hub.ask("serve", host=host)
+        size = trainer.ask("join", address=address, keys=keys, megabytes=0)
+        worker.ask("join", address=address, keys=keys)
         swap_ms = worker.ask("swap_ms", times=swaps)
         metrics = {"swap_ms_p50": percentile(swap_ms, 0.5), "swap_ms_p99": percentile(swap_ms, 0.99)}
         metrics["swap_gbps"] = size / 1e6 / metrics["swap_ms_p50"]
