@@ -3,8 +3,8 @@
     python bench/peer_trl.py --peer-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
 
 Both start from the embedded model after its warm start. TRL generates and trains in turns, in one process with as many
-threads as there are cores; flowrt runs one rollout worker and one trainer beside each other, with a thread each (two
-cores), at staleness 1. Samples per second count from the end of the first step.
+threads as there are cores; flowrt runs one rollout worker and two trainer ranks beside each other, with a thread each,
+at staleness 1. Samples per second count from the end of the first step.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer were busy.
@@ -44,7 +44,9 @@ def config(run_dir: Path, arguments: argparse.Namespace) -> Any:
         rollout=dataclasses.replace(
             base.rollout, workers=1, rows=base.prompts_per_step * base.group_size, max_new_tokens=arguments.new_tokens
         ),
-        trainer=dataclasses.replace(base.trainer, save=False),
+        trainer=dataclasses.replace(
+            base.trainer, save=False, ranks=arguments.ranks, micro_batch_tokens=512, forward_tokens=512
+        ),
         checkpoint=dataclasses.replace(base.checkpoint, every=0),
     )
 
@@ -60,7 +62,7 @@ def flowrt(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     samples = sum(line["samples"] for line in lines)
     busy = summary["busy_fraction"]
-    slowest_s = max(busy["rollout"], busy["trainer"]) * summary["wall_s"] / samples
+    slowest_s = max(busy["rollout"], busy["trainer"]) * summary["training_s"] / samples
     return {
         "samples_per_s": (samples - lines[0]["samples"]) / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
         "bound_samples_per_s": 1 / slowest_s,
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10 steps")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.steps = 10 if arguments.quick else arguments.steps

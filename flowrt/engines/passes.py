@@ -41,9 +41,11 @@ class LossPasses:
         self._sums: dict[str, float] = defaultdict(float)
 
     def cut(self, batch: TrainingBatch) -> list[list[int]]:
-        """The rows of each pass."""
+        """The rows of each pass: those of like length together, since short ones are padded to the longest."""
         lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-        return cut_by_tokens(lengths, self._forward_tokens)
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        passes = cut_by_tokens([lengths[row] for row in order], self._forward_tokens)
+        return [[order[place] for place in places] for places in passes]
 
     def loss_sum(self, model: Any, batch: TrainingBatch, rows: list[int]) -> torch.Tensor:
         """The sum of the token losses of these rows, with its graph."""
