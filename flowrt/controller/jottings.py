@@ -1,7 +1,7 @@
 """What must not be lost, jotted down: one row a transaction. A moment later all of it is entered where it belongs.
 
 A promise has to be on disk before anybody hears of it, thousands of times a second; to find its place in three tables
-each time would cost five times as much. Whoever opens a ledger enters what its last writer had only jotted down.
+each time would cost several times as much. Whoever opens a ledger enters what its last writer had only jotted down.
 """
 
 import sqlite3

@@ -7,11 +7,14 @@ import logging
 import sqlite3
 import threading
 from pathlib import Path
+from time import monotonic
 
 from flowrt.waiting import joined
 
 log = logging.getLogger(__name__)
 MOVE_AT_BYTES = 4 << 20
+MOVE_EVERY_S = 5.0
+"""The log's file stays as long as it was once: its length does not say that it was moved."""
 END_S = 10.0
 
 
@@ -22,16 +25,18 @@ class LogMover:
         self._path = path
         self._log = path.with_name(path.name + "-wal")
         self._thread: threading.Thread | None = None
+        self._next_s = 0.0
 
     def look(self) -> None:
         """Begin to move what is there, unless that is little or still going on."""
-        if self._thread is not None and self._thread.is_alive():
+        if monotonic() < self._next_s or (self._thread is not None and self._thread.is_alive()):
             return
         try:
             is_long = self._log.stat().st_size >= MOVE_AT_BYTES
         except FileNotFoundError:
             return
         if is_long:
+            self._next_s = monotonic() + MOVE_EVERY_S
             self._thread = threading.Thread(target=self._move, name="ledger", daemon=True)
             self._thread.start()
 
