@@ -44,6 +44,10 @@ class StepPlan:
         """The step is planned, and every group of the plan is still there."""
         return self.step == step and all(group.id in groups for share in self._shares for group in share)
 
+    def left(self, taken: Container[GroupId]) -> int:
+        """How many of the plan's groups nobody has taken."""
+        return sum(group.id not in taken for share in self._shares for group in share)
+
     def share_of(self, worker: WorkerId) -> list[Group]:
         """The groups of this step that the worker is to train, in order of issue."""
         if not self._shared:

@@ -87,7 +87,8 @@ class Training:
     def _planned(self, worker: WorkerId) -> list[Group] | None:
         """The worker's next micro-batch of a step that is planned as a whole; None when its share is done."""
         plan, window = self._plan, self._window
-        if not plan.holds(window.step, self._board.groups):
+        # A place is free that the plan knows nothing of when a group was dropped that had been taken.
+        if not plan.holds(window.step, self._board.groups) or plan.left(window.taken) < window.places:
             whole = self._streamed(GroupCount(window.places))
             if not whole:
                 return []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.batchers import FixedTokens, GroupCount
+from flowrt.controller.batchers import FixedTokens, GroupCount, TokenBudget
 from flowrt.controller.decode_cost import DecodeCost
 from flowrt.controller.events import Send
 from flowrt.controller.priority import Priority
@@ -78,6 +78,16 @@ def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None
 @RUNS
 def test_a_planned_step_goes_on_without_a_group_that_was_dropped(scenario: Scenario) -> None:
     Cluster(scenario).run()
+
+
+def test_a_place_that_becomes_free_after_the_plan_was_made_anew_is_filled() -> None:
+    """Found by the property above: a group that was taken was dropped, and every rank was told that it is done."""
+    cut = FixedTokens(9, cut="truncate", order="issue", seed=0)
+    chaos = {"lost_member": LostMember.DROP, "kills": 8, "sharing": Balanced(ranks=3), "cut": cut, "fetch_speed": 0.05}
+    size = {"steps": 6, "groups_per_step": 4, "members": 1, "ranks": 3, "capacity": 3, "bound": 2, "in_order": False}
+    rest = {"batcher": TokenBudget(1), "rollouts": 2, "rewards": 1, "references": 0, "evals": 0, "publish_every": 1}
+    more = {"attempts": 8, "prompts_at_once": 1, "checkpoint_every": 0, "speeds": ()}
+    Cluster(Scenario(seed=268435457, **chaos, **size, **rest, **more)).run()
 
 
 @given(scenario=scenarios(cut=FixedTokens(10**9), in_order=True))
