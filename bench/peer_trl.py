@@ -7,7 +7,7 @@ threads as there are cores; flowrt runs one rollout worker and two trainer ranks
 at staleness 1. Samples per second count from the end of the first step.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
-that its own rollout workers and its trainer were busy.
+that its own rollout workers and its trainer ranks were busy, over the same steps.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from report import write
 from rich.console import Console
 from rich.table import Table
 
+from flowrt.metrics import Span, busy_fraction
 from flowrt.recipes.load import defaults, to_toml
 from flowrt.recipes.subjects import subject
 
@@ -58,16 +59,26 @@ def flowrt(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str
     file.write_text(to_toml(dataclasses.replace(config(run_dir, arguments), model=str(model))))
     command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
-    summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    samples = sum(line["samples"] for line in lines)
-    busy = summary["busy_fraction"]
-    slowest_s = max(busy["rollout"], busy["trainer"]) * summary["training_s"] / samples
+    samples = sum(line["samples"] for line in lines[1:])
     return {
-        "samples_per_s": (samples - lines[0]["samples"]) / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
-        "bound_samples_per_s": 1 / slowest_s,
+        "samples_per_s": samples / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
+        "bound_samples_per_s": samples / busiest_s(run_dir / "timeline.jsonl"),
         "reward": statistics.fmean(line["reward"] for line in lines[-WINDOW:]),
     }
+
+
+def busiest_s(timeline: Path) -> float:
+    """Seconds that the busier of the two roles worked, a worker's mean, from the end of the first step on."""
+    spans: dict[str, dict[str, list[Span]]] = {"rollout": {}, "trainer": {}}
+    for one in map(json.loads, timeline.read_text().splitlines()):
+        if one["role"] in spans:
+            span = Span(one["kind"], one["start_s"], one["end_s"])
+            spans[one["role"]].setdefault(one["worker"], []).append(span)
+    ends_s = sorted(span.end_s for one in spans["trainer"].values() for span in one if span.kind == "step")
+    first_s, last_s = ends_s[len(spans["trainer"]) - 1], ends_s[-1]
+    shares = [statistics.fmean(busy_fraction(one, first_s, last_s) for one in role.values()) for role in spans.values()]
+    return max(shares) * (last_s - first_s)
 
 
 def trl(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, float]:

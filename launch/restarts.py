@@ -46,7 +46,7 @@ class Restarts:
         return float(min(FIRST_BACK_OFF_S * 4 ** (self._made - 1), LONGEST_BACK_OFF_S))
 
     def is_untold(self, steps: int) -> bool:
-        """Whether all steps are in a checkpoint, and no controller has lived to write the summary. True only once."""
+        """Whether all steps are saved and no controller has lived to write the summary. Counts as a restart."""
         untold = read_summary(self._run_dir) is None and max(checkpoint_steps(self._run_dir), default=0) >= steps
         self._made += untold
         return untold and self._made <= max(self._most, 1)

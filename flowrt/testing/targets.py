@@ -38,18 +38,24 @@ def mind(data: bytes) -> None:
             continue
         if isinstance(message, m.Offer) and message.members * max(len(message.prompts), 1) > MOST_MEMBERS:
             continue
-        before = talk.snapshot()
-        try:
-            commands = talk.core.handle(Said(WorkerId(who), message), talk.now)
-        except RemoteProtocolError:
-            assert talk.snapshot() == before, f"refused, and changed something: {message}"
-            continue
-        talk.core.check()
-        for command in commands:
-            if isinstance(command, Send):
-                encode(command.message)
+        hear(talk, who, message)
         if talk.core.ended:
             return
+
+
+def hear(talk: Talk, who: str, message: m.Message) -> bool:
+    """Let the mind hear this; whether it was taken. What it answers can be sent."""
+    before = talk.snapshot()
+    try:
+        commands = talk.core.handle(Said(WorkerId(who), message), talk.now)
+    except RemoteProtocolError:
+        assert talk.snapshot() == before, f"refused, and changed something: {message}"
+        return False
+    talk.core.check()
+    for command in commands:
+        if isinstance(command, Send):
+            encode(command.message)
+    return True
 
 
 def conversation(seed: int) -> bytes:
