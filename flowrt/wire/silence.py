@@ -2,7 +2,8 @@
 
 ZeroMQ's I/O threads ask every peer every two seconds whether it lives. Where a process is stopped its kernel still
 acknowledges the question, and no answer comes; where the link is cut, or the machine is gone, nothing comes at all. A
-link may come back, and TCP will have lost nothing; so it is given more time. The kernel knows which it is.
+link may come back, and TCP will have lost nothing; so it is given more time. The kernel knows which it is (`tcp_info` in
+Linux's include/uapi/linux/tcp.h).
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from time import monotonic
 
 STOPPED_MS = 4200
@@ -21,51 +23,92 @@ AGAIN_MS = 50
 AT_ONCE = 256
 """Connections that are looked at in one go: a millisecond's work, while others may wait to be answered."""
 _TCP_INFO = 11
-# Eight bytes; then numbers, of which the fifth counts what is not acknowledged, and the tenth to thirteenth are the
-# milliseconds since data was sent, an acknowledgement sent, data received, and an acknowledgement received.
-_INFO = struct.Struct("=8x16xI16x8xII")
+# Eight bytes; then numbers, of which the fifth counts what is not acknowledged, the tenth to thirteenth are the
+# milliseconds since data was sent, an acknowledgement sent, data received, and an acknowledgement received, and the
+# twenty-fourth counts all that was sent more than once.
+_INFO = struct.Struct("=8x16xI16x8xII40xI")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the kernel knows of a connection: milliseconds of silence and of no acknowledgement, and two counts."""
+
+    heard_ms: int
+    acknowledged_ms: int
+    unacknowledged: int
+    repeated: int
+
+    @property
+    def asked(self) -> bool:
+        """Whether a question got there after the last thing that was heard from there."""
+        return self.acknowledged_ms < self.heard_ms - ASKED_MS
+
+    @property
+    def stopped(self) -> bool:
+        return self.heard_ms > STOPPED_MS and self.asked and self.unacknowledged == 0
+
+
+@dataclass(slots=True)
+class Watched:
+    """What earlier looks at a connection have shown."""
+
+    due_s: float = 0.0
+    repeated: int = 0
+    doubted_until_s: float = 0.0
+
+    def judge(self, look: Look, now_s: float) -> bool:
+        """Whether the process there is stopped, as far as this look can tell.
+
+        Where the link was cut, the other end repeats what it could not send at intervals that double: after a link is
+        mended it may stay silent for as long again as it was cut, though its kernel acknowledges everything.
+        """
+        cut = look.heard_ms > STOPPED_MS and not look.asked
+        if cut or look.repeated > self.repeated:
+            self.doubted_until_s = now_s + max(look.heard_ms, STOPPED_MS) / 1000
+        self.repeated = look.repeated
+        self.due_s = now_s + max(STOPPED_MS - look.heard_ms, 0) / 1000
+        return look.stopped and now_s >= self.doubted_until_s
 
 
 class Watch:
     """Looks at connections, each only when it may have been silent for long enough."""
 
     def __init__(self) -> None:
-        self._due_s: dict[int, float] = {}
+        self._watched: dict[int, Watched] = {}
 
     def begin(self, descriptor: int) -> None:
-        self._due_s[descriptor] = 0.0
+        self._watched[descriptor] = Watched()
 
     def end(self, descriptor: int) -> None:
-        self._due_s.pop(descriptor, None)
+        self._watched.pop(descriptor, None)
 
     def stopped(self) -> Iterator[list[int]]:
         """The connections whose other end is stopped, as far as one look can tell; each item is of a few of them."""
-        descriptors = list(self._due_s)
+        descriptors = list(self._watched)
         for first in range(0, len(descriptors), AT_ONCE):
-            found, now_s = [], monotonic()
-            for descriptor in descriptors[first : first + AT_ONCE]:
-                if self._due_s.get(descriptor, now_s + 1.0) > now_s:
-                    continue
-                heard_ms, stopped = silence(descriptor)
-                self._due_s[descriptor] = now_s + max(STOPPED_MS - heard_ms, 0) / 1000
-                if stopped:
-                    found.append(descriptor)
-            yield found
+            now_s = monotonic()
+            yield [one for one in descriptors[first : first + AT_ONCE] if self._is_stopped(one, now_s)]
 
     def still_stopped(self, descriptor: int) -> bool:
-        return descriptor in self._due_s and silence(descriptor)[1]
+        return self._is_stopped(descriptor, monotonic())
+
+    def _is_stopped(self, descriptor: int, now_s: float) -> bool:
+        watched = self._watched.get(descriptor)
+        if watched is None or watched.due_s > now_s:
+            return False
+        look = look_at(descriptor)
+        return look is not None and watched.judge(look, now_s)
 
 
-def silence(descriptor: int) -> tuple[int, bool]:
-    """For how many milliseconds nothing was heard, and whether that is because the process there is stopped."""
+def look_at(descriptor: int) -> Look | None:
+    """What the kernel knows of a connection; None where it does not say."""
     if _LIBC is None:
-        return 0, False
+        return None
     buffer = ctypes.create_string_buffer(_INFO.size)
     size = ctypes.c_uint32(_INFO.size)
     failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, buffer, ctypes.byref(size))
     if failed or size.value < _INFO.size:
-        return 0, False
-    unacknowledged, heard_ms, acknowledged_ms = _INFO.unpack(buffer.raw)
-    asked = unacknowledged == 0 and acknowledged_ms < heard_ms - ASKED_MS
-    return heard_ms, asked and heard_ms > STOPPED_MS
+        return None
+    unacknowledged, heard_ms, acknowledged_ms, repeated = _INFO.unpack(buffer.raw)
+    return Look(heard_ms, acknowledged_ms, unacknowledged, repeated)
