@@ -129,7 +129,9 @@ class SglangHost:
         except EngineGone as gone:
             raise EngineGone(f"{gone}; {server.last_words()}" if server is not None else str(gone)) from None
         await self._probe()
-        if server is None:
+        if server is not None:
+            server.is_up()
+        else:
             await self._link.post(said.pause("abort"), options.update_s)  # requests of an earlier life end here
         if self._snapshot is not None:
             await self._load(self._snapshot, flush=True)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from flowrt.engines import leftovers
 from flowrt.engines.options import SglangOptions
 from flowrt.errors import EngineError
 from flowrt.lifeline import die_with_parent
@@ -42,6 +43,7 @@ class SglangServer:
         self._threads = threads
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared: frozenset[tuple[Path, int]] = frozenset()
 
     def start(self) -> str:
         """Start a server on a free port; returns its address at once.
@@ -71,14 +73,21 @@ class SglangServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def is_up(self) -> None:
+        """All its processes run: what they share has its names now."""
+        if self._process is not None:
+            self._shared = leftovers.named_by(self._process.pid)
+
     def kill(self) -> None:
-        """Kill the server with all its processes; nothing happens when there is none."""
+        """Kill the server with all its processes, and remove what they shared; nothing happens when there is none."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         blocking(partial(self._process.wait, END_S), END_S, "the end of what was killed", "the system")
         self._process = None
+        leftovers.remove(self._shared)
+        self._shared = frozenset()
 
     def last_words(self) -> str:
         """How the server stands, and the end of its log."""

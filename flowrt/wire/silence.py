@@ -2,8 +2,8 @@
 
 ZeroMQ's I/O threads ask every peer every two seconds whether it lives. Where a process is stopped its kernel still
 acknowledges the question, and no answer comes; where the link is cut, or the machine is gone, nothing comes at all. A
-link may come back, and TCP will have lost nothing; so it is given more time. The kernel knows which it is (`tcp_info` in
-Linux's include/uapi/linux/tcp.h).
+link may come back, and TCP will have lost nothing; so it is given more time. The kernel knows which it is (`tcp_info`
+in Linux's include/uapi/linux/tcp.h).
 """
 
 import ctypes

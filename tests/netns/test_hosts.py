@@ -19,10 +19,12 @@ FLOWRT = Path(sys.executable).with_name("flowrt")
 CONTROLLER, ROLLOUT, TRAINER = 1, 2, 3
 CUT_S = 5.0
 STEPS = 60
-GONE_S = 60.0  # 17 s until nobody answers, and the rest for slow machines
+ABSENT_S = 15.0  # how long a role may have nobody; more than a cut lasts
+GONE_S = 60.0  # 17 s until nobody answers, then ABSENT_S, and the rest for slow machines
 FLAGS = [
     *("--prompts-per-step", "8", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
     *("--loss.kl-coef", "0", "--controller.bind", "tcp://*:0", "--checkpoint.every", "0"),
+    *("--supervisor.absence-s", str(ABSENT_S)),
 ]
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(600)]
