@@ -35,7 +35,7 @@ def worker_commands(config: RunConfig, address: str, meeting: str = "") -> list[
         # The launcher's environment may not reach another host.
         find = (*find, "--keys", config.controller.keys)
     commands = [
-        Command(name, ("-m", f"flowrt.workers.{role}", *find, "--name", name), _behind(config, role))
+        Command(name, ("-m", f"flowrt.workers.{role}", *find, "--name", name), _behind(config, role, name))
         for role, name in names
     ]
     return [*commands, _trainer(config, find, meeting)]
@@ -44,20 +44,25 @@ def worker_commands(config: RunConfig, address: str, meeting: str = "") -> list[
 def check_programs(config: RunConfig) -> None:
     """Raises ConfigError when what is to start workers on other hosts is not installed on this one."""
     for key in ("rollout", "trainer", "others"):
-        words = _words(config, key)
+        words = _words(config, key, HOST="HOST")
         if words and shutil.which(words[0]) is None:
             raise ConfigError(f"launch.{key} begins with {words[0]}, and there is no such program here; correct it")
 
 
-def _behind(config: RunConfig, role: str) -> tuple[str, ...]:
-    return _words(config, role if role in ("rollout", "trainer") else "others")
+def _behind(config: RunConfig, role: str, name: str) -> tuple[str, ...]:
+    if role != "rollout" or not config.launch.rollout_hosts:
+        return _words(config, role if role in ("rollout", "trainer") else "others")
+    hosts = [host for word in _words(config, "rollout_hosts") for host in word.split(",") if host]
+    if not hosts:
+        raise ConfigError(f"launch.rollout_hosts names no host: {config.launch.rollout_hosts!r}; name some, by commas")
+    return _words(config, "rollout", HOST=hosts[int(name.rpartition("-")[2]) % len(hosts)])
 
 
-def _words(config: RunConfig, key: str) -> tuple[str, ...]:
+def _words(config: RunConfig, key: str, **own: str) -> tuple[str, ...]:
     """The words of ``launch.KEY``, each $NAME in them as it is in this environment: it may differ after a requeue."""
     text = getattr(config.launch, key)
     try:
-        return tuple(Template(word).substitute(os.environ) for word in shlex.split(text))
+        return tuple(Template(word).substitute(os.environ | own) for word in shlex.split(text))
     except KeyError as missing:
         raise ConfigError(f"launch.{key} needs ${missing.args[0]}, which is not set: {text!r}; export it") from None
     except ValueError:
@@ -66,7 +71,7 @@ def _words(config: RunConfig, key: str) -> tuple[str, ...]:
 
 def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
     worker = ("-m", "flowrt.workers.trainer", *find, "--name", "trainer")
-    ranks, nodes, behind = config.trainer.ranks, config.trainer.nodes, _behind(config, "trainer")
+    ranks, nodes, behind = config.trainer.ranks, config.trainer.nodes, _words(config, "trainer")
     if ranks == 1:
         return Command("trainer", worker, behind)
     if nodes == 1:

@@ -171,6 +171,8 @@ class LaunchConfig:
 
     rollout: str = ""
     """Words before each rollout worker's command; empty: it runs on this machine."""
+    rollout_hosts: str = ""
+    """Hosts, by commas: $HOST in launch.rollout is the first for the first worker, and so on, round and round."""
     trainer: str = ""
     """Words before the trainer's command (torchrun, where there are several ranks)."""
     others: str = ""

@@ -2,6 +2,7 @@
 
 import shlex
 from operator import attrgetter
+from string import Template
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig, TrainerConfig
@@ -131,3 +132,8 @@ def _check_hosts(config: RunConfig) -> None:
             shlex.split(words)
         except ValueError as error:
             raise ConfigError(f"launch.{name} cannot be cut into words ({error}): {words!r}; mind the quotes") from None
+    if config.launch.rollout_hosts and "HOST" not in Template(config.launch.rollout).get_identifiers():
+        raise ConfigError(
+            f"launch.rollout_hosts is {config.launch.rollout_hosts!r}, and launch.rollout has no $HOST for them: "
+            f"{config.launch.rollout!r}; put it where the host belongs, as in 'ssh $HOST'"
+        )

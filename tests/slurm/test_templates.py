@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,9 @@ class Site:
     def nodes(self, number: str) -> dict[str, int]:
         """How many steps of the job each node has run (the batch script is none)."""
         logs = {path.stem.removeprefix("slurmd-"): path for path in self.cluster.directory.glob("slurmd-n*.log")}
-        return {name: path.read_text().count(f"(StepId={number}.") for name, path in logs.items()}
+        # "launch task StepId=7.0 request from ...", in a heterogeneous job "launch task 7+0 (StepId=7.0) request ..."
+        step = re.compile(rf"launch task .*StepId={number}\.")
+        return {name: len(step.findall(path.read_text())) for name, path in logs.items()}
 
 
 def test_one_node_and_workers_that_join_from_an_array(cluster: Any, model: Path, tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_each_role_is_put_behind_its_words() -> None:
     assert [words[name][0] for name in ("source", "reward", "reference")] == ["nice"] * 3
 
 
+def test_rollout_workers_go_round_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENERATE", "a,b")
+    flags = ["--launch.rollout-hosts", "$GENERATE", "--launch.rollout", "ssh $HOST", "--rollout.workers", "3"]
+    words = commands(*flags)
+    assert [words[f"rollout-{index}"][:2] for index in range(3)] == [["ssh", host] for host in ("a", "b", "a")]
+
+
 def test_without_words_everything_runs_here() -> None:
     assert {words[0] for words in commands().values()} == {sys.executable}
     for name, words in commands().items():
@@ -69,12 +76,18 @@ def test_one_torchrun_a_host_and_none_needs_a_known_port() -> None:
     [
         (["--trainer.ranks", "3", "--trainer.nodes", "2", "--launch.trainer", "srun"], "does not divide"),
         (["--trainer.ranks", "2", "--trainer.nodes", "2"], "launch.trainer is empty"),
+        (["--launch.rollout-hosts", "a,b", "--launch.rollout", "ssh a"], r"no \$HOST"),
         (["--launch.rollout", "ssh 'host"], "launch.rollout cannot be cut into words"),
     ],
 )
 def test_hosts_that_cannot_be(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(flags)
+
+
+def test_hosts_that_turn_out_to_be_none() -> None:
+    with pytest.raises(ConfigError, match="names no host"):
+        commands("--launch.rollout-hosts", ",", "--launch.rollout", "ssh $HOST")
 
 
 def test_a_launcher_that_is_not_installed_is_named() -> None:
