@@ -7,7 +7,8 @@ producer's store and their ids and lengths to the controller; a get is the contr
 it announces, until they can be read. The messages are the real ones over real links, but the controller here keeps no
 board: what that costs is measured by `bench/metadata.py`. GB/s are bytes over the seconds of put and get together, the
 median of the repeats after one that warms up; the sides that are compared take turns. Every row is checked. Memory is
-what all processes hold at the peak (shared pages counted once), above the same processes before, over the payload.
+what all processes hold at the peak (shared pages counted once), above the same processes before (when they had handled
+as many rows of 1 KB), over the payload.
 """
 
 import argparse
@@ -107,8 +108,9 @@ class Ours:
     async def peak_x(self, transport: str) -> float:
         """Peak memory of both processes for rows of 1 MB, over their bytes."""
         ends = (self._producer.pid, self._consumer.pid)
-        await self.make([MB] * 4)
-        await self.once(transport, 4)
+        for sizes in ([MB] * 4, [KB] * MEMORY_ROWS):
+            await self.make(sizes)
+            await self.once(transport, len(sizes))
         await asyncio.to_thread(self._producer.ask, "drop")
         before, peak, done = held_bytes(ends), [0], threading.Event()
 

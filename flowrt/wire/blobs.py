@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import msgpack
 
 from flowrt.errors import FlowError
-from flowrt.wire.codec import Misfit, record_decoder, record_encoder
+from flowrt.wire.fields import Misfit, record_decoder, record_encoder
 
 Record = TypeVar("Record")
 _pack = msgpack.Packer(use_bin_type=True).pack

@@ -3,39 +3,20 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from flowrt.wire.changes import Bye, Drain, Finished, Holds, Renew
-from flowrt.wire.records import BusySpan, Column, Incoming, Ints, LaneTurn, Lengths, Part, Position, Values, Weights
+from flowrt.wire.changes import Bye, Drain, Finished, Hello, Holds, Renew, Welcome
+from flowrt.wire.records import (
+    BusySpan,
+    Incoming,
+    Ints,
+    LaneTurn,
+    Lengths,
+    OfSlots,
+    Part,
+    Values,
+    Weights,
+)
 
 FOR_GOOD = -1  # number of a refusal that time does not change
-
-
-@dataclass(slots=True)
-class Hello:
-    """worker: I am here."""
-
-    protocol: int
-    worker: str
-    role: str
-    host: str
-    pid: int
-    lanes: tuple[str, ...]  # what it can do, best first: "gloo", or "shm:PLACE" for what works in one place only
-    term: int = 0  # of the controller that it was with, and all that it has is from then; 0: it is new
-
-
-@dataclass(slots=True)
-class Welcome:
-    """controller: you are in; everything else you need to know is in here."""
-
-    term: int  # grows each time the controller comes back
-    heartbeat_s: float
-    wait_s: float
-    return_s: float  # how long to wait for a controller that went away
-    lane_s: float  # a lane on which nothing moved for so long has failed
-    store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
-    columns: tuple[Column, ...]
-    renewable: tuple[str, ...]  # stages whose leases outlive the controller
-    config: str  # the run's resolved configuration, TOML
-    position: Position  # where the run goes on; only sources are told the prompts that are done with
 
 
 @dataclass(slots=True)
@@ -108,11 +89,11 @@ class Grant:
     lease: int
     slots: Ints
     flows: tuple[str, ...]  # of each slot; one for all when they are the same
-    groups: Ints
-    members: Ints
-    prompts: Ints
-    epochs: Ints
-    attempts: Ints
+    groups: OfSlots
+    members: OfSlots
+    prompts: OfSlots
+    epochs: OfSlots
+    attempts: OfSlots
     spans: tuple[Ints, ...]  # a slot: version, tokens, version, tokens, …; none where nothing is generated yet
     inline: tuple[Values, ...]
     parts: tuple[Part, ...]
@@ -135,7 +116,7 @@ class Commit:
     request: int
     stage: str
     slots: Ints
-    leases: Ints
+    leases: OfSlots
     parts: tuple[Part, ...]
     inline: tuple[Values, ...]
     spans: tuple[Ints, ...]
@@ -156,7 +137,7 @@ class Abandon:
 
     stage: str
     slots: Ints
-    leases: Ints
+    leases: OfSlots
     lost: bool
     reason: str
 
@@ -292,4 +273,4 @@ Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer
     | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
     | Drain | Renew | Holds)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
-PROTOCOL = 5  # said in the greeting; both sides must speak the same one
+PROTOCOL = 6  # said in the greeting; both sides must speak the same one

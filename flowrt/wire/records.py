@@ -9,6 +9,17 @@ Floats = Annotated[tuple[float, ...], "d"]
 """Real numbers packed as little-endian float64."""
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Marks numbers of which there are as many as in an earlier field: where all are the same, one is sent for all."""
+
+    field: str
+
+
+OfSlots = Annotated[Ints, Alike("slots")]
+OfIds = Annotated[Ints, Alike("ids")]
+
+
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
@@ -53,7 +64,7 @@ class Part:
 
     column: str
     ids: Ints
-    lengths: Ints
+    lengths: OfIds
 
 
 @dataclass(frozen=True, slots=True)

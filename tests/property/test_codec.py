@@ -187,3 +187,25 @@ def test_a_small_message_cannot_claim_much_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 2**20, f"{len(hostile)} bytes made the decoder allocate {peak} bytes"
+
+
+# ---- numbers that are all the same
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(-(2**63), 2**63 - 1))
+def test_one_number_stands_for_all_that_are_the_same(slots: list[int], one: int) -> None:
+    same = m.Commit(1, "make", tuple(slots), (one,) * len(slots), (), (), ())
+    other = m.Commit(1, "make", tuple(slots), (*same.leases[1:], one ^ 1), (), (), ())
+    assert decode(encode(same)) == same
+    assert decode(encode(other)) == other
+    if len(slots) > 1:
+        assert len(encode(same)) <= len(encode(other)) - 8 * (len(slots) - 1)
+
+
+@pytest.mark.parametrize("one", [2**63, True, 1.0, None])
+def test_what_stands_for_all_must_be_a_number_of_64_bits(one: Any) -> None:
+    raw = list(msgpack.unpackb(encode(m.Commit(1, "make", (1, 2), (3, 3), (), (), ()))))
+    assert raw[4] == 3
+    raw[4] = one
+    with pytest.raises(RemoteProtocolError, match="leases"):
+        decode(msgpack.packb(raw))
