@@ -2,7 +2,8 @@
 
     python bench/peer_trl.py --peer-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
 
-Both start from the embedded model after its warm start. TRL generates and trains in turns, in one process with as many
+A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for (`peer_task.py`); it cannot
+end early, so every response has ``--new-tokens`` tokens. Both start from the same random weights. TRL generates and trains in turns, in one process with as many
 threads as there are cores; flowrt runs one rollout worker and two trainer ranks beside each other, with a thread each,
 at staleness 1. Samples per second count from the end of the first step.
 
@@ -21,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from peer_task import make_data, make_model
 from report import write
 from rich.console import Console
 from rich.table import Table
@@ -31,32 +33,41 @@ from flowrt.recipes.subjects import subject
 
 TIMEOUT_S = 900.0
 WINDOW = 10
+LR, WARMUP_STEPS = 1e-3, 3
+REWARD = Path(__file__).with_name("peer_reward.py")
+MICRO_BATCH_TOKENS = 2048
 
 
-def config(run_dir: Path, arguments: argparse.Namespace) -> Any:
-    base = defaults("arithmetic")
+def config(folder: Path, arguments: argparse.Namespace) -> Any:
+    base = defaults("own")
+    samples = base.prompts_per_step * base.group_size
     return dataclasses.replace(
         base,
         seed=arguments.seed,
         steps=arguments.steps,
-        run_dir=str(run_dir),
-        data=dataclasses.replace(base.data, eval_prompts=0),
+        run_dir=str(folder / "run"),
+        model=str(folder / "model"),
+        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
         loss=dataclasses.replace(base.loss, kl_coef=0.0),
-        rollout=dataclasses.replace(
-            base.rollout, workers=1, rows=base.prompts_per_step * base.group_size, max_new_tokens=arguments.new_tokens
-        ),
+        rollout=dataclasses.replace(base.rollout, workers=1, rows=samples, max_new_tokens=arguments.new_tokens),
         trainer=dataclasses.replace(
-            base.trainer, save=False, ranks=arguments.ranks, micro_batch_tokens=512, forward_tokens=512
+            base.trainer,
+            lr=LR,
+            warmup_steps=WARMUP_STEPS,
+            save=False,
+            ranks=arguments.ranks,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            forward_tokens=MICRO_BATCH_TOKENS,
         ),
         checkpoint=dataclasses.replace(base.checkpoint, every=0),
     )
 
 
-def flowrt(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def flowrt(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """A run of the command that a user types, and the bound that follows from its own rates."""
     run_dir = folder / "run"
     file = folder / "run.toml"
-    file.write_text(to_toml(dataclasses.replace(config(run_dir, arguments), model=str(model))))
+    file.write_text(to_toml(config(folder, arguments)))
     command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -81,12 +92,13 @@ def busiest_s(timeline: Path) -> float:
     return max(shares) * (last_s - first_s)
 
 
-def trl(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def trl(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """The same steps by TRL, in an environment of its own."""
-    made = config(folder / "run", arguments)
+    made = config(folder, arguments)
     problems = subject(made).training_problems()[: made.steps * made.prompts_per_step]
     orders = {
-        "model": str(model),
+        "model": made.model,
+        "reward": made.data.reward,
         "out": str(folder / "trl"),
         "problems": [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems],
         "threads": os.cpu_count(),
@@ -106,31 +118,22 @@ def trl(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, f
     return measured
 
 
-def prepare(folder: Path, arguments: argparse.Namespace) -> Path:
-    """The model that both start from."""
-    file = folder / "prepare.toml"
-    file.write_text(to_toml(config(folder / "prepared", arguments)))
-    (folder / "prepared").mkdir()
-    command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(file)]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True)
-    return folder / "prepared" / "model"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", required=True, help="a Python that has TRL")
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help="10 steps")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.steps = 10 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
-        model = prepare(folder, arguments)
-        mine, theirs = flowrt(folder, model, arguments), trl(folder, model, arguments)
+        make_model(folder / "model", arguments.seed)
+        make_data(folder / "data.jsonl", arguments.seed)
+        mine, theirs = flowrt(folder, arguments), trl(folder, arguments)
     metrics = {
         "samples_per_s": mine["samples_per_s"],
         "peer_samples_per_s": theirs["samples_per_s"],

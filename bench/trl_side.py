@@ -8,6 +8,7 @@ Generation is transformers', as TRL does it without a server; the loss is GRPO w
 import json
 import logging
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -65,8 +66,10 @@ def main() -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends_s.append(time.monotonic())
 
+    score = runpy.run_path(orders["reward"])["reward"]
+
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        scored = [float(text.rsplit(",", 1)[-1] == right) for text, right in zip(completions, answer, strict=True)]
+        scored = [float(score(text, wanted)) for text, wanted in zip(completions, answer, strict=True)]
         rewards.append(sum(scored) / len(scored))
         return scored
 

@@ -51,6 +51,8 @@ def place(config: RunConfig) -> RunConfig:
     data = config.data
     if data.path:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
+    if data.reward:
+        data = dataclasses.replace(data, reward=str(Path(data.reward).absolute()))
     model = str(Path(config.model).absolute()) if config.model else ""
     keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
     controller = dataclasses.replace(config.controller, keys=str(Path(keys).absolute()) if keys else "")

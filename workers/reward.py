@@ -22,8 +22,8 @@ async def run(session: Session, config: RunConfig) -> None:
         scored = []
         for tokens, answer in zip(batch.tensors["response"], batch.tensors["answer"], strict=True):
             ids = tokens.tolist()
-            # A response that was cut off has not answered yet.
-            complete = bool(ids) and ids[-1] == tokenizer.eos_token_id
+            # A response that was cut off has not answered yet, in most recipes.
+            complete = subject_.scores_unfinished or (bool(ids) and ids[-1] == tokenizer.eos_token_id)
             text = tokenizer.decode(ids, skip_special_tokens=True) if complete else ""
             scored.append(subject_.reward(text, bytes(answer.tolist()).decode()))
         return scored

@@ -47,6 +47,8 @@ def config() -> RunConfig:
 class Arithmetic:
     """The subject; every problem is a function of the seed and its index."""
 
+    scores_unfinished = False
+
     def __init__(self, seed: int, eval_problems: int) -> None:
         self._seed = seed
         self._eval_problems = eval_problems

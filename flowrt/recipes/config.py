@@ -18,6 +18,8 @@ class DataConfig:
     """Field of a row that holds the problem."""
     answer_field: str = "answer"
     """Field of a row that holds the solution; the reward looks at its final answer."""
+    reward: str = ""
+    """Recipe own: FILE.py:FUNCTION, called with a response and its prompt's answer, both text; gives a number."""
     epochs: int = 0
     """Passes over the data before the run ends early; 0: as many as the steps need."""
     eval_prompts: int = 256
@@ -210,7 +212,7 @@ class RunConfig:
     """One run: GRPO with a strict staleness bound."""
 
     recipe: str = "arithmetic"
-    """What is learned: arithmetic or gsm8k."""
+    """What is learned: arithmetic, gsm8k, or own (your prompts and reward)."""
     seed: int = 0
     """Seed of the model, the data order and every sample."""
     steps: int = 150

@@ -38,6 +38,8 @@ def config() -> RunConfig:
 class WordProblems:
     """The subject; the last ``eval_problems`` rows of the file are held out."""
 
+    scores_unfinished = False
+
     def __init__(self, path: Path, prompt_field: str, answer_field: str, eval_problems: int, vocab_size: int) -> None:
         rows = read_rows(path, (prompt_field, answer_field))
         if len(rows) <= eval_problems:

@@ -13,12 +13,12 @@ import tyro
 
 from flowrt.controller.admission import StrictLag
 from flowrt.errors import ConfigError
-from flowrt.recipes import arithmetic, gsm8k
+from flowrt.recipes import arithmetic, gsm8k, own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.limits import check_limits
 
 Config = TypeVar("Config")
-RECIPE_NAMES = ("arithmetic", "gsm8k")
+RECIPE_NAMES = ("arithmetic", "gsm8k", "own")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -29,6 +29,8 @@ def defaults(recipe: str) -> RunConfig:
             return arithmetic.config()
         case "gsm8k":
             return gsm8k.config()
+        case "own":
+            return own.config()
     raise ConfigError(f"there is no recipe {recipe!r}{_suggest(recipe, RECIPE_NAMES)}")
 
 
@@ -114,6 +116,10 @@ def check(config: RunConfig) -> None:
             "use 2 or more, or --loss.normalize False"
         )
     check_limits(config)
+    if config.recipe == "own" and not (config.model and config.data.path and config.data.reward):
+        raise ConfigError("recipe own needs --model DIR, --data FILE and --data.reward FILE.py:FUNCTION")
+    if config.data.reward and config.recipe != "own":
+        raise ConfigError(f"recipe {config.recipe} has a reward of its own; for yours: flowrt run own")
     if config.rollout.engine == "sglang":
         check_sglang(config)
     if config.model:

@@ -20,6 +20,9 @@ class Problem:
 class Subject(Protocol):
     """Problems and their reward; the same in every worker that makes it from the same configuration."""
 
+    scores_unfinished: bool
+    """Whether a response that was cut off is scored as it is; else it counts as none."""
+
     def training_problems(self) -> Sequence[Problem]: ...
 
     def held_out_problems(self) -> Sequence[Problem]: ...

@@ -6,6 +6,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.arithmetic import Arithmetic
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.gsm8k import WordProblems
+from flowrt.recipes.own import OwnProblems
 from flowrt.recipes.problems import Subject
 
 
@@ -22,10 +23,7 @@ def subject(config: RunConfig) -> Subject:
         raise ConfigError(
             f"recipe {config.recipe} reads its problems from a file; give one with --data.path FILE.jsonl"
         )
-    return WordProblems(
-        Path(config.data.path),
-        config.data.prompt_field,
-        config.data.answer_field,
-        config.data.eval_prompts,
-        config.build.vocab_size,
-    )
+    data, path = config.data, Path(config.data.path)
+    if config.recipe == "own":
+        return OwnProblems(path, data.reward, data.prompt_field, data.answer_field, data.eval_prompts)
+    return WordProblems(path, data.prompt_field, data.answer_field, data.eval_prompts, config.build.vocab_size)
