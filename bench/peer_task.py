@@ -1,4 +1,4 @@
-"""What both sides of `peer_trl.py` learn: to write the kind of characters that the prompt names, from random weights."""
+"""What both sides of `peer_trl.py` learn, from random weights: to write the kind of characters that a prompt names."""
 
 import json
 import random

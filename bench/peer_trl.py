@@ -2,10 +2,11 @@
 
     python bench/peer_trl.py --peer-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
 
-A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for (`peer_task.py`); it cannot
-end early, so every response has ``--new-tokens`` tokens. Both start from the same random weights. TRL generates and trains in turns, in one process with as many
-threads as there are cores; flowrt runs one rollout worker and two trainer ranks beside each other, with a thread each,
-at staleness 1. Samples per second count from the end of the first step.
+A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for (`peer_task.py`). It
+cannot end early, so every response has ``--new-tokens`` tokens. Both start from the same random weights. TRL generates
+and trains in turns, in one process with as many threads as there are cores; flowrt runs one rollout worker and two
+trainer ranks beside each other, with a thread each, at staleness 1. Samples per second count from the end of the first
+step.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer ranks were busy, over the same steps.
@@ -35,7 +36,7 @@ TIMEOUT_S = 900.0
 WINDOW = 10
 LR, WARMUP_STEPS = 1e-3, 3
 REWARD = Path(__file__).with_name("peer_reward.py")
-MICRO_BATCH_TOKENS = 2048
+MICRO_BATCH_TOKENS = 1024
 
 
 def config(folder: Path, arguments: argparse.Namespace) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from flowrt.algorithms.weighting import SampleWeight, Uniform
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer, put_in_place
+from flowrt.engines.passes import DIVERGENCE
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
@@ -50,7 +52,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         done = step + 1
         if first:
             session.step_done(step, metrics)
-        await publish(session, engine, done, first)
+        await publish(session, engine, done, first, divergence(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save:
@@ -59,13 +61,24 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     session.finished()
 
 
-async def publish(session: Session, engine: TrainEngine, version: int, first: bool) -> None:
+def divergence(metrics: Mapping[str, float], step: int) -> dict[int, float]:
+    """How far each version is from the weights that this step began with, by the step's own samples.
+
+    The weights that it made are one update further: nobody has compared those with anything yet.
+    """
+    ages = {int(name.removeprefix(DIVERGENCE)): value for name, value in metrics.items() if name.startswith(DIVERGENCE)}
+    return {step - age: value for age, value in ages.items()}
+
+
+async def publish(
+    session: Session, engine: TrainEngine, version: int, first: bool, moved: Mapping[int, float] | None = None
+) -> None:
     """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
     with session.timeline.busy("snapshot"):
         tensors = await until(asyncio.to_thread(engine.parameters), RANKS, f"version {version}", "the other ranks")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
-        await session.params.publish(POLICY, snapshot)
+        await session.params.publish(POLICY, snapshot, moved)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
@@ -104,6 +117,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: Sample
         reference_logprobs=begin("ref_logprobs") if "ref_logprobs" in batch.tensors else None,
         advantages_N=advantages_N[rows],
         weights_N=weights_N[rows],
+        ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
     )
 
 

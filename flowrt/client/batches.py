@@ -80,6 +80,11 @@ class Batch:
     def groups(self) -> Sequence[int]:
         return self.grant.groups
 
+    def versions(self, row: int) -> torch.Tensor:
+        """The policy version that made each token of this sample (int64)."""
+        span = torch.tensor(self.grant.spans[row])
+        return span[::2].repeat_interleave(span[1::2])
+
     def oldest_version(self, row: int) -> int:
         """The oldest policy version that made a token of this sample."""
         return min(self.grant.spans[row][::2])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flowrt.algorithms import GrpoLoss, cut_by_tokens, grpo_token_loss_sum, mismatch_statistics, truncated_importance
+from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import response_logprobs
 
@@ -28,6 +29,10 @@ SUMS = (
     "clipped_high",
 )
 """What is summed over a step's passes and ranks; all but the first two become means per token."""
+DIVERGENCE = "divergence_"
+AGES = 8
+"""Divergence is measured for tokens of so many ages, in versions; all that are older count as the oldest."""
+K3_OF_AGE, TOKENS_OF_AGE = ([f"{what}_of_age_{age}" for age in range(AGES)] for what in ("k3", "tokens"))
 
 
 class LossPasses:
@@ -39,6 +44,7 @@ class LossPasses:
         self._temperature = temperature
         self._forward_tokens = forward_tokens
         self._sums: dict[str, float] = defaultdict(float)
+        self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, and tokens
 
     def cut(self, batch: TrainingBatch) -> list[list[int]]:
         """The rows of each pass: those of like length together, since short ones are padded to the longest."""
@@ -72,6 +78,8 @@ class LossPasses:
             rollout_weights_T=importance_T * batch.weights_N[rows].to(device)[sample_T],
             reference_T=reference_T,
         )
+        if batch.ages is not None:
+            self._measure(old_T, rollout_T, torch.cat([batch.ages[row] for row in rows]))
         mismatch = mismatch_statistics(old_T, rollout_T, importance_T)
         self._sums["tokens"] += result.tokens
         self._sums["samples"] += len(rows)
@@ -83,22 +91,34 @@ class LossPasses:
             self._sums[name.removesuffix("_sum")] += float(value)
         return result.loss_sum
 
+    def _measure(self, trainer_T: torch.Tensor, rollout_T: torch.Tensor, ages_T: torch.Tensor) -> None:
+        ratio_T = clamped_log_ratio_T(trainer_T, rollout_T).cpu().double()
+        k3_T = ratio_T.expm1() - ratio_T
+        self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
+
     def forget(self) -> None:
         """A new step begins."""
         self._sums.clear()
+        self._of_age.zero_()
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks; one that got no micro-batch adds zeros."""
-        totals = torch.tensor([self._sums[name] for name in SUMS], dtype=torch.float64)
+        totals = torch.cat([torch.tensor([self._sums[name] for name in SUMS], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
-        return dict(zip(SUMS, totals.tolist(), strict=True))
+        return dict(zip((*SUMS, *K3_OF_AGE, *TOKENS_OF_AGE), totals.tolist(), strict=True))
 
 
 def step_metrics(sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
-    """Means per token of a step's global sums, and how the optimiser stepped."""
+    """Means per token of a step's global sums, and how the optimiser stepped.
+
+    ``divergence_AGE`` is KL(what generated || what trained), the k3 estimate, over tokens of that age in versions.
+    """
     tokens, samples = sums["tokens"], sums["samples"]
     means = {name: sums[name] / tokens for name in SUMS[2:]}
+    for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
+        if sums[count]:
+            means[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]
     return {**means, "grad_norm": grad_norm, "lr": lr, "response_length": tokens / samples}
 
 

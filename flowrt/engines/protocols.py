@@ -81,6 +81,7 @@ class TrainingBatch:
     reference_logprobs: Sequence[torch.Tensor] | None
     advantages_N: torch.Tensor
     weights_N: torch.Tensor  # how much each sample counts
+    ages: Sequence[torch.Tensor] | None = None  # of each response token: versions between what made it and what trains
 
 
 class TrainEngine(Protocol):

@@ -67,6 +67,22 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class RefreshConfig:
+    """When rollout workers take newer weights (the staleness bound holds whatever this says)."""
+
+    policy: Literal["each", "rolling", "every", "divergence"] = "each"
+    """Each version; some workers at a time; every so many versions; or when the policy has moved away far enough."""
+    at_once: int = 1
+    """For rolling: workers that fetch or swap at a time."""
+    versions: int = 2
+    """For every: versions between two refreshes."""
+    threshold: float = 1e-3
+    """For divergence: nats per token (k3) between what a worker generates with and what the trainer has."""
+    max_age: int = 4
+    """For divergence: a worker so many versions behind takes the latest however near it is."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Generation."""
 
@@ -84,6 +100,8 @@ class RolloutConfig:
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
     """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    refresh: RefreshConfig = field(default_factory=RefreshConfig)
+    """When newer weights are taken."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
     """The SGLang server."""
 

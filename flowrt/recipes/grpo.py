@@ -15,10 +15,11 @@
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.batchers import FixedTokens, TokenBudget
 from flowrt.controller.dispatch import Fifo
+from flowrt.controller.refresh import Divergence, EveryN, Rolling
 from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.sharing import Balanced, OnDemand
-from flowrt.controller.versions import DelayedUpdate
-from flowrt.recipes.config import RunConfig
+from flowrt.controller.versions import DelayedUpdate, Refresh
+from flowrt.recipes.config import RefreshConfig, RunConfig
 from flowrt.wire.records import Column, Stage
 
 POLICY = "policy"
@@ -55,12 +56,24 @@ def policies(config: RunConfig) -> Policies:
         admission=StrictLag(config.staleness),
         dispatch=Fifo(),
         batcher=TokenBudget(config.trainer.micro_batch_tokens),
-        refresh=DelayedUpdate(),
+        refresh=refresh(config.rollout.refresh),
         sharing=Balanced(config.trainer.ranks) if config.trainer.balanced else OnDemand(),
         cut=FixedTokens(config.trainer.step_tokens, order="shuffled", seed=config.seed)
         if config.trainer.step_tokens
         else None,
     )
+
+
+def refresh(config: RefreshConfig) -> Refresh:
+    """Which receivers are due when there is a newer version."""
+    match config.policy:
+        case "rolling":
+            return Rolling(config.at_once)
+        case "every":
+            return EveryN(config.versions)
+        case "divergence":
+            return Divergence(config.threshold, config.max_age)
+    return DelayedUpdate()
 
 
 def settings(config: RunConfig) -> Settings:

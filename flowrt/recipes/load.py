@@ -15,6 +15,7 @@ from flowrt.controller.admission import StrictLag
 from flowrt.errors import ConfigError
 from flowrt.recipes import arithmetic, gsm8k, own
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.grpo import refresh
 from flowrt.recipes.limits import check_limits
 
 Config = TypeVar("Config")
@@ -116,8 +117,7 @@ def check(config: RunConfig) -> None:
             "use 2 or more, or --loss.normalize False"
         )
     check_limits(config)
-    if config.recipe == "own" and not (config.model and config.data.path and config.data.reward):
-        raise ConfigError("recipe own needs --model DIR, --data FILE and --data.reward FILE.py:FUNCTION")
+    refresh(config.rollout.refresh)
     if config.data.reward and config.recipe != "own":
         raise ConfigError(f"recipe {config.recipe} has a reward of its own; for yours: flowrt run own")
     if config.rollout.engine == "sglang":

@@ -65,7 +65,7 @@ class OwnProblems:
             raise ConfigError(f"the reward function {self._name} gave {value} for {response[:80]!r}; it must be finite")
         return value
 
-    def lesson(self, rng: random.Random, bare: bool) -> Problem:
+    def lesson(self, rng: random.Random, bare: bool) -> Problem:  # noqa: ARG002
         raise _no_model()
 
     def tokenizer(self) -> Tokenizer:

@@ -25,5 +25,7 @@ def subject(config: RunConfig) -> Subject:
         )
     data, path = config.data, Path(config.data.path)
     if config.recipe == "own":
+        if not config.model or not data.reward:
+            raise ConfigError("recipe own needs --model DIRECTORY and --data.reward FILE.py:FUNCTION, too")
         return OwnProblems(path, data.reward, data.prompt_field, data.answer_field, data.eval_prompts)
     return WordProblems(path, data.prompt_field, data.answer_field, data.eval_prompts, config.build.vocab_size)

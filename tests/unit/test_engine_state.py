@@ -1,5 +1,6 @@
 """What a training engine saves is all that its next steps depend on; what it discards leaves no trace."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.build import build_model
 from flowrt.engines.options import TrainOptions
+from flowrt.engines.passes import AGES
 from flowrt.engines.protocols import TrainingBatch
+from flowrt.engines.scoring import response_logprobs
 from flowrt.engines.torch_train import TorchTrainer
 from flowrt.errors import EngineError
 
@@ -49,6 +52,36 @@ def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
     theirs = other.parameters()
     for name, tensor in one.parameters().items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:
+    one, other = trainer(), trainer()
+    both = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])
+    one.accumulate(both)
+    with torch.no_grad():
+        logprobs_T, _ = response_logprobs(one.model, both.prompts, both.responses, 1.0)
+    ratio_T = (logprobs_T - torch.cat(list(both.rollout_logprobs))).double()
+    k3_T, ages_T = ratio_T.expm1() - ratio_T, torch.cat([ages.long() for ages in both.ages or ()]).clamp(max=AGES - 1)
+    measured = one.step()
+    for age in range(AGES):
+        expected = k3_T[ages_T == age].mean().item() if bool((ages_T == age).any()) else None
+        assert measured.get(f"divergence_{age}") == (expected and pytest.approx(expected, rel=1e-4))
+    for row in range(3):
+        other.accumulate(
+            TrainingBatch(
+                both.prompts[row : row + 1],
+                both.responses[row : row + 1],
+                both.rollout_logprobs[row : row + 1],
+                None,
+                both.advantages_N[row : row + 1],
+                both.weights_N[row : row + 1],
+                (both.ages or ())[row : row + 1],
+            )
+        )
+    assert {name: value for name, value in other.step().items() if name.startswith("divergence")} == {
+        name: pytest.approx(value, rel=1e-4) for name, value in measured.items() if name.startswith("divergence")
+    }
+    assert not any(name.startswith("divergence") for name in train(one, range(1))[0])
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
