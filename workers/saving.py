@@ -5,13 +5,17 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer
 from flowrt.engines.protocols import TrainEngine
+from flowrt.errors import EngineError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import checkpoint_dir, checkpoint_steps, kept_model_dir, model_dir
 
@@ -47,8 +51,8 @@ class Checkpoints:
         """Save the state after ``step`` steps, unless it is saved already, or no checkpoints are wanted."""
         if step == self._saved or not self._config.checkpoint.every:
             return
-        with self._session.timeline.busy("save"):
-            whole = checkpoint_dir(self._run_dir, step)
+        whole = checkpoint_dir(self._run_dir, step)
+        with self._session.timeline.busy("save"), naming(whole):
             aside = whole.with_name(f".{whole.name}.part")
             if self._leads:
                 await asyncio.to_thread(self._make_room, aside)
@@ -84,6 +88,20 @@ class Checkpoints:
             gone = old.with_name(f".{old.name}.old")
             old.rename(gone)  # first: half of a checkpoint must not look like one
             shutil.rmtree(gone)
+
+
+@contextmanager
+def naming(checkpoint: Path) -> Iterator[None]:
+    """What the disk refuses becomes an EngineError: which checkpoint, why, and what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(first).strip().partition("\n")[0]
+        raise EngineError(
+            f"checkpoint {checkpoint} cannot be written: {reason}; those before it are whole: make room, then flowrt "
+            f"resume {checkpoint.parents[1]}"
+        ) from error
 
 
 def keep_model(model: Path, kept: Path) -> None:

@@ -37,7 +37,9 @@ class Journal:
         self._start_s = start_s - spent_s
         self._first_step = position.step if began is None else began
         self._metrics: TextIO = metrics.open("a", buffering=1)
-        self._timeline: TextIO = (run_dir / "timeline.jsonl").open("a", buffering=1)
+        timeline = run_dir / "timeline.jsonl"
+        _cut_half_line(timeline)
+        self._timeline: TextIO = timeline.open("a", buffering=1)
         self._timeline_start = self._timeline.tell()  # of this controller: those before it may have had another clock
         self._began_s: float | None = None  # training, in this life of the run
         self._first: list[float] = []
@@ -172,6 +174,14 @@ class Journal:
 
 def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
+
+
+def _cut_half_line(path: Path) -> None:
+    """What a disk that was full took of the last line is no line: the next one would be written behind it."""
+    if path.is_file():
+        whole = path.read_bytes().rpartition(b"\n")
+        if whole[2]:
+            os.truncate(path, len(whole[0]) + len(whole[1]))
 
 
 def _before(path: Path, step: int) -> tuple[list[dict[str, Any]], float]:

@@ -102,7 +102,9 @@ class Ledger:
             # From here on a lock of somebody else must not hold up the loop on which everybody is served.
             self._db.execute("PRAGMA busy_timeout=0")
         except sqlite3.Error as error:
-            raise FlowError(f"ledger {path} cannot be opened: {error}; use another run directory") from error
+            busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+            do = "another process has it; let go of it" if busy else "use another run directory"
+            raise FlowError(f"ledger {path} cannot be opened: {error}; {do}") from error
 
     def add(self, record: Record, at_s: float) -> None:
         row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason)

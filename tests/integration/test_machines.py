@@ -219,6 +219,21 @@ async def test_a_locked_ledger_stops_neither_the_loop_nor_the_run_and_loses_noth
         assert server.ended is None
 
 
+@pytest.mark.slow
+def test_a_controller_that_finds_its_ledger_locked_says_so_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.add(Record(7, 0, "trained", 0), 1.0)
+    ledger.commit()
+    ledger.settle()
+    ledger.close()
+    with locked(path):
+        said = fails_to_start(Controller(tmp_path))
+    assert f"ledger {path} cannot be opened: database is locked; another process has it; let go of it" in said
+    assert prompts_of(path) == {7: "trained"}
+
+
 def test_a_ledger_that_stays_locked_ends_the_run_saying_so(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)

@@ -1,0 +1,55 @@
+"""A disk that is full when a checkpoint is due: one clear error, and with room again the run goes on, nothing lost."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 12
+LEDGER_BYTES = 1_500_000
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root only")]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, untrained_model: Path) -> Iterator[Path]:
+    """Room for the run and the start model, and for a part of a checkpoint (a model and two moments)."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    size = 2 * sum(path.stat().st_size for path in untrained_model.iterdir()) + LEDGER_BYTES
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "flowrt-test", str(place)]
+    mounted = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+
+
+def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
+    launch: Callable[..., Any], untrained_model: Path, disk: Path
+) -> None:
+    run_dir = disk / "run"
+    launched = launch(
+        *("--run-dir", str(run_dir), "--model", str(untrained_model), "--steps", str(STEPS), "--restarts", "0"),
+        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+        *("--checkpoint.every", "4", "--trainer.save", "False"),
+    )
+    assert launched.wait(120.0) == 1, launched.output
+    # Whoever writes first finds it full: the checkpoint, or the ledger while that fails.
+    assert re.search(
+        r"(step-000004|ledger\.sqlite) cannot be written: .*(No space left on device|disk is full)", launched.output
+    ), launched.output
+    assert "Traceback" not in launched.output
+    assert shutil.disk_usage(disk).used > 0
+    subprocess.run(["mount", "-o", "remount,size=256m", str(disk)], check=True, timeout=20)
+    resumed = launch(resume=run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
+    assert summary["prompts"]["trained"] == 4 * STEPS
