@@ -8,7 +8,8 @@ The function takes the response and the prompt's answer as text and returns a nu
 import importlib.util
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +55,8 @@ class OwnProblems:
         return self._held_out
 
     def reward(self, response: str, answer: str) -> float:
-        try:
+        with _yours(f"the reward function {self._name} failed on {response[:80]!r}"):
             value = float(self._reward(response, answer))
-        except Exception as error:
-            raise ConfigError(
-                f"the reward function {self._name} failed on {response[:80]!r} ({type(error).__name__}: {error}); "
-                "correct it, then flowrt resume"
-            ) from error
         if not math.isfinite(value):
             raise ConfigError(f"the reward function {self._name} gave {value} for {response[:80]!r}; it must be finite")
         return value
@@ -82,15 +78,22 @@ def load_reward(name: str) -> Reward:
     if spec is None or spec.loader is None:
         raise ConfigError(f"data.reward is {name!r}, and {file} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    try:
+    with _yours(f"data.reward: {path} cannot be imported"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"data.reward: {path} cannot be imported ({type(error).__name__}: {error})") from error
     found = getattr(module, function or FUNCTION, None)
     if not callable(found):
         raise ConfigError(f"data.reward: {path} has no function {function or FUNCTION!r}; name it as FILE.py:FUNCTION")
     reward: Reward = found
     return reward
+
+
+@contextmanager
+def _yours(what: str) -> Iterator[None]:
+    """Code of the user's: whatever it raises is told in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what} ({type(error).__name__}: {error}); correct it, and start or resume again") from error
 
 
 def _no_model() -> ConfigError:

@@ -15,11 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.grpo import policies
 from flowrt.recipes.load import RECIPE_NAMES, check, defaults, from_toml, merge, parse, to_toml
 from flowrt.recipes.subjects import subject
 
@@ -215,32 +212,6 @@ def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path
     data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')
     with pytest.raises(ConfigError, match="gsm8k"):
         subject(parse(["--data", data]))
-
-
-def test_what_is_not_ones_own_takes_no_reward_and_what_is_needs_one(tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", '{"prompt": "1+1?", "answer": "2"}\n')
-    with pytest.raises(ConfigError, match="flowrt run own"):
-        parse(["gsm8k", "--data", data, "--data.reward", "mine.py"])
-    with pytest.raises(ConfigError, match=r"data\.reward FILE\.py:FUNCTION"):
-        subject(parse(["own", "--data", data]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "refresh"),
-    [
-        ([], DelayedUpdate()),
-        (["--rollout.refresh.policy", "rolling", "--rollout.refresh.at-once", "3"], Rolling(3)),
-        (["--rollout.refresh.policy", "every", "--rollout.refresh.versions", "4"], EveryN(4)),
-        (["--rollout.refresh.policy", "divergence", "--rollout.refresh.max-age", "5"], Divergence(1e-3, 5)),
-    ],
-)
-def test_the_refresh_policy_is_the_one_that_was_named(flags: list[str], refresh: object) -> None:
-    assert policies(parse(flags)).refresh == refresh
-
-
-def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="max_age is 0"):
-        parse(["--rollout.refresh.policy", "divergence", "--rollout.refresh.max-age", "0"])
 
 
 # ---- what is documented
