@@ -213,13 +213,17 @@ class LocalRun:
 
     async def _start_controller(self, *more: str) -> tuple[Child, str]:
         command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml, *more]
-        child, address = await self._children.start_ready("controller", command, READY_S)
-        if not address:
+        for left in reversed(range(self._config.supervisor.restarts + 1)):
+            child, address = await self._children.start_ready("controller", command, READY_S)
+            if address:
+                return child, address
             code = await child.ended(READY_S)
-            words = child.log.read_text().strip().splitlines()
-            reason = words[-1].split(" ERROR ")[-1] if words else child.last_words()
-            raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
-        return child, address
+            if code >= 0 or not left:  # it said why; one that was killed before it could listen is started again
+                break
+            await pause(self._config.supervisor.backoff_s)
+        words = child.log.read_text().strip().splitlines()
+        reason = words[-1].split(" ERROR ")[-1] if code >= 0 and words else child.last_words()
+        raise (ConfigError if code == EXIT_BAD_INPUT else FlowError)(reason)
 
     async def _reign(self, controller: Child, observer: Observer) -> tuple[int, str]:
         """The exit code of a controller, and what was wrong with it if it hung."""

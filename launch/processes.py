@@ -119,9 +119,12 @@ class Children:
         await self.wait_all(5.0)
 
     def signal_group(self, child: Child, number: signal.Signals) -> None:
-        """To it and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
+        """To it and all that it started; to it alone where it was stopped before it had a group of its own."""
+        try:
             os.killpg(child.process.pid, number)
+        except ProcessLookupError:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(number)
 
     def _signal_groups(self, number: signal.Signals) -> None:
         for child in self.running():

@@ -58,6 +58,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     if config.trainer.save:
         with session.timeline.busy("save"):
             await asyncio.to_thread(save, engine, config, first)
+    await session.params.settled()
     session.finished()
 
 
@@ -78,7 +79,7 @@ async def publish(
         tensors = await until(asyncio.to_thread(engine.parameters), RANKS, f"version {version}", "the other ranks")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
-        await session.params.publish(POLICY, snapshot, moved)
+        await session.params.publish_beside(POLICY, snapshot, moved)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrt.errors import TransferError
+from flowrt.errors import FlowError, TransferError
 from flowrt.transport.deltas import Delta
 from flowrt.transport.lane import LaneSet, seen
 from flowrt.transport.relay import Arrival, pieces
@@ -55,6 +55,7 @@ class Params:
         self._held: dict[Form, _Held] = {}
         self._applied: dict[str, int] = {}
         self._published: dict[str, tuple[Snapshot, int]] = {}  # the last one of each model, and its checksum
+        self._publishing: asyncio.Future[None] | None = None
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
         # One thread, so that pieces are summed in the order in which they come.
@@ -69,6 +70,34 @@ class Params:
         for weights, buckets in forms:
             self._held[model, snapshot.version, weights.base] = _Held(weights, buckets)
         self._send(Publish(tuple(weights for weights, _ in forms), tuple((divergence or {}).items())))
+
+    async def publish_beside(
+        self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None
+    ) -> None:
+        """As `publish`, but its sum and its changes to the version before are made beside what the caller does next.
+
+        Versions are offered in order: this waits for the one before it. `settled` waits for the last one.
+        """
+        await self.settled()
+        offered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        offered.add_done_callback(seen)
+        self._publishing = offered
+
+        async def offer() -> None:
+            try:
+                await self.publish(model, snapshot, divergence)
+            except FlowError as error:
+                offered.set_exception(error)
+            else:
+                offered.set_result(None)
+
+        self._spawn(offer())
+
+    async def settled(self) -> None:
+        """Every version that was to be published has been offered. Raises what kept one from it."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            await until(publishing, BESIDE, "a version to be summed up and offered", "this worker")
 
     def _forms(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
         """The version whole and, where that is much smaller, as changes to the one that was published before it."""

@@ -5,7 +5,7 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 
 from flowrt.controller.audit import audit
 from flowrt.controller.departures import Departures
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
+from flowrt.controller.events import Alive, Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
 from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
 from flowrt.controller.regroup import Regroup
@@ -71,6 +71,8 @@ class Core:
                 self._progress_s = now  # a cluster that comes together is not stuck
             case Gone(worker, reason):
                 self._gone(worker, reason, now)
+            case Alive(worker, at_s):
+                self.roster.heard(worker, at_s)
             case _:
                 self._tick(now)
         if self.ended is None and self.regroup.close(now):

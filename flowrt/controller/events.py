@@ -39,7 +39,15 @@ class Tick:
     """Time has passed: look at the deadlines."""
 
 
-Event = Joined | Said | Gone | Tick
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A worker that has said nothing was there all the same, then: its process answered below its interpreter."""
+
+    worker: WorkerId
+    at_s: float
+
+
+Event = Joined | Said | Gone | Alive | Tick
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long

@@ -1,9 +1,11 @@
 """Who is connected under which name, and what is still to be said to whom."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 
+from flowrt.controller.events import Alive
+from flowrt.controller.roster import Roster
 from flowrt.ids import WorkerId
 from flowrt.wire.link import ServerLink
 from flowrt.wire.messages import Message
@@ -23,13 +25,24 @@ class Peers:
         self._name: dict[bytes, WorkerId] = {}
         self._peer: dict[WorkerId, bytes] = {}
         self._role: dict[WorkerId, str] = {}
+        self._source: dict[WorkerId, tuple[int, str]] = {}  # connections: their descriptors and addresses
         self._outbox: list[tuple[WorkerId, Message]] = []
         self._outbox_since_s = 0.0
         self._left: list[WorkerId] = []
         self.changed = asyncio.Event()  # somebody has left
 
     def add(self, peer: bytes, worker: WorkerId, role: str) -> None:
+        """It has just said who it is."""
         self._name[peer], self._peer[worker], self._role[worker] = worker, peer, role
+        source = self._link.source()
+        self._source[worker] = source, self._link.gate.address(source)
+
+    def breathing(self, roster: Roster, now: float) -> Iterator[Alive]:
+        """Those that have said nothing for a while, though their processes answer: their interpreters are busy."""
+        for worker, heard_s in roster.quiet(now):
+            at_s = now - self._link.gate.quiet_s(*self._source.get(worker, (-1, "")))
+            if at_s > heard_s:
+                yield Alive(worker, at_s)
 
     def name(self, peer: bytes) -> WorkerId | None:
         return self._name.get(peer)
@@ -46,6 +59,7 @@ class Peers:
 
     def forget(self, worker: WorkerId) -> None:
         peer = self._peer.pop(worker, None)
+        self._source.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
         self.changed.set()

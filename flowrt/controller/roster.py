@@ -97,6 +97,10 @@ class Roster:
     def members(self) -> list[Member]:
         return list(self._members.values())
 
+    def quiet(self, now: float) -> list[tuple[WorkerId, float]]:
+        """Those who have said nothing for half of the limit, and when they were last heard."""
+        return [(one.id, one.heard_s) for one in self._members.values() if now - one.heard_s > self._silence_s / 2]
+
     def silent(self, now: float) -> list[Member]:
         """Those not heard of for longer than the limit."""
         return [member for member in self._members.values() if now - member.heard_s > self._silence_s]

@@ -125,8 +125,7 @@ class Server:
 
     def summary(self, bound: int) -> dict[str, Any]:
         """The numbers of the run so far, the ledger's account included."""
-        live = [(group.epoch, group.prompt) for group in self._core.samples.board.groups.values()]
-        account = self.ledger.account(live)
+        account = self.ledger.account((one.epoch, one.prompt) for one in self._core.samples.board.groups.values())
         return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
 
     async def _until_alone(self) -> None:
@@ -138,6 +137,8 @@ class Server:
         while True:
             await pause(TICK_S)
             self._link.gate.end_stopped()
+            for alive in self._peers.breathing(self._core.roster, self._clock.now()):
+                self._handle(alive)
             self._handle(Tick())
             self._link.gate.look()
             self._status()
@@ -200,9 +201,8 @@ class Server:
         worker = WorkerId(hello.worker)
         self._peers.add(peer, worker, hello.role)
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        position = self._core.settings.position
-        passed = self.ledger.passed() if hello.role == SOURCE else ()
-        position = dataclasses.replace(position, passed=passed, numbers=tuple(self.journal.numbers.items()))
+        passed, numbers = self.ledger.passed() if hello.role == SOURCE else (), tuple(self.journal.numbers.items())
+        position = dataclasses.replace(self._core.settings.position, passed=passed, numbers=numbers)
         self._peers.send(worker, dataclasses.replace(self._welcome, position=position))
         self._handle(Joined(worker, hello.role, hello.host, hello.lanes, hello.term))
 

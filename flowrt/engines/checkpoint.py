@@ -19,11 +19,13 @@ _loading = threading.Lock()
 def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The causal LM in a directory, with the attention that transformers prefers for it (mostly SDPA).
 
+    From safetensors alone: a ``pytorch_model.bin`` is a pickle, and is not opened.
+
     Raises EngineError when transformers cannot load it.
     """
     try:
         with _loading:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
     return model.to(device)

@@ -158,7 +158,12 @@ def check_model(path: Path) -> None:
         raise ConfigError(f"model {path} is no directory; give one with config.json, weights and a tokenizer")
     if not (path / "config.json").is_file():
         raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+    if not any(path.glob("*.safetensors")):
+        if any(path.glob("*.bin")):
+            raise ConfigError(
+                f"model {path} has its weights in a pickle (*.bin), which is never opened here: it could run anything; "
+                "where you trust it, load it with transformers and save_pretrained it again"
+            )
         raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); is the download complete?")

@@ -11,7 +11,7 @@ from time import monotonic
 
 from flowrt.errors import ConfigError, FlowError
 from flowrt.wire.keys import ADMITTED, KEYS_VARIABLE, PUBLIC, WorkerKeys
-from flowrt.wire.silence import AGAIN_MS, Watch
+from flowrt.wire.silence import AGAIN_MS, Watch, look_at
 
 log = logging.getLogger(__name__)
 QUIET_S = 1.0
@@ -120,6 +120,15 @@ class Gate:
         if address != self._knocking.get(descriptor, address):
             return  # it has gone by itself, and its descriptor is perhaps another's by now
         _shut(descriptor)
+
+    def address(self, descriptor: int) -> str:
+        """Whose connection this is; empty when it has closed."""
+        return self._knocking.get(descriptor, "")
+
+    def quiet_s(self, descriptor: int, address: str) -> float:
+        """For how long nothing at all has come over a connection, not even an answer of ZeroMQ's own threads."""
+        look = look_at(descriptor) if address and self.address(descriptor) == address else None
+        return float("inf") if look is None else look.heard_ms / 1000
 
     def end_stopped(self) -> None:
         """End the connections of processes that are stopped; called again and again."""

@@ -85,8 +85,7 @@ class _Socket:
     def drain(self) -> None:
         if self._receive is None or self._closed or self._draining:
             return
-        self._draining = True
-        emptied = False
+        self._draining, emptied = True, False
         try:
             emptied = self._receive_waiting(self._receive)
         finally:
@@ -180,8 +179,8 @@ def server_socket() -> _Socket:
 class ServerLink:
     """The controller's end.
 
-    ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes, and ``closed`` when the connection
-    of some peer has closed: a `send` to it says whose it was.
+    ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes, ``closed`` when a connection has
+    closed: a `send` says whose.
     """
 
     def __init__(
@@ -222,9 +221,9 @@ class ServerLink:
         try:
             self._raw.send([peer, encode(message)])
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
         return True
 
     def close(self) -> None:
@@ -233,10 +232,13 @@ class ServerLink:
             if one is not None:
                 one.close()
 
+    def source(self) -> int:
+        """The descriptor of the connection over which the latest message came."""
+        return -1 if self._raw.latest is None else int(self._raw.latest.get(zmq.SRCFD))
+
     def hang_up(self, peer: bytes) -> None:
         """End the connection of the peer that sent the latest message."""
-        if self._raw.latest is not None:
-            self.gate.shun(peer, int(self._raw.latest.get(zmq.SRCFD)))
+        self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if self.gate.is_shunned(frames[0]):
@@ -258,8 +260,7 @@ class ClientLink:
     def __init__(
         self, receive: Callable[[Message], None], failed: Callable[[FlowError], None], keys: WorkerKeys | None = None
     ) -> None:
-        self._receive, self._failed = receive, failed
-        self._raw = _Socket(zmq.DEALER)
+        self._receive, self._failed, self._raw = receive, failed, _Socket(zmq.DEALER)
         if keys is not None:
             self._raw.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
             self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)

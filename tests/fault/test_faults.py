@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
 # Each found something once. A controller that came back brought groups along that had left; a run that had ended was
 # taken for a stuck one; a trainer that was stopped in its first step ended the run; a controller that died before
 # anybody had come was started at another address; one that was stopped while it said goodbye left no summary.
-SEEDS = ("22", "48", "78", "150", "162")
+SEEDS = ("22", "48", "78", "150", "162", "263", "199")
 
 
 def test_no_fault_loses_or_doubles_anything(tmp_path: Path) -> None:

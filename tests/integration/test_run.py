@@ -221,3 +221,8 @@ def test_two_trainer_ranks(run: Any, launch: Callable[..., Any]) -> None:
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
     start, end = parameters(Path(model)), parameters(two.run_dir / "final")
     assert any(not torch.equal(start[name], end[name]) for name in start)
+
+
+def test_without_keys_it_says_that_it_listens_on_this_machine_only(run: Any) -> None:
+    assert "listening on tcp://127.0.0.1:" in run.log("controller")
+    assert "for this machine only: no keys" in run.log("controller")

@@ -5,6 +5,7 @@ import signal
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,30 @@ def test_the_run_goes_on_without_loss(bereaved: Any) -> None:
         assert f"{name} was killed by SIGKILL: it is started again" in bereaved.words
         # At the start, as a replacement, and when the controller is back.
         assert bereaved.log("controller").count(f" {name} joined") == 3
+
+
+def test_workers_find_a_controller_that_comes_back_within_ten_seconds(bereaved: Any) -> None:
+    lines = bereaved.log("controller").splitlines()
+    back = max(number for number, line in enumerate(lines) if " listening on " in line)
+    began, *joined = [moment(line) for line in lines[back:] if " listening on " in line or " joined (" in line]
+    assert len(joined) >= 4
+    assert max(joined) - began < timedelta(seconds=10)
+
+
+def moment(line: str) -> datetime:
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f")
+
+
+def test_a_controller_that_is_killed_before_it_listens_is_started_again(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "2")
+    run.wait_for(lambda: run.find("flowrt.launch.controller"), "a controller")
+    [controller] = run.find("flowrt.launch.controller")
+    assert " listening on " not in run.log("controller")
+    run.signal(signal.SIGKILL, controller)
+    assert run.wait(120.0) == 0, run.output
+    assert steps_of(run) == 2
 
 
 def test_a_new_source_offers_nothing_that_was_offered(bereaved: Any) -> None:

@@ -23,7 +23,7 @@ async def two_rows(stream: Any, puppet: Any) -> tuple[Any, Any]:
 
 async def test_a_worker_that_holds_the_interpreter_is_not_dismissed(run: Any, puppet: Any) -> None:
     """A busy interpreter is not death: nothing is taken from a worker that computes for longer than pings may take."""
-    async with run() as stream:
+    async with run(silence_s=HELD_S / 3) as stream:  # far longer than a worker may be silent
         first, _second = await two_rows(stream, puppet)
         begin_s = time.monotonic()
         assert await first.do("hold", seconds=HELD_S) == {"holds": True}

@@ -1,0 +1,47 @@
+"""Training goes on while a version is summed up and compared with the one before it."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from flowrt.client.params import Params
+from flowrt.transport.lane import LaneSet
+from flowrt.transport.weights import Snapshot
+from flowrt.wire.messages import Message, Publish
+
+WAIT_S = 20.0
+
+
+async def test_a_trainer_waits_for_the_copy_alone_and_versions_are_offered_in_order() -> None:
+    said: list[Message] = []
+    spawned: list[asyncio.Task[None]] = []
+
+    def spawn(work: Coroutine[Any, Any, None]) -> None:
+        spawned.append(asyncio.create_task(work))
+
+    # The thread that sums up is held: nothing can be offered before it is let go.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    held = threading.Event()
+    holding = asyncio.get_running_loop().run_in_executor(None, held.wait, WAIT_S)
+    params = Params(LaneSet("trainer", {}, 1.0, lambda *_: None), said.append, spawn, 1.0)
+    async with asyncio.timeout(WAIT_S):
+        await params.publish_beside("policy", version(1))  # returns, though nothing is summed up
+        assert said == []
+        second = asyncio.create_task(params.publish_beside("policy", version(2), {1: 0.5}))
+        done, _ = await asyncio.wait([second], timeout=0.1)
+        assert not done, "the second version waits for the first"
+        held.set()
+        await holding
+        await second
+        await params.settled()
+        await asyncio.gather(*spawned)
+    assert [message.forms[0].version for message in said if isinstance(message, Publish)] == [1, 2]
+    assert [message.divergence for message in said if isinstance(message, Publish)] == [(), ((1, 0.5),)]
+
+
+def version(number: int) -> Snapshot:
+    return Snapshot.take(number, {"w": torch.full((100,), float(number))})
