@@ -37,8 +37,8 @@ from flowrt.wire.loops import serve_loop
 FOLDER = Path(__file__).parent
 KB, MB, GB = 10**3, 10**6, 10**9
 SIZES = {"1kb": (KB, 4096), "100kb": (100 * KB, 512), "1mb": (MB, 128), "16mb": (16 * MB, 16), "64mb": (64 * MB, 4)}
-RAGGED = ("100kb", "1mb")
 PEER_SIZES = ("1kb", "100kb", "1mb", "16mb")
+RAGGED = PEER_SIZES
 PEER = "peer"
 MEMORY_ROWS = 512
 SAMPLE_S = 0.005
@@ -223,7 +223,8 @@ async def two_ends() -> AsyncIterator[Ours]:
 
 def ratios(metrics: dict[str, float]) -> dict[str, float]:
     """What the targets are set on, where both sides were measured."""
-    pairs = {f"shm_times_peer_{case}": (f"shm_gbps_{case}", f"peer_gbps_{case}") for case in PEER_SIZES}
+    both = (*PEER_SIZES, *(f"{case}_ragged" for case in RAGGED))
+    pairs = {f"shm_times_peer_{case}": (f"shm_gbps_{case}", f"peer_gbps_{case}") for case in both}
     pairs |= {f"gloo_times_peer_{case}": (f"gloo_gbps_{case}", f"peer_gbps_{case}") for case in PEER_SIZES}
     pairs |= {f"gloo_over_raw_{case}": (f"gloo_get_gbps_{case}", f"raw_gloo_gbps_{case}") for case in ("1mb", "64mb")}
     pairs["shm_over_raw_16mb"] = ("shm_gbps_16mb", "raw_shm_gbps_16mb")

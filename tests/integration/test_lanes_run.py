@@ -118,15 +118,19 @@ async def test_rows_of_an_owner_that_hangs_come_from_another(tmp_path: Path, lan
         assert {one.turn.sender for one in batch.grant.incoming} == {"reward"}
 
 
-async def test_rows_over_the_budget_are_refused_by_name_and_can_be_pulled_in_smaller_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lanes", ["gloo", "shm"])
+async def test_rows_over_the_budget_are_refused_by_name_and_can_be_pulled_in_smaller_turns(
+    tmp_path: Path, lanes: str
+) -> None:
     row = 4 * 50_004
-    async with running(tmp_path, "auto", store_bytes=ROWS * row + row) as run:
+    async with running(tmp_path, lanes, store_bytes=ROWS * row + row) as run:
         reward = await run.join("reward")
         reward.store.put("response", 10**9, torch.zeros(75_000))
         with pytest.raises(TransferError, match="do not fit into this worker's store: 300000 are held"):
             await reward.pull("reward", ROWS, deadline_s=10)
         for _ in range(ROWS):
             batch = await reward.pull("reward", 1, deadline_s=10)
+            assert {one.turn.transport for one in batch.grant.incoming} == {lanes}
             check_one = lane_maker.response_of(batch.slots[0])
             assert torch.equal(batch.tensors["response"][0], check_one)
             reward.store.free(("response",), batch.slots, ())

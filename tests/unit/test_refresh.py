@@ -1,8 +1,9 @@
-"""Rolling refresh: how many at a time, who goes first, and that nobody is starved."""
+"""Refresh policies: how many at a time and who goes first, every so many versions, how far a version has moved."""
 
 import pytest
+from flowrt.workers.trainer import divergence
 
-from flowrt.controller.refresh import Rolling
+from flowrt.controller.refresh import Divergence, EveryN, Rolling
 from flowrt.controller.versions import DelayedUpdate, Receiver
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
@@ -59,3 +60,38 @@ def test_impossible_numbers_are_refused() -> None:
         Rolling(0)
     with pytest.raises(ConfigError, match="use 0 or more"):
         Rolling(1, max_behind=-1)
+    with pytest.raises(ConfigError, match="use 1 or more"):
+        EveryN(0)
+    with pytest.raises(ConfigError, match="max_age is 0"):
+        Divergence(0.1, 0)
+
+
+def test_every_n_waits_until_it_is_n_versions_behind() -> None:
+    assert EveryN(3).due(5, receivers((3, 3)), 0) == []
+    assert EveryN(3).due(6, receivers((3, 3)), 0) == ["r0"]
+    assert EveryN(3).due(6, receivers((4, 4), (3, 3), (0, 0), (6, 6)), 0) == ["r1", "r2"]
+
+
+def test_every_n_counts_from_what_is_staged_not_from_what_is_in_use() -> None:
+    assert EveryN(3).due(6, receivers((0, 6), (0, 4), (0, 3)), 0) == ["r2"]
+
+
+def moved(lag: int, measured: float | None) -> list[WorkerId]:
+    """Who is due when the latest version is so far ahead, and has moved away so far."""
+    return Divergence(0.1, 4).due(9, [Receiver(WorkerId("r"), 9 - lag, 9 - lag, measured)], 0)
+
+
+def test_what_nobody_has_measured_is_fetched_when_it_is_too_old() -> None:
+    assert [moved(lag, None) for lag in (0, 1, 3, 4, 5)] == [[], [], [], ["r"], ["r"]]
+
+
+def test_what_has_moved_over_the_threshold_is_fetched_at_once_and_the_rest_when_it_is_too_old() -> None:
+    assert [moved(1, measured) for measured in (0.0, 0.05, 0.1, 0.2)] == [[], [], [], ["r"]]
+    assert [moved(lag, 0.05) for lag in (3, 4)] == [[], ["r"]]
+    assert moved(0, 0.2) == []  # it has the latest: there is nothing to fetch
+
+
+def test_the_trainer_tells_by_version_what_its_step_measured_by_age() -> None:
+    metrics = {"loss": 1.0, "divergence_0": 0.01, "divergence_1": 0.02, "divergence_4": 0.3, "clipped": 0.5}
+    assert divergence(metrics, 7) == {7: 0.01, 6: 0.02, 3: 0.3}
+    assert divergence({"loss": 1.0}, 7) == {}

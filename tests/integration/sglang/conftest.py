@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def owned(checkpoint: Path) -> Iterator[SglangRollout]:
     """An engine with a server of its own; the others of the module use that, too."""
+    with _owner(checkpoint) as engine:
+        yield engine
+
+
+@pytest.fixture
+def owned_by_parts(checkpoint: Path) -> Iterator[SglangRollout]:
+    """Another one, whose server is given new weights part by part."""
+    with _owner(checkpoint, weights="tensor") as engine:
+        yield engine
+
+
+@contextmanager
+def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
     options = SglangOptions(
         python=str(PYTHON),
         device="cpu",
         dtype="float32",
         arguments="--max-total-tokens 8192",
-        restarts=2,
+        restarts=3,
         start_s=START_S,
+        **more,
     )
     engine = _engine(options, checkpoint, LONG)
     try:

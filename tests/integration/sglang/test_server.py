@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from flowrt.engines import sglang_host
 from flowrt.engines.checkpoint import named_parameters, parameter_shapes
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.scoring import score
@@ -19,6 +20,7 @@ from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_protocol import checksum
 from flowrt.errors import EngineError
+from flowrt.transport import weights as transport_weights
 from flowrt.transport.weights import Snapshot
 from tests.integration.conftest import wait_until
 
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE),
 ]
 CLOSE = 1e-5
+SMALL_BUCKET_BYTES = 50_000
 BY_VERSION = {0: build(0), 1: build(1), 2: build(2)}
 
 
@@ -98,11 +101,27 @@ def test_room_is_one_more_with_each_sequence_that_ends(owned: SglangRollout) -> 
 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
-async def test_each_way_changes_the_weights_to_the_last_bit(weights: str, beside: Callable[..., Any]) -> None:
-    """What is generated is the new model's, and the server's own checksums are those of what was sent."""
+async def test_each_way_changes_the_weights_to_the_last_bit(
+    weights: str, beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is generated is the new model's, and the server's own checksums are those of what was sent.
+
+    In many parts, as a large model goes; and the engine itself asks for the checksums after each change.
+    """
+    monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
+    looked_at: list[int] = []
+
+    def noted(told: Any, layout: Layout, sent: Snapshot) -> int:
+        looked_at.append(sent.version)
+        return checked(told, layout, sent)
+
+    monkeypatch.setattr(sglang_host, "checked", noted)
     engine = beside(SHORT, weights=weights)
     for version in (1, 2):
-        engine.swap(snapshot(version))
+        sent = snapshot(version)
+        assert len(sent.buckets) > 3
+        engine.swap(sent)
+        assert looked_at[-1] == version
         asked = prompts()
         engine.add(asked)
         responses = drain(engine)
@@ -150,6 +169,46 @@ def test_weights_change_under_running_sequences(pause: str, weights: str, beside
 
 
 # ---- the server dies; this comes last, for it costs a start
+
+
+def test_killed_while_it_generates_it_comes_back_and_everything_is_made(
+    owned: SglangRollout, beside: Callable[..., Any]
+) -> None:
+    before, asked = owned.server_pid, prompts()
+    begin_and_wait_until_it_runs(owned, asked, beside(SHORT))
+    os.killpg(before, signal.SIGKILL)
+    responses = drain(owned)
+    assert [one.key for one in responses] == [one.key for one in asked]
+    assert all_close(asked, responses)
+    assert owned.server_pid != before
+
+
+def test_killed_between_two_parts_of_a_version_it_comes_back_with_all_of_them(
+    owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of version 1 is in use already when the server dies."""
+    monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
+    owned, parts = owned_by_parts, list[str]()
+    before = owned.server_pid
+    post = SglangLink.post
+
+    async def killing(self: SglangLink, call: Any, deadline_s: float) -> Any:
+        answer = await post(self, call, deadline_s)
+        if call.route.startswith("/update_weights_from"):
+            parts.append(call.route)
+            if len(parts) == 1:
+                os.killpg(before, signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(SglangLink, "post", killing)
+    owned.swap(snapshot(1))
+    assert len(parts) > 1
+    assert owned.server_pid != before
+    asked = prompts()
+    owned.add(asked)
+    responses = drain(owned)
+    assert all(one.spans[-2] == 1 for one in responses)
+    assert all_close(asked, responses)
 
 
 def test_killed_in_the_middle_of_a_change_of_weights_it_comes_back_with_all_of_them(owned: SglangRollout) -> None:

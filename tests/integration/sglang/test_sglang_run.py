@@ -79,7 +79,8 @@ def test_the_trainer_gets_the_log_probabilities_that_it_would_compute(run: Any, 
     """
     first = _lines(run.run_dir / "metrics.jsonl")[0]
     assert first["mismatch_kl_k3"] < ROUNDING  # all of version 0
-    launched = launch(*SERVED, "--steps", "5", "--staleness", "0", "--data.eval-prompts", "0")
+    warm = ("--rollout.temperature", "0.7")  # a trainer that forgot to divide by it would be far off
+    launched = launch(*SERVED, "--steps", "5", "--staleness", "0", "--data.eval-prompts", "0", *warm)
     assert launched.wait(2 * START_S) == 0, launched.output + launched.log("rollout-0")
     lines = _lines(launched.run_dir / "metrics.jsonl")
     assert len(lines) == 5

@@ -1,0 +1,57 @@
+"""Rows of several columns that one worker has come in one transfer: a transfer a column would cost as much again."""
+
+from flowrt.controller.events import Gone
+from flowrt.ids import WorkerId
+from flowrt.testing.scenario import offered_lengths
+from flowrt.testing.talk import Talk
+from flowrt.wire import messages as m
+from flowrt.wire.records import Part
+
+
+def forget_copies(talk: Talk) -> None:
+    """The reward worker leaves: what it was sent to score has one owner again, whoever made it."""
+    talk.event(Gone(WorkerId("reward0"), ""))
+
+
+def test_all_columns_of_one_owner_come_together() -> None:
+    """Two columns that rollout0 made, in one transfer; the prompt that it was sent comes along."""
+    talk = Talk()
+    talk.ready_to_train()
+    forget_copies(talk)
+    commands = talk.say("trainer0", m.Pull(1, "train", 1, 0, 0))
+    ((who, grant),) = talk.heard(commands, m.Grant)
+    assert who == "trainer0"
+    (incoming,) = grant.incoming
+    assert incoming.turn.sender == "rollout0"
+    assert [part for part in incoming.parts if part.column != "prompt"] == [
+        Part("response", grant.slots, (3,)),
+        Part("logprobs", grant.slots, (3,)),
+    ]
+    assert {part for part in incoming.parts if part.column == "prompt"} == {Part("prompt", grant.groups, (4,))}
+    ((sender, order),) = talk.heard(commands, m.Serve)
+    assert (sender, order.turn, order.parts) == ("rollout0", incoming.turn, incoming.parts)
+
+
+def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_their_own() -> None:
+    talk = Talk(members=3)
+    talk.say("source0", m.Offer(0, "train", (0,), 0, 3, 0, offered_lengths(4, 1), ()))
+    made: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
+    for worker in ("rollout0", "rollout1", "rollout0"):
+        generate = talk.pull(worker, "rollout")
+        assert generate is not None
+        talk.say(worker, talk.generated(generate))
+        made[worker] += generate.slots
+    for _ in range(3):
+        talk.score()
+    forget_copies(talk)
+    grant = talk.pull("trainer0", "train", 0)
+    assert grant is not None
+    assert len(grant.slots) == 3
+    assert len(grant.incoming) == 2
+    assert {
+        incoming.turn.sender: [part for part in incoming.parts if part.column != "prompt"]
+        for incoming in grant.incoming
+    } == {
+        worker: [Part(column, tuple(slots), (3,) * len(slots)) for column in ("response", "logprobs")]
+        for worker, slots in made.items()
+    }
