@@ -62,9 +62,9 @@ class Lanes:
         both = [_name(one) for one in self._able.get(sender, ()) if one in theirs]
         return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
 
-    def best(self, owners: Collection[WorkerId], receiver: WorkerId) -> WorkerId:
-        """Who of these shall serve: the one whose lanes to the receiver have failed least."""
-        return min(owners, key=lambda owner: (self._failed[owner, receiver], owner))
+    def best(self, owners: Collection[WorkerId], receiver: WorkerId, serving: Collection[WorkerId]) -> WorkerId:
+        """Who of these shall serve: whose lanes there have failed least; rather one that serves the receiver now."""
+        return min(owners, key=lambda owner: (self._failed[owner, receiver], owner not in serving, owner))
 
     def abandon(self, turn: LaneTurn) -> None:
         """This turn's lane is broken: the next turn opens a new incarnation, unless one is open already."""
@@ -120,6 +120,7 @@ def plan(
     """
     parts = []
     wanted: dict[WorkerId, dict[str, list[tuple[int, Holding]]]] = defaultdict(lambda: defaultdict(list))
+    shared: list[tuple[str, int, Holding]] = []  # by several owners: left to those who serve something anyway
     for name in columns:
         if board.columns[name].scope == "group":
             holdings = {int(slot.group.id): slot.group.tensors[name] for slot in slots}
@@ -128,9 +129,12 @@ def plan(
         parts.append(_part(name, list(holdings.items())))
         for item, holding in holdings.items():
             if receiver not in holding.owners and receiver not in holding.sent:
-                owners = holding.owners
-                owner = next(iter(owners)) if len(owners) == 1 else lanes.best(owners, receiver)
-                wanted[owner][name].append((item, holding))
+                if len(holding.owners) == 1:
+                    wanted[next(iter(holding.owners))][name].append((item, holding))
+                else:
+                    shared.append((name, item, holding))
+    for name, item, holding in shared:
+        wanted[lanes.best(holding.owners, receiver, wanted)][name].append((item, holding))
     incoming = []
     for owner, packed in wanted.items():
         turn = lanes.next_turn(owner, receiver, "samples")
