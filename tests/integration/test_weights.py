@@ -196,6 +196,17 @@ async def test_a_relay_that_is_killed_takes_nobody_along(tmp_path: Path) -> None
         assert await some.sent(some.trainer) <= 2
 
 
+async def test_a_trainer_that_dies_in_the_middle_leaves_everybody_the_version_before(tmp_path: Path) -> None:
+    async with team(tmp_path, 3) as some:
+        await some.publish(1)
+        await some.all_use(1)
+        await some.publish_halfway(2)
+        some.trainer.signal(signal.SIGKILL)
+        for one in some.receivers:
+            await until(lambda one=one: holds_only(one, 1), f"{one.name} free of the half version")
+            assert await one.versions() == [1]
+
+
 async def test_a_relay_that_hangs_is_left_behind_within_the_deadline_of_its_lane(tmp_path: Path) -> None:
     async with team(tmp_path, 4, deadline_s=2.0) as some:
         await some.publish_halfway(1)
