@@ -1,5 +1,7 @@
 """Every phase of a run, with every role slow, hung, missing or dead: it ends in bounded time, and says why."""
 
+import re
+
 import pytest
 
 from flowrt.testing.trouble import ACT_S, CANCELLED, LEASE_S, SILENCE_S, SLOW_S, STALL_S, Kind, Phase, Trouble
@@ -55,7 +57,11 @@ def test_it_ends_in_bounded_time_with_an_outcome_and_a_reason(phase: Phase, role
     else:
         limit_s = SILENCE_S + LITTLE_S
         assert ended.reason.startswith(f"{role}0: ")
-        assert ("not heard of for 30 s" if kind is Kind.DEAD else "left before its part was complete") in ended.reason
+        assert re.search(
+            # The last word came up to a heartbeat before it died.
+            r"not heard of for 3[01] s" if kind is Kind.DEAD else "left before its part was complete",
+            ended.reason,
+        )
     assert run.took_s <= limit_s
 
 
