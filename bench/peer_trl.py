@@ -36,7 +36,7 @@ TIMEOUT_S = 900.0
 WINDOW = 10
 LR, WARMUP_STEPS = 1e-3, 3
 REWARD = Path(__file__).with_name("peer_reward.py")
-MICRO_BATCH_TOKENS = 1024
+MICRO_BATCH_TOKENS = 2048
 
 
 def config(folder: Path, arguments: argparse.Namespace) -> Any:

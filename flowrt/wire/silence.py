@@ -27,12 +27,17 @@ _TCP_INFO = 11
 # milliseconds since data was sent, an acknowledgement sent, data received, and an acknowledgement received, and the
 # twenty-fourth counts all that was sent more than once.
 _INFO = struct.Struct("=8x16xI16x8xII40xI")
+# How much of that came twice, as the other end said (Linux 4.19 and later): it was late, not lost. A kernel whose
+# process is stopped takes its time with acknowledgements, and what is in flight is then sent again as a precaution.
+_TWICE = struct.Struct("=216xI")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the kernel knows of a connection: milliseconds of silence and of no acknowledgement, and two counts."""
+    """What the kernel knows of a connection: milliseconds of silence and of no acknowledgement; how much is not
+    acknowledged, and how much was sent again because it was lost.
+    """
 
     heard_ms: int
     acknowledged_ms: int
@@ -105,10 +110,11 @@ def look_at(descriptor: int) -> Look | None:
     """What the kernel knows of a connection; None where it does not say."""
     if _LIBC is None:
         return None
-    buffer = ctypes.create_string_buffer(_INFO.size)
-    size = ctypes.c_uint32(_INFO.size)
+    buffer = ctypes.create_string_buffer(_TWICE.size)
+    size = ctypes.c_uint32(_TWICE.size)
     failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, buffer, ctypes.byref(size))
     if failed or size.value < _INFO.size:
         return None
-    unacknowledged, heard_ms, acknowledged_ms, repeated = _INFO.unpack(buffer.raw)
-    return Look(heard_ms, acknowledged_ms, unacknowledged, repeated)
+    unacknowledged, heard_ms, acknowledged_ms, repeated = _INFO.unpack_from(buffer.raw)
+    twice = _TWICE.unpack_from(buffer.raw)[0] if size.value >= _TWICE.size else 0
+    return Look(heard_ms, acknowledged_ms, unacknowledged, max(repeated - twice, 0))
