@@ -21,7 +21,7 @@ run: $(STAMP)
 # the other. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns
 PURE := tests/unit tests/property tests/architecture
-LONG := $(addprefix tests/integration/test_,$(addsuffix .py,fsdp_run full_disk learning resume))
+LONG := $(addprefix tests/integration/test_,$(addsuffix .py,fsdp_run full_disk learning resume untold))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
