@@ -74,8 +74,7 @@ def test_a_controller_that_is_killed_before_it_listens_is_started_again(
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "2")
     run.wait_for(lambda: run.find("flowrt.launch.controller"), "a controller")
     [controller] = run.find("flowrt.launch.controller")
-    assert " listening on " not in run.log("controller")
-    run.signal(signal.SIGKILL, controller)
+    run.signal(signal.SIGKILL, controller)  # as soon as there is one: it takes half a second to import what it needs
     assert run.wait(120.0) == 0, run.output
     assert steps_of(run) == 2
 
