@@ -166,20 +166,21 @@ class Doorstep:
     def failed(self, failure: Failure) -> None:
         """ZeroMQ tries again and again; what will not get better by that is said at once."""
         where = f"controller {self.address}"
+        needed = f"lets nobody in without keys; give the worker its directory with --keys DIR or {KEYS_VARIABLE}"
         if failure is Failure.SILENT:
-            # A controller that cannot read our keys hangs up without a word, but so does one that is just ending.
+            # A controller that cannot read our keys hangs up without a word, but so does one that is just ending; and
+            # one that wants keys may see that we have none before we have read that it does, every time.
             now = monotonic()
             self._silent_since_s = self._silent_since_s or now
-            if self._keys is not None and now - self._silent_since_s > SILENT_S:
+            if now - self._silent_since_s <= SILENT_S:
+                return
+            if self._keys is None:
+                self._say(ConfigError(f"{where} hangs up before a word is said. Perhaps it {needed}"))
+            else:
                 public = self._keys.path.with_name(PUBLIC)
                 self._say(ConfigError(f"{where} hangs up on our keys: is {public} the key of this controller?"))
         elif self._keys is None:
-            self._say(
-                ConfigError(
-                    f"{where} lets nobody in without keys; give the worker its directory with --keys DIR or "
-                    f"{KEYS_VARIABLE}"
-                )
-            )
+            self._say(ConfigError(f"{where} {needed}"))
         elif failure is Failure.UNKNOWN_KEY:
             self._say(ConfigError(f"{where} does not know the key {self._keys.path}; add its public key to {ADMITTED}"))
         else:
