@@ -70,14 +70,14 @@ def _words(config: RunConfig, key: str, **own: str) -> tuple[str, ...]:
 
 
 def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
-    worker = ("-m", "flowrt.workers.trainer", *find, "--name", "trainer")
+    worker = (*find, "--name", "trainer")
     ranks, nodes, behind = config.trainer.ranks, config.trainer.nodes, _words(config, "trainer")
     if ranks == 1:
-        return Command("trainer", worker, behind)
+        return Command("trainer", ("-m", "flowrt.workers.trainer", *worker), behind)
     if nodes == 1:
-        together: tuple[str, ...] = ("--standalone", "--nproc-per-node", str(ranks))
-    else:
-        # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
-        store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "is_host=0")
-        together = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes), *store, "--rdzv-id", "trainer")
-    return Command("trainer", ("-m", "torch.distributed.run", *together, *worker), behind)
+        return Command("trainer", ("-m", "flowrt.workers.ranks", "--ranks", str(ranks), *worker), behind)
+    # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
+    store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "is_host=0")
+    together = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes), *store, "--rdzv-id", "trainer")
+    torchrun = ("-m", "torch.distributed.run", *together, "-m", "flowrt.workers.trainer")
+    return Command("trainer", (*torchrun, *worker), behind)

@@ -2,12 +2,11 @@
 
 import dataclasses
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from flowrt.workers.together import meet
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.checkpoint import load_model, load_tokenizer
@@ -19,7 +18,7 @@ from flowrt.engines.torch_train import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
-from flowrt.transport.devices import Device, choose
+from flowrt.transport.devices import choose
 
 if TYPE_CHECKING:
     from flowrt.engines.sglang import SglangRollout
@@ -35,7 +34,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
     device = choose(trainer.fsdp.device if sharded else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
     device.use()
     if ranks > 1 or sharded:
-        _meet(device, config.controller.stall_s)
+        meet(device, config.controller.stall_s)
     options = _options(config)
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     cap, temperature = config.loss.correction_cap, config.rollout.temperature
@@ -105,12 +104,3 @@ def _options(config: RunConfig) -> TrainOptions:
     if options.decay_steps:
         return options
     return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))
-
-
-def _meet(device: Device, deadline_s: float) -> None:
-    """The process group of all ranks; of one alone where no launcher has said otherwise."""
-    deadline = timedelta(seconds=deadline_s)
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(device.backend, timeout=deadline)
-    else:
-        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=deadline)

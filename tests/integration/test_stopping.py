@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flowrt.wire.addresses import is_loopback
+
 WITHIN_S = 10.0
 ENDLESS = [
     *("--steps", "100000", "--data.eval-prompts", "8", "--prompts-per-step", "4", "--group-size", "4"),
@@ -127,10 +129,18 @@ def training_on_two_ranks(launch, untrained_model: Path) -> object:
     return run
 
 
+def heard_from_outside(process: psutil.Process) -> list[str]:
+    """The addresses at which a process listens and other hosts may reach it."""
+    listening = [one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return [address for address in listening if not is_loopback(address)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: signal.Signals) -> None:
     run = training_on_two_ranks
+    assert len(run.find("flowrt.workers.ranks")) == 1
+    assert [heard for process in run.processes() for heard in heard_from_outside(process)] == []
     run.signal(number)
     assert run.wait(WITHIN_S) == (130 if number == signal.SIGINT else -number)
     run.assert_gone(WITHIN_S)
@@ -139,7 +149,7 @@ def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: sign
 @pytest.mark.slow
 def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch, untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")
-    run.wait_for(lambda: len(run.find("flowrt.workers.trainer")) == 3, "torchrun and its ranks")
+    run.wait_for(lambda: len(run.find("flowrt.workers.trainer")) == 2, "two ranks")
     run.signal(signal.SIGKILL)
     assert run.wait(WITHIN_S) == -signal.SIGKILL
     run.assert_gone(WITHIN_S)
