@@ -65,6 +65,20 @@ def put_in_place(aside: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def without_dropout(model: Any) -> Any:
+    """The model with every dropout at 0: what is trained has to be the policy that was sampled, which has none.
+
+    Its configuration keeps what it says of dropout, so what is exported does, too.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Decoders whose attention is a function keep its dropout as a number.
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter that is trained, once (tied ones under their first name), in the model's order.
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharded_state, sharding
+from flowrt.engines.checkpoint import without_dropout
 from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.passes import LossPasses, step_metrics
@@ -56,7 +57,7 @@ class FsdpTrainer:
         self._passes = LossPasses(
             loss, correction_cap=correction_cap, temperature=temperature, forward_tokens=options.forward_tokens
         )
-        self.model = sharding.load_sharded(source, device, self._fsdp, self._lora, seed).train()
+        self.model = without_dropout(sharding.load_sharded(source, device, self._fsdp, self._lora, seed)).train()
         # The shards: what the optimiser works on, whatever the model's modules hold at the moment.
         self._shards = {name: shard for name, shard in self.model.named_parameters() if shard.requires_grad}
         self._optimizer = torch.optim.AdamW(

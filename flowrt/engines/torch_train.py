@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flowrt.algorithms import GrpoLoss
-from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.checkpoint import named_parameters, without_dropout
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import LossPasses, ranks, step_metrics
 from flowrt.engines.protocols import TrainingBatch
@@ -25,7 +25,7 @@ class TorchTrainer:
     """AdamW on the GRPO loss. With more than one rank, `torch.distributed` must be initialised."""
 
     def __init__(self, model: Any, options: TrainOptions, loss: GrpoLoss, *, correction_cap: float, temperature: float):
-        self.model = model.train()
+        self.model = without_dropout(model).train()
         self._options = options
         self._passes = LossPasses(
             loss, correction_cap=correction_cap, temperature=temperature, forward_tokens=options.forward_tokens

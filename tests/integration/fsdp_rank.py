@@ -21,7 +21,9 @@ from flowrt.transport.devices import Device
 
 SAMPLES = 24
 DEADLINE_S = 240.0
-OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12)
+MAX_GRAD_NORM = 1.5
+"""Some of the steps come above it, some below."""
+OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12, max_grad_norm=MAX_GRAD_NORM, weight_decay=0.1)
 
 
 def samples(step: int) -> TrainingBatch:
@@ -75,7 +77,7 @@ def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
 def carry_out(order: dict[str, Any], model: Path) -> None:
     """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
     engine = FsdpTrainer(
-        model,
+        Path(order.get("model", model)),
         Device("cpu"),
         dataclasses.replace(OPTIONS, **order.get("options", {})),
         GrpoLoss(),
@@ -85,7 +87,8 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         temperature=1.0,
     )
     calls: list[int] = []  # of the first layer, in forward and backward passes
-    engine.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))
+    first.register_forward_pre_hook(lambda *_: calls.append(1))
     if "damaged" in order:
         refusal = refused(engine, Path(order["damaged"]))
         Path(order["out"] + f".{dist.get_rank()}.refused").write_text(refusal)
