@@ -15,9 +15,8 @@ class Simple:
 
     def __init__(self, config: grpo.RunConfig) -> None:
         self._model = grpo.load_model(grpo.model_dir(config)).eval()
-        self._eos_id = grpo.load_tokenizer(grpo.model_dir(config)).eos_token_id
+        self._eos_id, self._version = grpo.load_tokenizer(grpo.model_dir(config)).eos_token_id, 0
         self._longest, self._temperature = config.rollout.max_new_tokens, config.rollout.temperature
-        self._version = 0
         self._running: list[tuple[grpo.Prompt, list[int], list[float], torch.Generator]] = []
 
     @property
@@ -34,26 +33,18 @@ class Simple:
     @torch.inference_mode()
     def run(self, interrupt: grpo.Interrupt) -> list[grpo.Response]:
         finished: list[grpo.Response] = []
-        while self._running and not finished:
-            rows = [
-                torch.cat([prompt.tokens.long(), torch.tensor(made).long()]) for prompt, made, _, _ in self._running
-            ]
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            logits_RLV = self._model(input_ids=padded, use_cache=False).logits
+        while self._running and not finished and not interrupt.is_set():
+            rows = [torch.cat([one.tokens.long(), torch.tensor(made).long()]) for one, made, _, _ in self._running]
+            logits_RLV = self._model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits
             for row, (prompt, made, logprobs, generator) in enumerate(list(self._running)):
                 scores_V = (logits_RLV[row, len(rows[row]) - 1] / self._temperature).log_softmax(0)
                 drawn = scores_V.argmax() if prompt.greedy else scores_V.exp().multinomial(1, generator=generator)
                 made.append(int(drawn))
                 logprobs.append(float(scores_V[drawn]))
-            for sequence in [
-                one for one in self._running if one[1][-1] == self._eos_id or len(one[1]) == self._longest
-            ]:
-                self._running.remove(sequence)
-                prompt, made, logprobs, _ = sequence
-                tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
-                finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
-            if interrupt.is_set():
-                break
+                if made[-1] == self._eos_id or len(made) == self._longest:
+                    self._running.remove((prompt, made, logprobs, generator))
+                    tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
+                    finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
         return finished
 
     def swap(self, snapshot: grpo.Snapshot) -> None:

@@ -17,31 +17,26 @@ class PolicyGradient:
 
     def __init__(self, config: grpo.RunConfig) -> None:
         self._model = grpo.load_model(grpo.model_dir(config)).train()
-        self._temperature = config.rollout.temperature
-        self._lr, self._clip, self._tokens = 0.3, config.trainer.max_grad_norm, 0
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.3)
+        self._temperature, self._clip, self._tokens = config.rollout.temperature, config.trainer.max_grad_norm, 0
 
     def accumulate(self, batch: grpo.TrainingBatch) -> None:
-        scored = grpo.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
-        logprobs_T, padded = scored
-        loss = -(logprobs_T * batch.advantages_N[padded.sample_T]).sum()  # a sum: only the step divides
-        loss.backward()
+        logprobs_T, padded = grpo.response_logprobs(self._model, batch.prompts, batch.responses, self._temperature)
+        (-logprobs_T * batch.advantages_N[padded.sample_T]).sum().backward()  # a sum: only the step divides
         self._tokens += len(logprobs_T)
 
     def step(self) -> dict[str, float]:
         if not self._tokens:
             return {}
-        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        for parameter in parameters:
+        for parameter in self._model.parameters():
             parameter.grad /= self._tokens
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._clip))
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter -= self._lr * parameter.grad
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip))
+        self._optimizer.step()
         self.discard()
         return {"grad_norm": norm}
 
     def discard(self) -> None:
-        self._model.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         self._tokens = 0
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
