@@ -14,7 +14,6 @@ from flowrt.engines.lora import add_adapters
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.protocols import RolloutEngine, TrainEngine
 from flowrt.engines.torch_rollout import TorchRollout
-from flowrt.engines.torch_train import TorchTrainer
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
@@ -39,6 +38,8 @@ def train_engine(config: RunConfig) -> TrainEngine:
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     cap, temperature = config.loss.correction_cap, config.rollout.temperature
     if not sharded:
+        from flowrt.engines.torch_train import TorchTrainer  # rollout workers start sooner without it
+
         model = load_model(model_dir(config))
         return TorchTrainer(model, options, loss, correction_cap=cap, temperature=temperature)
     from flowrt.engines.fsdp import FsdpTrainer

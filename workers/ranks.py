@@ -13,20 +13,20 @@ from pathlib import Path
 from flowrt.workers.together import STORE_VARIABLE
 from torch.distributed.run import main as torchrun
 
+RANK = "flowrt.workers.rank"
 TRAINER = "flowrt.workers.trainer"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the ranks of a trainer on one host, under torchrun", add_help=False)
     parser.add_argument("--ranks", type=int, required=True, help="how many")
-    parser.add_argument("--module", default=TRAINER, help="whose main each of them runs")
     own, theirs = parser.parse_known_args()
     # torchrun would open a store for its ranks, too.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="flowrt-ranks-") as directory:
         os.environ[STORE_VARIABLE] = str(Path(directory, "ranks"))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", f"{directory}/agent"]
-        torchrun(["--nproc-per-node", str(own.ranks), *meeting, "-m", own.module, *theirs])
+        torchrun(["--nproc-per-node", str(own.ranks), *meeting, "-m", RANK, TRAINER, *theirs])
 
 
 if __name__ == "__main__":
