@@ -45,7 +45,10 @@ SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 KillWait=5
 MpiDefault=none
+GresTypes=npu
 """
+NPUS = 8
+"""What SLURM believes each node to have: it only counts them."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -65,11 +68,13 @@ class Cluster:
         conf = CONF.format(host=host, user=getpass.getuser(), port=ports[0], directory=directory)
         for name, port in zip(NODES, ports[1:], strict=True):
             (directory / f"spool-{name}").mkdir()
-            conf += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CORES} RealMemory=2000\n"
+            conf += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CORES} RealMemory=2000"
+            conf += f" Gres=npu:{NPUS}\n"
         conf += f"PartitionName=train Nodes={NODES[0]},{NODES[1]},{NODES[2]} Default=YES State=UP\n"
         conf += f"PartitionName=generate Nodes={','.join(NODES)} State=UP\n"
         (directory / "state").mkdir()
         (directory / "slurm.conf").write_text(conf)
+        (directory / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=npu Count={NPUS}\n")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(directory / "slurm.conf"),

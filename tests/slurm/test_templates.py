@@ -114,6 +114,22 @@ def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_pa
     assert sorted(site.nodes(str(int(number) + 1)).values()) == [0, 0, 1]
 
 
+def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
+    """On nodes without NPUs, which SLURM gives away all the same: the run computes on their processors."""
+    cann = tmp_path / "cann"
+    cann.mkdir()
+    (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
+    site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
+    number = site.submit("ascend.sbatch", "--model", model, *SMALL, "--steps", "20")
+    cluster.wait_until(lambda: (site.job(number) / "run" / "metrics.jsonl").is_file(), JOB_S, lambda: site.log(number))
+    assert "npu:8" in site.cluster.run("scontrol", "show", "job", number)
+    [trainer] = [one for one in cluster.processes() if "flowrt.workers.trainer" in one.cmdline()]
+    settings = trainer.environ()
+    assert settings["FROM_CANN"] == "yes"
+    assert int(settings["HCCL_EVENT_TIMEOUT"]) > int(settings["HCCL_EXEC_TIMEOUT"]) > 600
+    site.finish(number)
+
+
 def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "4"]
