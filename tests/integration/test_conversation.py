@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -99,6 +100,19 @@ async def test_a_name_is_taken_once(controller: tuple[api.Server, str]) -> None:
 async def test_nobody_home_is_said_after_the_deadline() -> None:
     with pytest.raises(WaitExpired, match=r"waited 0 s for a controller at tcp://127\.0\.0\.1:9 and nobody answered"):
         await api.connect("tcp://127.0.0.1:9", "reward", "reward", 0.3)
+
+
+async def test_a_worker_may_come_before_its_controller(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
+    early = asyncio.create_task(api.connect(address, "reward", "reward", 20))
+    done, _ = await asyncio.wait([early], timeout=0.5)  # long enough to have been refused a few times
+    assert not done
+    settings = api.Settings(steps=2, groups_per_step=1, finishers=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path, address):
+        session = await early
+        assert session.worker == "reward"
+        await session.close()
 
 
 async def test_garbage_costs_the_connection_and_disturbs_nobody(controller: tuple[api.Server, str]) -> None:

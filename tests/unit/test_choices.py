@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from flowrt.workers.engines import train_engine
 
 from flowrt.controller.refresh import Divergence, EveryN, Rolling
 from flowrt.controller.versions import DelayedUpdate
@@ -57,3 +58,15 @@ def test_a_reward_that_cannot_be_loaded_is_told_in_a_sentence(
         (tmp_path / name.partition(":")[0]).write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_reward(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("started", "configured"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_ranks_than_configured_is_refused(
+    monkeypatch: pytest.MonkeyPatch, started: int, configured: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    config = parse(["--trainer.ranks", str(configured)])
+    with pytest.raises(
+        ConfigError, match=f"{started} trainer processes were started, but trainer.ranks is {configured}"
+    ):
+        train_engine(config)
