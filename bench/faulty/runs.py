@@ -27,6 +27,8 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import defaults
 
 STEPS, PROMPTS, MEMBERS = 8, 4, 2
+HELD_OUT = 3
+"""Problems on which a run is evaluated before its first step and after its last."""
 SILENCE_S = 3.0
 NOTES = "notes.json"
 OUTPUT = "output.txt"
@@ -49,7 +51,7 @@ def warm_up() -> None:
 def prepare(folder: Path) -> RunConfig:
     """The data, a tiny model without any warm start, and the configuration of all trials."""
     data = folder / "data.jsonl"
-    rows = [{"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"} for n in range(STEPS * PROMPTS)]
+    rows = [{"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"} for n in range(STEPS * PROMPTS + HELD_OUT)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = defaults("gsm8k")
     config = dataclasses.replace(
@@ -59,7 +61,7 @@ def prepare(folder: Path) -> RunConfig:
         group_size=MEMBERS,
         run_dir=str(folder / "base"),
         restarts=4,
-        data=dataclasses.replace(base.data, path=str(data), epochs=1, eval_prompts=0),
+        data=dataclasses.replace(base.data, path=str(data), epochs=1, eval_prompts=HELD_OUT),
         build=dataclasses.replace(
             base.build, hidden_size=32, layers=1, heads=2, intermediate_size=64, vocab_size=300, max_length=128
         ),
