@@ -92,5 +92,5 @@ class Settings:
     lanes: str = "auto"  # or the name of the one transport to use
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
     store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
-    stall_s: float = 300.0
+    stall_s: float = 900.0
     position: Position = field(default_factory=Position)  # where a run that is resumed goes on

@@ -176,8 +176,8 @@ class ControllerConfig:
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
     store_gb: float = 0.0
     """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
-    stall_s: float = 300.0
-    """A run without any progress for this long ends, saying who waits for what."""
+    stall_s: float = 900.0
+    """A run without any progress for this long ends, saying who waits for what; keep it longer than lease_s."""
     join_s: float = 120.0
     """How long a worker looks for its controller."""
 
