@@ -96,7 +96,7 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, s
     try:
         await accumulate(session, config, engine, step)
     except Drained as told:
-        log.info("%s; saving what is trained", told)
+        log.info("%s", told)
         left = asyncio.to_thread(engine.discard)
         await until(left, RANKS, f"the gradient of step {step} to be dropped on all ranks", "the other ranks")
         torch.set_rng_state(chance)

@@ -18,7 +18,7 @@ from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
 
-SUSPENDED = "the run is being suspended: no further step is begun"
+SUSPENDED = "no step is begun any more, what is trained is to be saved"
 
 
 class Samples:
