@@ -93,7 +93,7 @@ def _terminate(server: Server, config: RunConfig) -> None:
     reason, kept = "interrupted (SIGTERM)", max(checkpoint_steps(Path(config.run_dir)), default=0)
     if config.checkpoint.every and config.checkpoint.drain_s:
         log.info("terminated: what was trained after step-%06d is saved first", kept)
-        server.suspend(Suspend(reason, EXIT_INTERRUPTED, kept, config.checkpoint.drain_s))
+        server.suspend(Suspend(reason, EXIT_INTERRUPTED, kept))
     else:
         server.end(reason, EXIT_INTERRUPTED)
 

@@ -233,7 +233,9 @@ class LocalRun:
         if supervisor is not None:
             worker = await supervisor.keep(worker, words)
         code = await worker.ended(RUN)
-        if code < 0 and not self._failure:
+        if self._signals.is_leaving and supervisor is not None:
+            return  # terminated with the whole job, which ends when the trainer has saved
+        if code < 0 and not self._failure and not self._signals.is_leaving:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
             self._failure = worker.last_words()
         if code != 0:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from flowrt.workers.engines import train_engine
-from flowrt.workers.entry import main
+from flowrt.workers.entry import TRAINER, main
 from flowrt.workers.saving import Checkpoints
 
 from flowrt.algorithms import group_advantages
@@ -155,4 +155,4 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    main("trainer", run)
+    main(TRAINER, run, drains=True)

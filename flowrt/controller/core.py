@@ -141,7 +141,10 @@ class Core:
             case m.Drain():
                 if worker != message.worker and self.roster.role(worker) != OBSERVER:
                     raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
-                self.departures.drain(worker, message)
+                if worker == message.worker and self.roster.role(worker) in self.settings.savers:
+                    self.suspension.lose(worker, now)
+                else:
+                    self.departures.drain(worker, message)
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():

@@ -53,8 +53,7 @@ class Suspend:
 
     reason: str
     code: int
-    kept: int  # steps that the newest checkpoint has
-    patience_s: float  # how long saving may take
+    kept: int = 0  # steps that the newest checkpoint is known to have
 
 
 Event = Joined | Said | Gone | Alive | Tick | Suspend

@@ -10,7 +10,8 @@ from flowrt.controller.events import Command, Send, Suspend
 from flowrt.controller.roster import Member, Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Settings
-from flowrt.errors import EXIT_OK
+from flowrt.errors import EXIT_FAILED, EXIT_OK
+from flowrt.ids import WorkerId
 from flowrt.wire.messages import Drain
 
 
@@ -41,9 +42,15 @@ class Suspension:
         return self._order is not None
 
     def ask(self, order: Suspend, now: float) -> None:
-        """To be asked again changes nothing: a scheduler signals every process, and they pass it on to each other."""
+        """To be asked again gives no more time: schedulers signal every process, and these pass it on to each other."""
         if self._order is None:
-            self._order, self._until_s = order, now + order.patience_s
+            self._until_s = now + self._settings.drain_s
+        self._order = order
+
+    def lose(self, trainer: WorkerId, now: float) -> None:
+        """This one has to go, and the run cannot go on without it. Perhaps all of it has to, and hears that later."""
+        if self._order is None:
+            self.ask(Suspend(f"{trainer} was terminated (SIGTERM)", EXIT_FAILED), now)
 
     def look(self, now: float) -> None:
         """Begin, once everybody is here; end, when the trainers have saved or their time is over."""
@@ -57,7 +64,7 @@ class Suspension:
             self._end(f"{order.reason}; saved after {self._steps} steps", order.code)
         elif now >= self._until_s:
             waits = "; ".join(f"{one.id} has not saved" for one in self._at_work())
-            self._end(f"no end of it within {order.patience_s:.0f} s (checkpoint.drain_s): {waits}", order.code)
+            self._end(f"no end of it within {self._settings.drain_s:.0f} s (checkpoint.drain_s): {waits}", order.code)
 
     def last_word(self, reason: str, code: int) -> tuple[str, int]:
         """The reason and the exit code with which the run ends for this reason, in view of what it was told."""

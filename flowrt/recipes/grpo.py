@@ -86,6 +86,7 @@ def settings(config: RunConfig) -> Settings:
         needed_roles=("source", "rollout", "reward", "reference"),
         absence_s=config.supervisor.absence_s,
         savers=("trainer",),
+        drain_s=config.checkpoint.drain_s,
         model=POLICY,
         in_order=config.deterministic,
         lost_member=LostMember(config.lost_member),

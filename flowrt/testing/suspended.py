@@ -13,7 +13,6 @@ from flowrt.wire import messages as m
 from flowrt.wire.records import Position
 
 PREEMPTED = 130
-PATIENCE_S = 60.0
 
 
 class Suspended(Cluster):
@@ -29,7 +28,7 @@ class Suspended(Cluster):
         while self.core.ended is None:
             if self.actions >= self._after and not self.core.suspension.is_asked:
                 kept = self.saved = max(self.saved, newest_checkpoint(self))
-                self.handle(Suspend("preempted", PREEMPTED, kept, PATIENCE_S))
+                self.handle(Suspend("preempted", PREEMPTED, kept))
             elif not self.step():
                 raise AssertionError(f"told to end after {self._after} actions, and does not; {self.stuck()}")
         if all(one.finished for one in self.core.roster.members() if one.role == "trainer"):

@@ -3,10 +3,11 @@
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -47,11 +48,13 @@ def taken_back(run_dir: Path) -> list[tuple[Any, ...]]:
         return ledger.read("SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
 
 
-def terminate(run: Any) -> int:
+def terminate(run: Any, others: Sequence[psutil.Process] = ()) -> int:
     """Once some steps are trained; returns how many the checkpoint has that the run ends with."""
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
     assert checkpoint_steps(run.run_dir) == []
     run.signal(signal.SIGTERM)
+    for process in others:
+        run.signal(signal.SIGTERM, process)
     assert run.wait(WITHIN_S) == 130, run.output
     run.assert_gone(WITHIN_S)
     assert "Traceback" not in run.output
@@ -91,6 +94,28 @@ def test_all_ranks_save_the_same_step(launch: Callable[..., Any], untrained_mode
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
     saved = terminate(run)
     assert_gone_on(launch("--steps", str(saved + 2), resume=run.run_dir), saved, saved + 2)
+
+
+def test_a_job_of_which_every_process_is_terminated_saves_too(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
+    run.wait_for(lambda: lines(run.run_dir), "a step")
+    terminate(run, [process for process in run.processes() if process.pid != run.pid])
+
+
+def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL[:-1], "1", "--steps", "100000")
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    [trainer] = run.find("flowrt.workers.trainer")
+    run.signal(signal.SIGTERM, trainer)
+    run.wait_for(lambda: "restart 1 of 1" in run.words, "another life")
+    [saved] = checkpoint_steps(run.run_dir)
+    assert saved == len(lines(run.run_dir)) >= BEFORE
+    assert f"trainer was terminated (SIGTERM); saved after {saved} steps" in run.words
+    assert f"from step {saved}" in run.words
 
 
 def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any], untrained_model: Path) -> None:

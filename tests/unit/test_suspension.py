@@ -12,7 +12,7 @@ STEP = m.StepDone(0, ())
 
 
 def suspend(talk: Talk, kept: int = 0) -> list[Command]:
-    return talk.event(Suspend("interrupted (SIGTERM)", 130, kept, PATIENCE_S))
+    return talk.event(Suspend("interrupted (SIGTERM)", 130, kept))
 
 
 def ends(commands: list[Command]) -> list[End]:
@@ -106,3 +106,17 @@ def test_what_ends_it_meanwhile_is_told_too(trained: Talk) -> None:
     [end] = ends(trained.say("observer0", m.Stop("trainer was killed by SIGKILL", 1)))
     assert end.code == 130
     assert end.reason.endswith("is not saved: trainer was killed by SIGKILL")
+
+
+def test_a_trainer_that_has_to_go_takes_the_run_along_after_saving(trained: Talk) -> None:
+    assert heard(trained, trained.say("trainer0", m.Drain(0, "trainer0"))) == [m.Drain]
+    assert ends(trained.say("trainer0", m.Finished())) == [
+        End("trainer0 was terminated (SIGTERM); saved after 1 steps", 1)
+    ]
+
+
+def test_a_run_that_has_to_go_with_its_trainer_says_that_it_was_told(trained: Talk) -> None:
+    trained.say("trainer0", m.Drain(0, "trainer0"))
+    assert heard(trained, suspend(trained)) == []  # it knows
+    trained.say("trainer0", m.Drain(0, "trainer0"))
+    assert ends(trained.say("trainer0", m.Finished())) == [End("interrupted (SIGTERM); saved after 1 steps", 130)]
