@@ -19,7 +19,7 @@ from flowrt.launch.status import address_of
 
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
-from flowrt.controller.events import End
+from flowrt.controller.events import End, Suspend
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.server import Server
 from flowrt.controller.walk import STEP
@@ -68,8 +68,8 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
     server, where = make_server(config, text, anew)
     address = reachable(server.bind(where), config.controller.host)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGTERM, _terminate, server, config)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
     write_whole(address_file(Path(config.run_dir)), address + "\n")
@@ -86,6 +86,16 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code
+
+
+def _terminate(server: Server, config: RunConfig) -> None:
+    """The machine is about to be taken away, and the run shall go on elsewhere: with all that it has trained."""
+    reason, kept = "interrupted (SIGTERM)", max(checkpoint_steps(Path(config.run_dir)), default=0)
+    if config.checkpoint.every and config.checkpoint.drain_s:
+        log.info("terminated: what was trained after step-%06d is saved first", kept)
+        server.suspend(Suspend(reason, EXIT_INTERRUPTED, kept))
+    else:
+        server.end(reason, EXIT_INTERRUPTED)
 
 
 def _summarize(server: Server, config: RunConfig, ended: End) -> None:

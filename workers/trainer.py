@@ -1,6 +1,7 @@
 """The trainer: one process, or several data-parallel ranks under torchrun, each pulling micro-batches on demand."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Literal
 
 import torch
 from flowrt.workers.engines import train_engine
-from flowrt.workers.entry import main
+from flowrt.workers.entry import TRAINER, main
 from flowrt.workers.saving import Checkpoints
 
 from flowrt.algorithms import group_advantages
@@ -18,6 +19,7 @@ from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer, put_in_place
 from flowrt.engines.passes import DIVERGENCE
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
+from flowrt.errors import Drained
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
@@ -25,6 +27,7 @@ from flowrt.transport.weights import Snapshot
 from flowrt.waiting import Guard, until
 from flowrt.wire.records import KEPT_TOKENS
 
+log = logging.getLogger("flowrt")
 UNIFORM = Uniform()
 RANKS = Guard("the timeout of torch.distributed")
 
@@ -43,8 +46,10 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     done = await checkpoints.load()
     if done:
         await publish(session, engine, done, first)
+    suspended = False
     for step in range(done, config.steps):
-        await train_step(session, config, engine, step)
+        if suspended := not await train_step(session, config, engine, step):
+            break
         with session.timeline.busy("step"):
             metrics = await until(asyncio.to_thread(engine.step), RANKS, f"step {step} on all ranks", "the other ranks")
         if not metrics:
@@ -55,7 +60,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await publish(session, engine, done, first, divergence(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
-    if config.trainer.save:
+    if config.trainer.save and not suspended:
         with session.timeline.busy("save"):
             await asyncio.to_thread(save, engine, config, first)
     await session.params.settled()
@@ -82,8 +87,25 @@ async def publish(
         await session.params.publish_beside(POLICY, snapshot, moved)
 
 
-async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
-    """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one."""
+async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> bool:
+    """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one.
+
+    Returns False when the run is being suspended: then all ranks leave the step, and have never begun it.
+    """
+    chance = torch.get_rng_state()
+    try:
+        await accumulate(session, config, engine, step)
+    except Drained as told:
+        log.info("%s", told)
+        left = asyncio.to_thread(engine.discard)
+        await until(left, RANKS, f"the gradient of step {step} to be dropped on all ranks", "the other ranks")
+        torch.set_rng_state(chance)
+        return False
+    return True
+
+
+async def accumulate(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
+    """This rank's share of the step, as far as it is told. Raises Drained when there is to be no such step."""
 
     def pull() -> asyncio.Task[Batch]:
         return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
@@ -133,4 +155,4 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    main("trainer", run)
+    main(TRAINER, run, drains=True)

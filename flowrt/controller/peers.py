@@ -7,9 +7,11 @@ from time import monotonic
 from flowrt.controller.events import Alive
 from flowrt.controller.roster import Roster
 from flowrt.ids import WorkerId
+from flowrt.waiting import Guard, until
 from flowrt.wire.link import ServerLink
 from flowrt.wire.messages import Message
 
+FAREWELL = Guard("the deadline of the farewell")
 LATE_S = 0.00005
 """What is to be said waits no longer than this for more that could be written down with it."""
 
@@ -29,7 +31,7 @@ class Peers:
         self._outbox: list[tuple[WorkerId, Message]] = []
         self._outbox_since_s = 0.0
         self._left: list[WorkerId] = []
-        self.changed = asyncio.Event()  # somebody has left
+        self._changed = asyncio.Event()  # somebody has left
 
     def add(self, peer: bytes, worker: WorkerId, role: str) -> None:
         """It has just said who it is."""
@@ -62,7 +64,13 @@ class Peers:
         self._source.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
-        self.changed.set()
+        self._changed.set()
+
+    async def gone(self, but: str) -> None:
+        """Return when nobody is left, but for those of one role."""
+        while len(self.all()) > len(self.all(but)):
+            self._changed.clear()
+            await until(self._changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
     def left(self) -> list[WorkerId]:
         """Those whose connections were found closed since this was last asked."""

@@ -18,6 +18,8 @@ from flowrt.controller.waits import Parked, WaitingRoom
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
 
+SUSPENDED = "no step is begun any more, what is trained is to be saved"
+
 
 class Samples:
     """Owns the board, the training window and the waiting room; appends its commands to ``out``."""
@@ -77,6 +79,8 @@ class Samples:
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
+        elif training and self.training.is_beyond(message):
+            self._send(worker, Refused(message.request, SUSPENDED))
         elif worker in self.leaving:
             self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
         elif not training and message.slots < 1:
@@ -99,6 +103,14 @@ class Samples:
             if isinstance(parked.request, Pull):
                 self.room.take_out(worker, parked.request.request)
                 self._send(worker, Refused(parked.request.request, f"{worker} is leaving the run"))
+
+    def turn_away(self) -> None:
+        """Whoever waits for a step that is not begun any more waits in vain."""
+        for parked in list(self.room.all()):
+            pull = parked.request
+            if isinstance(pull, Pull) and pull.stage == self.train_stage and self.training.is_beyond(pull):
+                self.room.take_out(parked.worker, pull.request)
+                self._send(parked.worker, Refused(pull.request, SUSPENDED))
 
     def withdraw(self, worker: WorkerId, request: int, now: float) -> None:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""

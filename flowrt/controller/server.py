@@ -12,7 +12,7 @@ from typing import Any
 from flowrt.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.controller.books import Books
 from flowrt.controller.core import SOURCE, Core
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Suspend, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger
 from flowrt.controller.peers import Peers
@@ -34,7 +34,7 @@ FAREWELL_S = 4.0
 ROLL_CALL_S = 0.05
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
-STALLED, FAREWELL = Guard("controller.stall_s"), Guard("the deadline of the farewell")
+STALLED = Guard("controller.stall_s")
 
 
 class Server:
@@ -100,7 +100,7 @@ class Server:
         for worker in self._peers.all():
             self._peers.send_now(worker, m.Stop(ended.reason, ended.code))
         try:
-            await until(self._until_alone(), FAREWELL_S, "the goodbye of all workers", "the workers")
+            await until(self._peers.gone(OBSERVER), FAREWELL_S, "the goodbye of all workers", "the workers")
         except WaitExpired:
             log.warning("left without a goodbye from %s", sorted(self._peers.all()))
         while not self._write(FAREWELL_S):
@@ -127,11 +127,6 @@ class Server:
         """The numbers of the run so far, the ledger's account included."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.samples.board.groups.values())
         return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
-
-    async def _until_alone(self) -> None:
-        while len(self._peers.all()) > len(self._peers.all(OBSERVER)):
-            self._peers.changed.clear()
-            await until(self._peers.changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
     async def _tick(self) -> None:
         while True:
@@ -286,6 +281,11 @@ class Server:
         if self._core.ended is None:
             self._core.ended = End(reason, code)
             self._ended.set()
+
+    def suspend(self, order: Suspend) -> None:
+        """End the run from outside, as `end` does, but save first what it has trained."""
+        self._handle(order)
+        self._flush()
 
     # ---- watching
 

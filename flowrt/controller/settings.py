@@ -77,6 +77,8 @@ class Settings:
     vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
     needed_roles: tuple[str, ...] = ()  # the run ends when one of these has had nobody for ``absence_s``
     absence_s: float = 60.0
+    savers: tuple[str, ...] = ()  # vital ones, that save what is trained when the run is told to end
+    drain_s: float = 60.0  # how long they may take
     model: str = "policy"  # the model that generates: its age is what admission bounds
     more_models: tuple[str, ...] = ()  # others whose weights are published (a critic, adapters), by name
     in_order: bool = False  # train groups strictly in issue order

@@ -223,6 +223,8 @@ class CheckpointConfig:
     """Steps between checkpoints, of which the last step always is one; 0: none, a resumed run starts anew."""
     keep: int = 2
     """The newest so many are kept."""
+    drain_s: float = 60.0
+    """How long a run that is terminated (SIGTERM) may take to save what it has trained; 0: it ends without that."""
 
 
 @dataclass(frozen=True)

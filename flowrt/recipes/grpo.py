@@ -85,6 +85,8 @@ def settings(config: RunConfig) -> Settings:
         vital_roles=("trainer",),
         needed_roles=("source", "rollout", "reward", "reference"),
         absence_s=config.supervisor.absence_s,
+        savers=("trainer",),
+        drain_s=config.checkpoint.drain_s,
         model=POLICY,
         in_order=config.deterministic,
         lost_member=LostMember(config.lost_member),

@@ -51,6 +51,7 @@ ABOVE_ZERO = (
 ZERO_OR_ABOVE = (
     "restarts",
     "checkpoint.every",
+    "checkpoint.drain_s",
     "data.epochs",
     "data.eval_prompts",
     "warm_start.steps",

@@ -50,11 +50,11 @@ def live(scenario: Scenario, crashes: Sequence[int], path: Path) -> Lives:
         for record in cluster.records[:written]:
             lives.ledger.add(record, float(number))
         lives.ledger.commit()
-        checkpoint = max(checkpoint, _checkpoint(cluster))
+        checkpoint = max(checkpoint, newest_checkpoint(cluster))
     return lives
 
 
-def _checkpoint(cluster: Cluster) -> int:
+def newest_checkpoint(cluster: Cluster) -> int:
     """The newest state that the trainer had saved: it gets its name once the ledger is on disk too."""
     trainer = cluster.workers["trainer0"]
     said = [event.message for event in cluster.log if isinstance(event, Said) and isinstance(event.message, m.Saved)]
