@@ -182,7 +182,10 @@ class Ledger:
     def passed(self) -> tuple[Passed, ...]:
         """What a source that begins now is not to offer: all that was ever opened, unless it is unread again."""
         self.settle()
-        return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        try:
+            return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
 
     def persist(self) -> None:
         """As `commit`, and what was committed outlasts the machine too."""
