@@ -60,8 +60,7 @@ class _Socket:
         self._send_frame = partial(BareSocket.send, self.socket)
         self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
         # A frame that is not copied yet knows whether more follows; pyzmq's types do not know the frame.
-        whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
-        self._receive_whole: Callable[[], zmq.Frame] = whole
+        self._receive_whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
         self._look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
         self.latest: zmq.Frame | None = None
         self._names_sender = kind == zmq.ROUTER
@@ -109,7 +108,7 @@ class _Socket:
             frames.append(frame.bytes)
             while frame.more:
                 frame = receive_whole()
-                frames.append(frame.bytes)
+                frames[4:] = [frame.bytes]  # more than two are too many, however many they are
             self.latest = frame
             receive(frames)
             if self._closed:
@@ -241,10 +240,11 @@ class ServerLink:
         self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        self.gate.arrears.deliver(frames[0], len(frames[1]), self.source)
         if self.gate.is_shunned(frames[0]):
             return
         if len(frames) != 2:
-            self._garbled(frames[0], f"a message of {len(frames)} frames, expected 2")
+            self._garbled(frames[0], f"a message of {len(frames)} frames or more, expected 2")
             return
         try:
             message = decode(frames[1])
