@@ -21,6 +21,7 @@ from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
 from flowrt.controller.events import End
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.ledger_file import LEDGER, check_knows
 from flowrt.controller.server import Server
 from flowrt.controller.walk import STEP
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
@@ -45,12 +46,14 @@ def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
     """
     flow, times, run_dir = grpo.dataflow(config), config.controller, Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
-    ledger, clock = Ledger(run_dir / "ledger.sqlite"), MonotonicClock()
+    saved = max(checkpoint_steps(run_dir), default=0)
+    check_knows(run_dir / LEDGER, saved, to_the_end=not anew)
+    ledger, clock = Ledger(run_dir / LEDGER), MonotonicClock()
     remains = None if anew else ledger.recall()
     if remains is None:
-        position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
+        position = ledger.resume(saved, clock.now())
     else:
-        position = ledger.position(remains.numbers.get(STEP, max(checkpoint_steps(run_dir), default=0)))
+        position = ledger.position(remains.numbers.get(STEP, saved))
         log.info("coming back as term %d to %s", ledger.term, ", ".join(sorted(remains.crew)))
     if position.step:
         log.info("going on after step %d", position.step - 1)
