@@ -163,7 +163,7 @@ def test_a_controller_does_not_start(
 def test_resume_ends_with_the_words_of_its_controller(spoil: Callable[[Path], None], run_dir: Path) -> None:
     spoil(run_dir / LEDGER)
     before = files(run_dir)
-    command = [Path(sys.executable).with_name("flowrt"), "resume", str(run_dir)]
+    command = [str(Path(sys.executable).with_name("flowrt")), "resume", str(run_dir)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     [line] = ended.stderr.splitlines()
