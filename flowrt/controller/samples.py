@@ -141,7 +141,11 @@ class Samples:
         if stage.generates:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
-            lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
+            # What takes longer than a lease would else be begun again for ever.
+            overdue = max(slot.overdue for slot in chosen)
+            deadline_s = now + self._settings.lease_s * 2**overdue
+            lease = self.board.lease(pull.stage, chosen, worker, deadline_s, version)
+            lease.longer = overdue > 0
             self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
             self._send(worker, closed(pull, parked.refused))

@@ -167,7 +167,7 @@ class ControllerConfig:
     drain_s: float = 30.0
     """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
     lease_s: float = 600.0
-    """How long a worker may work on a slot."""
+    """How long a worker may work on a slot; one that was not done in time gets twice that with the next worker."""
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     lanes: str = "auto"
