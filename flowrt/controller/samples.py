@@ -14,7 +14,7 @@ from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
-from flowrt.controller.waits import Parked, WaitingRoom
+from flowrt.controller.waits import FULL, Parked, WaitingRoom
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
 
@@ -59,7 +59,7 @@ class Samples:
         recalled = self.committing.recalled
         if recalled is not None and self.opening.confirm(worker, message, recalled):
             return
-        fault = self.opening.fault(message)
+        fault = FULL if self.room.is_full(worker) else self.opening.fault(message)
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
@@ -72,13 +72,15 @@ class Samples:
         training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
-            reason = f"there is no stage {message.stage!r} in this dataflow"
+            reason = f"there is no stage {message.stage[:80]!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
         elif worker in self.leaving:
             self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
+        elif self.room.is_full(worker):
+            self._send(worker, Refused(message.request, FULL))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
         elif message.done and (fault := self.committing.done_fault(message)):
