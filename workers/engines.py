@@ -35,7 +35,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
     device = choose(trainer.fsdp.device if sharded else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
     device.use()
     if ranks > 1 or sharded:
-        _meet(device, config.controller.stall_s)
+        meet(device, min(trainer.ranks_s, config.controller.stall_s))
     options = _options(config)
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     cap, temperature = config.loss.correction_cap, config.rollout.temperature
@@ -107,7 +107,7 @@ def _options(config: RunConfig) -> TrainOptions:
     return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))
 
 
-def _meet(device: Device, deadline_s: float) -> None:
+def meet(device: Device, deadline_s: float) -> None:
     """The process group of all ranks; of one alone where no launcher has said otherwise."""
     deadline = timedelta(seconds=deadline_s)
     if "MASTER_ADDR" in os.environ:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 from flowrt.workers.engines import train_engine
 from flowrt.workers.entry import main
 from flowrt.workers.saving import Checkpoints
+from flowrt.workers.together import Together
 
 from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
@@ -22,11 +24,9 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
-from flowrt.waiting import Guard, until
 from flowrt.wire.records import KEPT_TOKENS
 
 UNIFORM = Uniform()
-RANKS = Guard("the timeout of torch.distributed")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -39,25 +39,26 @@ async def run(session: Session, config: RunConfig) -> None:
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
     """Train the run's steps, from its checkpoint on; rank 0 speaks for all. The engines of all ranks meet."""
     first = int(os.environ.get("RANK", "0")) == 0
-    checkpoints = Checkpoints(session, config, engine)
+    ranks = Together()
+    checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
     if done:
-        await publish(session, engine, done, first)
+        await publish(session, engine, ranks, done, first)
     for step in range(done, config.steps):
-        await train_step(session, config, engine, step)
+        await train_step(session, config, engine, ranks, step)
         with session.timeline.busy("step"):
-            metrics = await until(asyncio.to_thread(engine.step), RANKS, f"step {step} on all ranks", "the other ranks")
+            metrics = await ranks.call(engine.step, f"step {step}")
         if not metrics:
             break
         done = step + 1
         if first:
             session.step_done(step, metrics)
-        await publish(session, engine, done, first, divergence(metrics, step))
+        await publish(session, engine, ranks, done, first, divergence(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save:
         with session.timeline.busy("save"):
-            await asyncio.to_thread(save, engine, config, first)
+            await ranks.call(lambda: save(engine, config, first), "the final model")
     await session.params.settled()
     session.finished()
 
@@ -72,17 +73,22 @@ def divergence(metrics: Mapping[str, float], step: int) -> dict[int, float]:
 
 
 async def publish(
-    session: Session, engine: TrainEngine, version: int, first: bool, moved: Mapping[int, float] | None = None
+    session: Session,
+    engine: TrainEngine,
+    ranks: Together,
+    version: int,
+    first: bool,
+    moved: Mapping[int, float] | None = None,
 ) -> None:
     """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
     with session.timeline.busy("snapshot"):
-        tensors = await until(asyncio.to_thread(engine.parameters), RANKS, f"version {version}", "the other ranks")
+        tensors = await ranks.call(engine.parameters, f"version {version}")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
         await session.params.publish_beside(POLICY, snapshot, moved)
 
 
-async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
+async def train_step(session: Session, config: RunConfig, engine: TrainEngine, ranks: Together, step: int) -> None:
     """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one."""
 
     def pull() -> asyncio.Task[Batch]:
@@ -92,7 +98,8 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, s
     while not batch.closed:
         following = pull()
         with session.timeline.busy("train"):
-            await asyncio.to_thread(engine.accumulate, to_training_batch(batch, config, step))
+            ready = to_training_batch(batch, config, step)
+            await ranks.apart(partial(engine.accumulate, ready), f"a pass of step {step}")
         batch = await following
 
 

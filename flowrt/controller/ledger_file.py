@@ -76,7 +76,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         if found != "ok":
             raise sqlite3.DatabaseError(" ".join(found.split()))
         return database
-    except BaseException:
+    except sqlite3.Error:
         database.close()
         raise
 

@@ -114,6 +114,8 @@ class TrainerConfig(TrainOptions):
     """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
+    ranks_s: float = 240.0
+    """How long a rank waits for the others before the run goes back to its last checkpoint; less than stall_s."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
     micro_batch_tokens: int = 2048
