@@ -160,8 +160,8 @@ class LocalRun:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
         self._restarts.begin()
-        controller, address = await self._start_controller("--anew")
-        self._controller = controller
+        controller, address = await self._start_controller(READY_S, "--anew")
+        self._controller, self._is_new = controller, False
         commands = worker_commands(self._config, address, await self._start_meeting(address))
         missing = Missing(self._children, self._config.supervisor.hung_s, view.say)
         ours = {command.name for command in commands if not command.behind and command.name != TRAINER}
@@ -183,7 +183,7 @@ class LocalRun:
         # One that ended the run has taken its address away; one that died is missed by all who are left.
         while address_file(self._run_dir).exists() and await supervisor.is_due(self._controller):
             missing.excuse(self._config.controller.return_s)
-            self._controller, _ = await self._start_controller()
+            self._controller = await self._restart_controller()
             if self._signals.is_leaving:
                 self._tell(signal.SIGTERM)  # the one before it may have heard of that, and is no more
             code, hung = await self._reign(self._controller, observer)
@@ -202,10 +202,18 @@ class LocalRun:
             code = EXIT_FAILED
         return code, worker.process.returncode
 
-    async def _start_controller(self, *more: str) -> tuple[Child, str]:
+    async def _restart_controller(self) -> Child:
+        """One that comes back to its workers, for whom they wait that long. Raises FlowError when none can."""
+        try:
+            child, _ = await self._start_controller(READY_S + self._config.controller.return_s)
+        except FlowError as error:
+            raise FlowError(f"{error}; then go on with flowrt resume {self._run_dir}") from error
+        return child
+
+    async def _start_controller(self, ready_s: float, *more: str) -> tuple[Child, str]:
         command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml, *more]
         for left in reversed(range(self._config.supervisor.restarts + 1)):
-            child, address = await self._children.start_ready("controller", command, READY_S)
+            child, address = await self._children.start_ready("controller", command, ready_s)
             if address:
                 return child, address
             code = await child.ended(READY_S)

@@ -14,7 +14,7 @@ from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
-from flowrt.controller.waits import Parked, WaitingRoom
+from flowrt.controller.waits import FULL, Parked, WaitingRoom
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
 
@@ -61,7 +61,7 @@ class Samples:
         recalled = self.committing.recalled
         if recalled is not None and self.opening.confirm(worker, message, recalled):
             return
-        fault = self.opening.fault(message)
+        fault = FULL if self.room.is_full(worker) else self.opening.fault(message)
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
@@ -74,7 +74,7 @@ class Samples:
         training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
-            reason = f"there is no stage {message.stage!r} in this dataflow"
+            reason = f"there is no stage {message.stage[:80]!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
@@ -83,6 +83,8 @@ class Samples:
             self._send(worker, Refused(message.request, SUSPENDED))
         elif worker in self.leaving:
             self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
+        elif self.room.is_full(worker):
+            self._send(worker, Refused(message.request, FULL))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
         elif message.done and (fault := self.committing.done_fault(message)):
@@ -153,7 +155,11 @@ class Samples:
         if stage.generates:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
-            lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
+            # What takes longer than a lease would else be begun again for ever.
+            overdue = max(slot.overdue for slot in chosen)
+            deadline_s = now + self._settings.lease_s * 2**overdue
+            lease = self.board.lease(pull.stage, chosen, worker, deadline_s, version)
+            lease.longer = overdue > 0
             self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
             self._send(worker, closed(pull, parked.refused))

@@ -114,6 +114,8 @@ class TrainerConfig(TrainOptions):
     """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
+    ranks_s: float = 240.0
+    """How long a rank waits for the others before the run goes back to its last checkpoint; less than stall_s."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
     micro_batch_tokens: int = 2048
@@ -167,7 +169,7 @@ class ControllerConfig:
     drain_s: float = 30.0
     """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
     lease_s: float = 600.0
-    """How long a worker may work on a slot."""
+    """How long a worker may work on a slot; one that was not done in time gets twice that with the next worker."""
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     lanes: str = "auto"

@@ -42,6 +42,7 @@ ABOVE_ZERO = (
     "controller.lane_s",
     "controller.wait_s",
     "controller.stall_s",
+    "trainer.ranks_s",
     "controller.join_s",
     "supervisor.window_s",
     "supervisor.backoff_s",

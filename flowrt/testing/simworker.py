@@ -92,6 +92,10 @@ class Worker:
                         self.coming.pop((name, item), None)
                 # Work on a slot whose tensors are void has no lease any more.
                 self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
+            case m.Stop():
+                assert self.leaving, f"{self.id} is sent away, and nobody had asked it to leave"
+                assert not self.jobs, f"{self.id} is sent away, and works on {self.jobs}"
+                self.say(m.Bye(""))
             case m.Serve(turn, parts):
                 self._must_have(keys_of(parts), turn)
                 self._issue(turn, parts, self.shared.sent)
@@ -218,7 +222,8 @@ class Worker:
             yield self._publish
         # A trainer takes one micro-batch at a time: a prefetched "closed" would be void if this one did not come.
         room = 1 if self.role == "trainer" else self.shared.scenario.capacity
-        if not (self.pulling or self.closed or self.left) and len(self.jobs) < room:
+        done = self.left or (self.leaving and self.role != "trainer")  # trainers finish the step that they are told
+        if not (self.pulling or self.closed or done) and len(self.jobs) < room:
             yield self._pull
 
     def _offer(self) -> None:

@@ -56,19 +56,14 @@ class Suspended(Cluster):
 
 def preempted(scenario: Scenario, after: Sequence[int], path: Path) -> Lives:
     """Run the scenario; each of its lives but the last is told to end when so many things have happened in it."""
-    lives = Lives([], [], Ledger(path))
-    checkpoint = 0
+    lives = Lives(Ledger(path))
     for number, actions in enumerate([*after, None]):
-        position = lives.ledger.resume(checkpoint, float(number))
-        lives.positions.append(position)
+        position = lives.next_position()
         alike = replace(scenario, seed=scenario.seed + number)
-        if actions is None or checkpoint == scenario.steps:
-            lives.clusters.append(Cluster(alike, position).run())
+        if actions is None or lives.checkpoint == scenario.steps:
+            lives.over(Cluster(alike, position).run(), cut_short=False)
         else:
             cluster = Suspended(alike, position, actions).play()
-            lives.clusters.append(cluster)
-            checkpoint = cluster.saved
-        for record in lives.clusters[-1].records:
-            lives.ledger.add(record, float(number))
-        lives.ledger.commit()
+            lives.over(cluster, cut_short=False)
+            lives.checkpoint = cluster.saved
     return lives

@@ -1,0 +1,32 @@
+"""The process group of a trainer's ranks."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from flowrt.transport.devices import Device
+
+STORE_VARIABLE = "FLOWRT_RANKS_STORE"
+"""Environment variable with the file by which the ranks of one host meet; without it they meet as torchrun says."""
+LOOPBACK = "lo"
+
+
+def meet(device: Device, deadline_s: float) -> None:
+    """The process group of all ranks; of one alone where no launcher has said otherwise."""
+    deadline = timedelta(seconds=deadline_s)
+    if STORE_VARIABLE in os.environ:
+        # All are on this host: what they listen on need not be reached from another.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK)
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _meet_by(dist.FileStore(os.environ[STORE_VARIABLE], ranks), rank, ranks, device, deadline)
+    elif "MASTER_ADDR" in os.environ:
+        dist.init_process_group(device.backend, timeout=deadline)
+    else:
+        _meet_by(dist.HashStore(), 0, 1, device, deadline)
+
+
+def _meet_by(store: dist.Store, rank: int, ranks: int, device: Device, deadline: timedelta) -> None:
+    store.set_timeout(deadline)
+    dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=deadline)
