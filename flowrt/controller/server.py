@@ -21,7 +21,7 @@ from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.waiting import Guard, first_of, pause
+from flowrt.waiting import Guard, first_of, pause, until
 from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
@@ -87,8 +87,9 @@ class Server:
 
     async def run(self, when_over: Callable[[], None] = lambda: None) -> End:
         """Serve until the run ends and all have left (or had time to); ``when_over`` is called before they hear."""
-        ticker, over = asyncio.create_task(self._tick()), asyncio.create_task(self._ended.wait())
-        await first_of({ticker, over}, STALLED, "the end of the run", "the workers")
+        ticker = asyncio.create_task(self._tick())
+        over = asyncio.create_task(until(self._ended.wait(), STALLED, "the end of the run", "the workers"))
+        await first_of({ticker, over}, STALLED, "the end of the run, or of its deadlines", "the workers")
         if ticker.done():  # without it no deadline would ever pass, and nobody would know
             self._broken("a tick", ticker.exception())
         ticker.cancel()
