@@ -188,7 +188,9 @@ class Params:
         whole = Weights(one.model, one.version, NO_BASE, tuple(snapshot.bucket_bytes()), one.checksum)
         self._held[one.model, one.version, NO_BASE] = _Held(whole, snapshot.buckets)
         before = self._staged.get(one.model)
-        if before is None or before.snapshot.version < one.version:
+        in_use = self._applied.get(one.model, one.version - 1)
+        # An older one may have been ordered while a newer one, thought to be lost, was still coming in whole.
+        if in_use < one.version and (before is None or before.snapshot.version < one.version):
             self._staged[one.model] = StagedWeights(one.model, snapshot)
             self._changed.set()
         self._send(Staged(one.model, one.version))

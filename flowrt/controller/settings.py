@@ -6,8 +6,8 @@ from enum import Enum
 from flowrt.controller.admission import Admission
 from flowrt.controller.batchers import Batcher, FixedTokens
 from flowrt.controller.dispatch import Dispatch
+from flowrt.controller.refresh import Refresh
 from flowrt.controller.sharing import OnDemand, Sharing
-from flowrt.controller.versions import Refresh
 from flowrt.errors import ConfigError
 from flowrt.wire.records import ITEM_BYTES, Column, Position, Stage
 
