@@ -10,8 +10,9 @@ import torch
 
 from flowrt.errors import FlowError, TransferError
 from flowrt.transport.deltas import Delta
-from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.lane import LaneSet
 from flowrt.transport.relay import Arrival, pieces
+from flowrt.transport.settling import seen
 from flowrt.transport.weights import RunningChecksum, Snapshot
 from flowrt.waiting import CONTROLLER, Guard, until
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged

@@ -91,6 +91,7 @@ class Settings:
     return_s: float = 60.0  # how long workers wait for a controller that went away
     lanes: str = "auto"  # or the name of the one transport to use
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
+    lane_mb_per_s: float = 1.0  # and so has one that moves less than this, once it has had so long
     store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
     stall_s: float = 300.0
     position: Position = field(default_factory=Position)  # where a run that is resumed goes on

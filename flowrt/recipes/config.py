@@ -174,6 +174,8 @@ class ControllerConfig:
     """How tensors move: auto (shared memory on one host, else by device, else TCP), or gloo, shm, nccl or hccl."""
     lane_s: float = 60.0
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
+    lane_mb_per_s: float = 1.0
+    """A transfer slower than this, once it has had lane_s, has failed too; lower it for links below 8 Mbit/s."""
     store_gb: float = 0.0
     """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
     stall_s: float = 300.0

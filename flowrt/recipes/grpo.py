@@ -92,6 +92,7 @@ def settings(config: RunConfig) -> Settings:
         return_s=config.controller.return_s,
         lanes=config.controller.lanes,
         lane_s=config.controller.lane_s,
+        lane_mb_per_s=config.controller.lane_mb_per_s,
         store_bytes=int(config.controller.store_gb * 1e9),
         stall_s=config.controller.stall_s,
     )
