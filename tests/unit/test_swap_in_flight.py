@@ -1,15 +1,19 @@
 """Weights swapped between two tokens: what runs goes on with the new ones, and its spans say so."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from flowrt.workers.engines import rollout_engine
 
-from flowrt.engines.build import build_model
-from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.build import build_model, wrap_tokenizer
+from flowrt.engines.checkpoint import named_parameters, save_model
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.scoring import score
 from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
 NO_EOS, TOKENS = 99, 24
@@ -86,6 +90,36 @@ def test_without_recomputing_the_old_keys_stay() -> None:
     kept, fresh = generate(1, 2, 7, recompute=False), generate(1, 2, 7, recompute=True)
     assert any(not torch.equal(kept[key].tokens, fresh[key].tokens) for key in kept)
     assert [one.spans for one in kept.values()] == [one.spans for one in fresh.values()]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_the_configuration_chooses_decides_by_whose_keys_the_rest_is_made(tmp_path: Path, recompute: bool) -> None:
+    """Recomputed, what comes after is what a fresh forward pass over the whole prefix says; kept, it is not."""
+    old, new, todo = make_model(1), make_model(2), prompts(greedy=False)
+    save_model(old, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+    flags = [
+        "arithmetic",
+        "--model",
+        str(tmp_path / "model"),
+        "--rollout.recompute",
+        str(recompute),
+        "--rollout.swap",
+        "inflight",
+    ]
+    engine = rollout_engine(parse([*flags, "--rollout.max-new-tokens", str(TOKENS), "--rollout.rows", "8"]))
+    engine.add(todo)
+    engine.run(After(3))
+    engine.swap(Snapshot.take(1, named_parameters(new)))
+    across = []
+    while engine.running:
+        across += [one for one in engine.run(threading.Event()) if len(one.spans) == 4]
+    distances = []
+    for response in across:
+        before = response.spans[1]
+        (fresh,) = score(new, [todo[response.key].tokens], [response.tokens], 1.0, 10_000)
+        distances.append(float((response.logprobs[before:] - fresh[before:]).abs().max()))
+    assert len(across) >= 2
+    assert all(distance < 1e-5 if recompute else distance > 1e-2 for distance in distances), distances
 
 
 @pytest.mark.parametrize("recompute", [True, False])
