@@ -23,6 +23,7 @@ RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
 PERIOD_S = 2.0
 PROMPTS = 20_000
+MORE_OF_CHANGES = ("delta_apply_spare_gbps", "delta_whole_gbps")
 CONSOLE = Console(width=120)
 
 
@@ -102,7 +103,7 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
 def changes(quick: bool) -> dict[str, float]:
     """What a version costs that is told as changes to the one before."""
     found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
-    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps")}
+    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps", *MORE_OF_CHANGES)}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from flowrt.client.params import Params
 from flowrt.transport.weights import Snapshot
-from flowrt.wire.messages import Fetch, Message, Staged
+from flowrt.wire.messages import Fetch, Message, Retire, Staged
 from flowrt.wire.records import NO_BASE, LaneTurn, Weights
 
 WAIT_S = 20.0
@@ -48,3 +48,29 @@ async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_
     staged = params.staged("policy")
     assert (staged is None) if in_use else (staged is not None and staged.snapshot.version == 2)
     assert {one.version for one in params.whole()} == {1, 2}
+
+
+async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it() -> None:
+    spawned: list[asyncio.Task[None]] = []
+    params = Params(Delivered(), lambda _: None, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)  # type: ignore[arg-type]
+    params.applied("policy", 0)
+    places, kept = [], []
+    for version in range(1, 7):
+        buckets = [torch.full((100_000,), version, dtype=torch.uint8)]
+        weights = Weights("policy", version, NO_BASE, (100_000,), Snapshot(version, buckets).checksum())
+        params.fetch(Fetch(LaneTurn("trainer", "rollout0", "weights", 0, version, "shm"), weights))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*spawned)
+        staged = params.staged("policy")
+        assert staged is not None
+        assert torch.equal(staged.snapshot.buckets[0], buckets[0])
+        places.append(staged.snapshot.buckets[0].data_ptr())
+        kept += [staged.snapshot] if version == 3 else []
+        params.applied("policy", version)
+        params.retire(Retire("policy", version - 1))
+        spawned.clear()
+        del staged
+    assert places[2] == places[0]
+    assert places[2] not in places[3:]
+    assert len(set(places)) == 3
+    assert kept[0].buckets[0].eq(3).all()
