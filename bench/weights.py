@@ -16,6 +16,7 @@ from links import Peer, Unavailable, become_switch, sent_bytes
 from report import percentile, write
 from rich.console import Console
 from rich.table import Table
+from weight_gpu import on_a_gpu
 from weight_roles import controlling, publishing, receiving
 from weight_stalls import WAYS, generating
 
@@ -124,6 +125,7 @@ def main() -> None:
     else:
         metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
     metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (5, 400)))
+    metrics |= on_a_gpu(arguments.quick, CONSOLE)
     table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
