@@ -99,7 +99,7 @@ class RolloutConfig:
     swap: Literal["boundary", "inflight"] = "boundary"
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
-    """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    """In flight: keys and values of what runs are computed again, beside generation (else those of before stay)."""
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """When newer weights are taken."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
