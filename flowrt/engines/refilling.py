@@ -2,7 +2,8 @@
 
 After a swap in flight everything that runs has to be computed again, which takes as long as many decode steps. So a
 second copy of the model takes the new weights, and goes over what has been made so far, on a thread of its own; when it
-is a few tokens behind, the engine stops between two tokens, has these few computed, and goes on with the second copy.
+is a few tokens behind, the engine stops between two tokens and goes on with the second copy, whose first decode step
+computes these few as well.
 
 Shapes: R rows, L the padded length of what is filled, T tokens a row that are filled behind what is there.
 """
@@ -18,7 +19,7 @@ from flowrt.engines.row_cache import RowCache
 from flowrt.transport.weights import Snapshot
 
 FEW_TOKENS = 2
-"""So far behind, computing them takes about as long as a decode step."""
+"""So far behind, the decode step that computes them as well takes little longer than another."""
 MOST_ROUNDS = 4
 """What runs may be as fast as what follows it."""
 NONE_KEPT = torch.zeros(1, dtype=torch.long)
@@ -58,8 +59,8 @@ class CachedModel:
         self.forward(tokens_RL, mask, torch.arange(longest).expand(count, longest), NONE_KEPT)
         self.cache.settle(torch.tensor(rows), torch.arange(count))
 
-    def extend(self, sequences: Sequence[torch.Tensor], tokens: int) -> None:
-        """Compute the last so many tokens of all of the first rows, behind what is there."""
+    def extend(self, sequences: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """Compute the last so many tokens of all of the first rows, behind what is there; logits after the last one."""
         lengths_R = torch.tensor([len(sequence) for sequence in sequences])
         longest = int(lengths_R.max())
         # Of a shorter sequence its first token several times, always with the same result.
@@ -67,7 +68,7 @@ class CachedModel:
         padded_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
         mask = (torch.arange(longest) <= positions_RT.unsqueeze(2)).unsqueeze(1)
         self.cache.begin_decode(positions_RT, longest)
-        self.forward(padded_RL.gather(1, positions_RT), mask, positions_RT, NONE_KEPT)
+        return self.forward(padded_RL.gather(1, positions_RT), mask, positions_RT, torch.tensor([tokens - 1]))
 
 
 class Ahead:
@@ -88,6 +89,10 @@ class Ahead:
         """Tokens that have to be computed before these sequences can go on."""
         return max((len(tokens) - self._done.get(key, 0) for key, tokens in sequences.items()), default=0)
 
+    def is_ready(self, version: int) -> bool:
+        """It has these weights, and keys and values by them."""
+        return version == self.version and self._rounds > 0
+
     def is_near(self, sequences: Mapping[int, torch.Tensor]) -> bool:
         return self._rounds >= MOST_ROUNDS or (self._rounds > 0 and self.behind(sequences) <= FEW_TOKENS)
 
@@ -100,21 +105,27 @@ class Ahead:
         if not self._rounds:
             snapshot.restore(named_parameters(self.cached.model))
         self._rounds += 1
-        before = {key: row for row, key in enumerate(self._done)}
-        new = [row for row, key in enumerate(sequences) if key not in before]
-        missing = [len(tokens) - self._done[key] for key, tokens in sequences.items() if key in before]
-        todo = list(sequences.values())
-        if before:
-            self.cached.cache.pick([before.get(key, 0) for key in sequences])
-        if new:
-            self.cached.fill([todo[row] for row in new], new)
-        if last := max(missing, default=0):
-            self.cached.extend(todo, last)
+        missing = self._arrange(self.cached, sequences)
+        if missing:
+            self.cached.extend(list(sequences.values()), missing)
         self._done = {key: len(tokens) for key, tokens in sequences.items()}
 
-    def exchange(self, first: CachedModel) -> CachedModel:
-        """The second copy, to go on with; the first one is kept for the next version."""
+    def _arrange(self, cached: CachedModel, sequences: Mapping[int, torch.Tensor]) -> int:
+        """Bring rows into their present order, fill new ones; returns how many tokens the others still lack at most."""
+        before = {key: row for row, key in enumerate(self._done)}
+        new = [row for row, key in enumerate(sequences) if key not in before]
+        todo = list(sequences.values())
+        if before:
+            cached.cache.pick([before.get(key, 0) for key in sequences])
+        if new:
+            cached.fill([todo[row] for row in new], new)
+        return max((len(tokens) - self._done[key] for key, tokens in sequences.items() if key in before), default=0)
+
+    @torch.inference_mode()
+    def exchange(self, first: CachedModel, sequences: Mapping[int, torch.Tensor]) -> tuple[CachedModel, int]:
+        """The second copy, to go on with, and how many tokens of a row it lacks; the first is for the next version."""
         assert self.cached is not None
+        missing = self._arrange(self.cached, sequences)
         found, self.cached = self.cached, first
         self.version = -1
-        return found
+        return found, missing

@@ -41,6 +41,7 @@ class TorchRollout:
             )
         self._cached = CachedModel(model.eval(), rows)
         self._ahead = Ahead(self._cached)
+        self._lacking = 0  # tokens of each row, before its last, that the next decode step has to compute as well
         self._eos_id = eos_id
         self._rows = rows
         self._max_new = max_new_tokens
@@ -84,11 +85,11 @@ class TorchRollout:
 
     @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:
-        if prepared := self._ahead.version == snapshot.version and bool(self._running):
-            self._ahead.follow(snapshot, self._sequences())
-            self._cached = self._ahead.exchange(self._cached)
+        if prepared := self._ahead.is_ready(snapshot.version) and bool(self._running):
+            self._cached, self._lacking = self._ahead.exchange(self._cached, self._sequences())
         else:
             snapshot.restore(named_parameters(self._cached.model))
+            self._lacking = 0
         counts = self._counts_R[: len(self._running)].tolist()
         self._spans = [self._spans_of(row, count) for row, count in enumerate(counts)]
         self.version = snapshot.version
@@ -154,6 +155,14 @@ class TorchRollout:
 
     def _decode(self) -> None:
         count = len(self._running)
+        if self._lacking:
+            last_R = self._tokens_RT[torch.arange(count), self._counts_R[:count] - 1].long().unsqueeze(1)
+            whole = [torch.cat(pair) for pair in zip(self._sequences().values(), last_R, strict=True)]
+            logits_R1V = self._cached.extend(whole, self._lacking + 1)
+            self._lacking = 0
+            self._positions_R[:count] += 1
+            self._sample(torch.arange(count), logits_R1V[:, 0])
+            return
         rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
         longest = int(positions_R.max()) + 1
