@@ -222,7 +222,7 @@ class Core:
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
-        audit(self.samples, self.roster, self.train_stage, over=self.ended is not None)
+        audit(self.samples, self.models, self.roster, self.train_stage, over=self.ended is not None)
 
     @property
     def renewable(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class Regroup:
         samples.window.enter(group for group in groups if group.flow == samples.train_flow)
         samples.training.plan_again()
         for name, versions in models.of.items():
-            versions.latest = remains.numbers.get(LATEST + name, 0)
+            versions.newest = remains.numbers.get(LATEST + name, 0)
         self._awaited = {WorkerId(worker): role for worker, role in remains.crew.items()}
         samples.retreat.dropped.update(remains.dropped)
         samples.paused = samples.retreat.patient = True

@@ -234,7 +234,7 @@ class Samples:
             return served
 
         def more() -> bool:
-            return queue is None or over or (len(queue) > 0 and refused < weights.latest)
+            return queue is None or over or (len(queue) > 0 and refused < weights.newest)
 
         self.room.serve_pulls(stage, serve, more)
 
@@ -259,8 +259,11 @@ class Samples:
         count = len(self.board.ready[request.stage])
         if not count:
             return f"slots ready for {request.stage}"
-        version = self._weights.applied_version(parked.worker)
-        return f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
+        version, weights = self._weights.applied_version(parked.worker), self._weights
+        why = f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
+        if version >= weights.latest < weights.newest:
+            why += f", and version {weights.newest} is gone with who published it: the next one has to be published"
+        return why
 
     def _send(self, worker: WorkerId, message: Message) -> None:
         self._out.append(Send(worker, message))

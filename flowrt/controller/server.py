@@ -55,7 +55,7 @@ class Server:
         self._core = core
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
-        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s)
+        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s, core.settings.lane_mb_per_s)
         known = (core.settings.store_bytes, columns, core.renewable, config)
         self._welcome = m.Welcome(self.ledger.term, *times, *known, Position())
         self.journal = Journal(run_dir, self._clock.now(), core.settings.position, self.ledger.began)
@@ -94,8 +94,7 @@ class Server:
             self._broken("a tick", ticker.exception())
         ticker.cancel()
         over.cancel()
-        ended = self._core.ended
-        assert ended is not None
+        assert (ended := self._core.ended) is not None
         self._status()
         self._flush()
         self._books.tidy(ended=True)

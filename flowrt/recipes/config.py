@@ -99,7 +99,7 @@ class RolloutConfig:
     swap: Literal["boundary", "inflight"] = "boundary"
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
-    """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    """In flight: keys and values of what runs are computed again, beside generation (else those of before stay)."""
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """When newer weights are taken."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
@@ -176,6 +176,8 @@ class ControllerConfig:
     """How tensors move: auto (shared memory on one host, else by device, else TCP), or gloo, shm, nccl or hccl."""
     lane_s: float = 60.0
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
+    lane_mb_per_s: float = 1.0
+    """A transfer slower than this, once it has had lane_s, has failed too; lower it for links below 8 Mbit/s."""
     store_gb: float = 0.0
     """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
     stall_s: float = 900.0

@@ -40,6 +40,7 @@ ABOVE_ZERO = (
     "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
+    "controller.lane_mb_per_s",
     "controller.wait_s",
     "controller.stall_s",
     "trainer.ranks_s",

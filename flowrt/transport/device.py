@@ -23,6 +23,7 @@ import torch
 
 from flowrt.errors import TransferError, WaitExpired
 from flowrt.transport.devices import has_cuda, has_npu, torch_npu
+from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
@@ -40,7 +41,7 @@ class NcclTransport:
     def __init__(self) -> None:
         self._device = torch.cuda.current_device() if has_cuda() else None
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
         if self._device is None:
             raise TransferError(
                 f"lane {store.lane}: nccl needs a CUDA device that is in use before the worker connects"
@@ -48,12 +49,12 @@ class NcclTransport:
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch.distributed.ProcessGroupNCCL
         options = kind.Options()
-        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        options._timeout = timedelta(seconds=pace.deadline_s * GROUP_PATIENCE)
         # A lane's thread has a current device of its own.
         torch.cuda.set_device(self._device)
         with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("cuda", self._device), deadline_s)
+        return DeviceChannel(group, store, torch.device("cuda", self._device), pace)
 
 
 class HcclTransport:
@@ -64,21 +65,21 @@ class HcclTransport:
         if has_npu():
             self._device = torch_npu().npu.current_device()
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
         if self._device is None:
             raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = kind.Options()
         options.is_high_priority_stream = False
-        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        options._timeout = timedelta(seconds=pace.deadline_s * GROUP_PATIENCE)
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
         torch_npu().npu.set_device(self._device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("npu", self._device), deadline_s)
+        return DeviceChannel(group, store, torch.device("npu", self._device), pace)
 
 
 @contextmanager
@@ -99,11 +100,11 @@ def _errors_stay_here(variable: str) -> Iterator[None]:
 class DeviceChannel:
     """One end of a group; what arrives is staged back to host memory."""
 
-    def __init__(self, group: Any, store: SignalStore, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, group: Any, store: SignalStore, device: torch.device, pace: Pace) -> None:
         self._group = group
         self._store = store
         self._device = device
-        self._deadline_s = deadline_s
+        self._pace = pace
         self._message = 0
         self._memory = WarmMemory()
         self._interrupted = threading.Event()
@@ -113,6 +114,7 @@ class DeviceChannel:
         for run in runs:
             for piece in cut(run.sizes, PIECE_BYTES):
                 self._complete(self._group.send([self._on_device(run, piece)], RECEIVER_RANK, 0).is_completed)
+                self._pace.moved(piece.size)
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._store.set(self._ready(), b"1")
@@ -122,6 +124,7 @@ class DeviceChannel:
             for piece in cut(rows, PIECE_BYTES):
                 staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
                 self._complete(self._group.recv([staged], SENDER_RANK, 0).is_completed)
+                self._pace.moved(piece.size)
                 flat[piece.start : piece.start + piece.size].copy_(staged)
             received.append(flat)
         return received
@@ -156,7 +159,7 @@ class DeviceChannel:
     def _complete(self, is_completed: Callable[[], bool]) -> None:
         what, turn = f"a piece over lane {self._store.lane}", self._store.peer
         try:
-            looked_for(is_completed, self._interrupted, LOOK_S, self._deadline_s, what, turn)
+            looked_for(is_completed, self._interrupted, LOOK_S, self._pace.deadline_s, what, turn)
         except WaitExpired:
-            reason = f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left"
+            reason = f"nothing moved on {self._device} for {self._pace.deadline_s:.0f} s, or the peer left"
             raise TransferError(reason) from None
