@@ -15,7 +15,7 @@ from flowrt.controller.core import SOURCE, Core
 from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Suspend, Tick
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger, LedgerBusy
-from flowrt.controller.peers import Peers
+from flowrt.controller.peers import FAREWELL_S, Peers
 from flowrt.controller.reception import NOT_IN, dismissal, refusal, turned_away
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
@@ -30,7 +30,6 @@ from flowrt.wire.records import Column, Position
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-FAREWELL_S = 4.0
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
 STALLED = Guard("controller.stall_s")
@@ -94,7 +93,8 @@ class Server:
             self._broken("a tick", ticker.exception())
         ticker.cancel()
         over.cancel()
-        assert (ended := self._core.ended) is not None
+        ended = self._core.ended
+        assert ended is not None
         self._status()
         self._flush()
         self._books.tidy(ended=True)
