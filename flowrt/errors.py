@@ -73,6 +73,18 @@ class Drained(FlowError):
     """This worker was told to leave; it finishes what it has begun and pulls nothing more."""
 
 
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What raises these where nothing of the kind is expected is not to be trusted any more."""
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrt.errors import FlowError, TransferError
+from flowrt.errors import MISTAKES, FlowError, TransferError
 from flowrt.transport.deltas import Delta
 from flowrt.transport.lane import LaneSet
 from flowrt.transport.relay import Arrival, pieces
@@ -90,8 +90,8 @@ class Params:
         async def offer() -> None:
             try:
                 await self.publish(model, snapshot, divergence)
-            except FlowError as error:
-                offered.set_exception(error)
+            except (*MISTAKES, FlowError) as error:
+                offered.set_exception(error)  # whatever it is: somebody waits for this
             else:
                 offered.set_result(None)
 
@@ -182,12 +182,13 @@ class Params:
                 snapshot = _verified(one, held, await checksum.total())
             else:
                 snapshot = await self._changed_by(one, held.buckets)
-        except TransferError as error:
+        except (*MISTAKES, TransferError) as error:
             assert held.arrival is not None
-            held.arrival.fail(str(error))
+            reason = str(error) if isinstance(error, TransferError) else f"{error!r} at {one.model} {one.version}"
+            held.arrival.fail(reason)
             if self._held.get((one.model, one.version, one.base)) is held:
                 del self._held[one.model, one.version, one.base]
-            self._send(FetchFailed(order.turn, one, str(error)))
+            self._send(FetchFailed(order.turn, one, reason))
             return
         whole = Weights(one.model, one.version, NO_BASE, tuple(snapshot.bucket_bytes()), one.checksum)
         self._held[one.model, one.version, NO_BASE] = _Held(whole, snapshot.buckets)

@@ -14,6 +14,7 @@ from flowrt.client import heartbeat
 from flowrt.client.arrivals import Arrivals
 from flowrt.client.asking import Asking
 from flowrt.client.batches import Batch, Columns
+from flowrt.client.beside import Beside
 from flowrt.client.contact import Contact
 from flowrt.client.line import Line
 from flowrt.client.memory import Memory
@@ -29,7 +30,7 @@ from flowrt.transport.rows import lengths_of
 from flowrt.transport.settling import seen
 from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
-from flowrt.waiting import CONTROLLER, cancelled, first_of, until
+from flowrt.waiting import CONTROLLER, first_of, until
 from flowrt.wire import messages as m
 from flowrt.wire.records import BusySpan, Lengths, Part, Values
 
@@ -49,7 +50,8 @@ class Session:
         able = transports(line.address)
         self._lanes = LaneSet(worker, able, welcome.lane_s, tell, least_bytes_per_s=rate)
         self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
-        self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
+        self._beside = Beside(self.end)
+        self.params = Params(self._lanes, self.send, self._beside.spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)
         self._promised = Promised(self.store)
         self._memory = Memory(welcome.renewable)
@@ -59,11 +61,11 @@ class Session:
         )
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ended.add_done_callback(seen)
-        self._background: set[asyncio.Task[Any]] = set()
         self._waits = heartbeat.notable_waits()
         heartbeat.sessions += 1
-        self._contact = Contact(line, welcome, self._orders.obey, self.end, self._left_alone, self._retell)
-        self._spawn(self._contact.keep(self.report))
+        obey = self._beside.guarded(self._orders.obey)
+        self._contact = Contact(line, welcome, obey, self.end, self._left_alone, self._retell)
+        self._beside.spawn(self._contact.keep(self.report))
 
     @property
     def welcome(self) -> m.Welcome:
@@ -254,7 +256,7 @@ class Session:
         self.report()
         self.send(m.Bye(error))
         self.end(Stopped("the session is closed", 0))
-        await cancelled(self._background, heartbeat.CLOSE_S)
+        await self._beside.close(heartbeat.CLOSE_S)
         await self._lanes.close()
         self._contact.close()
         heartbeat.sessions -= 1
@@ -289,8 +291,3 @@ class Session:
     def _tell(self, message: m.Message) -> None:
         if not self._ended.done():
             self.send(message)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

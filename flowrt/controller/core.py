@@ -124,7 +124,7 @@ class Core:
             case m.Abandon():
                 self.samples.retreat.abandon(worker, message)
             case m.Undelivered():
-                self.samples.retreat.undelivered(worker, message.incoming)
+                self.samples.retreat.undelivered(worker, message.incoming, message.reason)
             case m.StepDone() | m.Saved() if self.regroup.is_open:
                 self.regroup.defer(worker, message)
             case m.StepDone():
@@ -199,7 +199,11 @@ class Core:
         idle_s = now - (now if self._progress_s is None else self._progress_s)
         if idle_s > self.settings.stall_s:
             waits = "; ".join(self.wait_graph(now).sentences(MOST_SENTENCES))
-            self._end(f"no progress for {idle_s:.0f} s: {waits or 'no worker waits for anything'}", EXIT_STALLED)
+            trouble = (
+                f"; the last transfer that failed: {self.samples.lanes.trouble}" if self.samples.lanes.trouble else ""
+            )
+            why = f"{waits or 'no worker waits for anything'}{trouble}"
+            self._end(f"no progress for {idle_s:.0f} s: {why}", EXIT_STALLED)
 
     def _finish_if_complete(self) -> None:
         self.roster.changed = False

@@ -39,8 +39,9 @@ class Models:
                 self._named(worker, model).staged(worker, version)
             case m.Applied(model, version):
                 self._named(worker, model).applied(worker, version)
-            case m.FetchFailed(turn, weights):
+            case m.FetchFailed(turn, weights, reason):
                 check_receiver(worker, turn)
+                self._lanes.note(f"version {weights.version}", worker, reason)
                 versions = self._named(worker, weights.model)
                 if self._turns.get((weights.model, worker)) == turn:  # else another was ordered in its place already
                     versions.failed(worker, WorkerId(turn.sender), weights)

@@ -156,13 +156,14 @@ class Retreat:
 
     # ---- tensors that are not where they should be
 
-    def undelivered(self, worker: WorkerId, incoming: Incoming) -> None:
+    def undelivered(self, worker: WorkerId, incoming: Incoming, reason: str) -> None:
         """What this turn was to bring never came: the worker does not hold it after all."""
         unknown = [part.column for part in incoming.parts if part.column not in self._board.columns]
         if unknown:
             raise RemoteProtocolError(f"{worker} did not receive columns {unknown[:3]}, which do not exist")
         check_receiver(worker, incoming.turn)
         self._lanes.abandon(incoming.turn)
+        self._lanes.note("samples", worker, reason)
         for part in incoming.parts:
             for item in part.ids:
                 holding = find_holding(self._board, part.column, item)

@@ -19,7 +19,7 @@ from flowrt.controller.peers import FAREWELL_S, Peers
 from flowrt.controller.reception import NOT_IN, dismissal, refusal, turned_away
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
-from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, MISTAKES, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.waiting import Guard, first_of, pause, until
 from flowrt.wire import messages as m
@@ -33,7 +33,6 @@ TICK_S = 0.5
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
 STALLED = Guard("controller.stall_s")
-BROKEN = (ArithmeticError, AssertionError, AttributeError, FlowError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Server:
@@ -215,7 +214,7 @@ class Server:
             if isinstance(event, Said):
                 self.end(f"{event.worker}: {error}")
             return
-        except BROKEN as error:
+        except (*MISTAKES, FlowError) as error:
             self._broken(type(event).__name__, error)
             return
         for command in commands:

@@ -21,6 +21,9 @@ EVERYWHERE = "gloo"
 """The transport that any two workers can do."""
 
 
+MOST_WORDS = 500
+
+
 class Lanes:
     """The current incarnation, next sequence number and transport of every lane."""
 
@@ -30,6 +33,11 @@ class Lanes:
         self._state: dict[LaneKey, tuple[int, int, str]] = {}
         self._failed: Counter[tuple[str, str]] = Counter()
         self._incarnations = itertools.count(first)
+        self.trouble = ""
+
+    def note(self, what: str, worker: WorkerId, reason: str) -> None:
+        """The transfer that failed last, in its receiver's words: a run that stalls may stall for this."""
+        self.trouble = f"{what} did not reach {worker}: {reason[:MOST_WORDS]}"
 
     def fault(self, lanes: Sequence[str]) -> str:
         """Why a worker that can do these lanes cannot come in; empty when it can."""
