@@ -16,7 +16,7 @@ from flowrt.engines.scoring import response_logprobs
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import parse, to_toml
-from flowrt.recipes.paths import model_dir
+from flowrt.recipes.paths import model_dir, private
 from flowrt.workers import entry, prepare, reference, reward, rollout, source, trainer
 from flowrt.workers.engines import rollout_engine, train_engine
 
@@ -76,7 +76,7 @@ async def run_recipe(
 
 
 def _begin(config: RunConfig) -> None:
-    Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    private(Path(config.run_dir))
     if not config.model:
         prepare.prepare(config)
 

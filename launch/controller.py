@@ -30,7 +30,7 @@ from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
-from flowrt.recipes.paths import address_file, checkpoint_steps, write_whole
+from flowrt.recipes.paths import address_file, checkpoint_steps, private, write_whole
 from flowrt.waiting import pause
 from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
@@ -158,7 +158,7 @@ def main() -> int:
         if arguments.keys:
             config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
         run_dir = Path(config.run_dir)
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private(run_dir)
         RunLock(run_dir)  # until this process ends
         return serve_loop(serve(config, text, arguments.ready_fd, arguments.anew))
     except (FlowError, OSError) as error:

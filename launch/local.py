@@ -25,7 +25,7 @@ from rich.console import Console
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
-from flowrt.recipes.paths import address_file, model_dir, write_whole
+from flowrt.recipes.paths import address_file, model_dir, private, write_whole
 from flowrt.recipes.subjects import subject
 from flowrt.waiting import Guard, pause
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
@@ -85,8 +85,7 @@ class LocalRun:
         self._console = console
         self._run_dir = Path(config.run_dir)
         self._made_dir = not self._run_dir.exists()
-        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._run_dir.chmod(0o700)
+        private(self._run_dir)
         (self._run_dir / "logs").mkdir(exist_ok=True)
         self._is_new = not (self._run_dir / "config.toml").exists()
         write_whole(self._run_dir / "config.toml", to_toml(config))

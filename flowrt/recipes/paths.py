@@ -47,3 +47,9 @@ def write_whole(path: Path, text: str) -> None:
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     aside.rename(path)
+
+
+def private(directory: Path) -> None:
+    """Make a directory, or take one that is there, that its owner alone can look into."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)

@@ -13,7 +13,8 @@ BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
 # Each found something once. A controller that came back brought groups along that had left; a run that had ended was
 # taken for a stuck one; a trainer that was stopped in its first step ended the run; a controller that died before
 # anybody had come was started at another address; one that was stopped while it said goodbye left no summary.
-SEEDS = ("22", "48", "78", "150", "162", "263", "199")
+SEEDS = ("22", "48", "78", "150", "162", "263", "199", "21", "35", "16")
+"""The last three cut a reward off, and silence a source and a rollout worker for a while."""
 
 
 def test_no_fault_loses_or_doubles_anything(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_killed_launcher_takes_everything_along(training) -> None:
 
 @pytest.fixture
 def training_on_two_ranks(launch, untrained_model: Path) -> object:
-    run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")
+    run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2", "--controller.lanes", "gloo")
     run.wait_for_training()
     return run
 
