@@ -51,6 +51,7 @@ def bereaved(launch: Callable[..., Any], model: Path, *more: str) -> tuple[Any, 
     address = (run.run_dir / "address").read_text().strip()
     [controller] = run.find("flowrt.launch.controller")
     run.signal(signal.SIGKILL, controller)
+    controller.wait(5.0)  # until then its port is its own
     return run, address
 
 
