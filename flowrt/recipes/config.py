@@ -171,7 +171,8 @@ class ControllerConfig:
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     lanes: str = "auto"
-    """How tensors move: auto (shared memory on one host, else by device, else TCP), or gloo, shm, nccl or hccl."""
+    """How tensors move: auto (shared memory on one host, else by devices already in use, else TCP), or gloo, shm,
+    nccl or hccl."""
     lane_s: float = 60.0
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
     store_gb: float = 0.0
