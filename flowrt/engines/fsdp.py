@@ -106,13 +106,16 @@ class FsdpTrainer:
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """What rollout workers need: whole weights, or adapters alone; on the other ranks than 0, nothing."""
         self._device.use()
-        alone = self._lora.rank and self._lora.publish == "adapters"
+        alone = bool(self._lora.rank) and self._lora.publish == "adapters"
+        merging = bool(self._lora.rank) and not alone
         dtype = getattr(torch, self._fsdp.dtype)
         tensors = {}
-        for name, tensor in sharding.whole_tensors(self.model, trained_only=bool(alone)):
+        for name, tensor in sharding.whole_tensors(self.model, trained_only=alone):
             if dist.get_rank() == 0:
-                tensors[name] = tensor.to(dtype) if self._lock_step else tensor
-        return merged(tensors, self._lora) if self._lora.rank and not alone else tensors
+                # What is made here goes to the host at once: there need not be room for all of it on the device.
+                tensors[name] = tensor.to("cpu", dtype) if self._lock_step or merging else tensor
+            del tensor
+        return merged(tensors, self._lora) if merging else tensors
 
     def save(self, directory: Path) -> None:
         self._device.use()
