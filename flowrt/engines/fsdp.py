@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharded_state, sharding
-from flowrt.engines.checkpoint import without_dropout
+from flowrt.engines.checkpoint import without_dropout, written_dtype
 from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.passes import LossPasses, step_metrics
@@ -67,6 +67,7 @@ class FsdpTrainer:
             weight_decay=options.weight_decay,
         )
         self._steps = 0
+        self._final_dtype = written_dtype(source, options.final_dtype)
         self._begin()
 
     def accumulate(self, batch: TrainingBatch) -> None:
@@ -130,7 +131,7 @@ class FsdpTrainer:
     def export(self, directory: Path) -> None:
         self._device.use()
         sharding.scatter(self.model)
-        sharding.export(self.model, self._source, directory, self._fsdp, self._lora)
+        sharding.export(self.model, self._source, directory, self._fsdp, self._lora, self._final_dtype)
         self._begin()
 
     @property
