@@ -133,10 +133,22 @@ class SglangHost:
             server.is_up()
         else:
             await self._link.post(said.pause("abort"), options.update_s)  # requests of an earlier life end here
+            if self.can.update_session:
+                await self._end_session()
         if self._snapshot is not None:
             await self._load(self._snapshot, flush=True)
         if server is None:
             await self._link.post(said.resume(), options.update_s)
+
+    async def _end_session(self) -> None:
+        """A change of weights that was given up, by us or by a worker before us, may have left its session open."""
+        assert self._link is not None
+        try:
+            await self._link.post(said.end_session(), self._options.update_s)
+        except EngineGone:
+            raise
+        except EngineError as refused:
+            log.debug("no session was open: %s", refused)
 
     async def _probe(self) -> None:
         """What the server can, how many of its processes hold weights, and whether we know how it sums them up."""

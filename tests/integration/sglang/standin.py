@@ -32,7 +32,7 @@ class Standin:
         self.paused = ""
         self.cut = 0
         self.fail_next = ""  # route: the next request for it is refused
-        self.status = 400
+        self.status = 400  # 0: it is never answered
         self.asked: list[str] = []
         self.loaded: dict[str, list[int]] = {}
         self.changed = asyncio.Event()
@@ -50,6 +50,8 @@ class Standin:
             os.kill(os.getpid(), signal.SIGKILL)
         if route == self.fail_next:
             self.fail_next = ""
+            if not self.status:
+                await asyncio.Event().wait()
             return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
         if route == "/generate":
             return await self.generate(body)
@@ -74,6 +76,10 @@ class Standin:
             return f"{route} has fields {sorted(body)}"
         if not set(body.get("sampling_params", {})) <= set(self.takes["sampling_params"]):
             return f"sampling_params has fields {sorted(body['sampling_params'])}"
+        if route == "/begin_weight_update" and self.session:
+            return "a weight-update session is already open; call end_weight_update() first"
+        if route == "/end_weight_update" and not self.session:
+            return "no weight-update session is open; call begin_weight_update() first"
         parts = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
         if route == "/update_weights_from_disk":
             return self.unreadable(Path(body["model_path"]))
