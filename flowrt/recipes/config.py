@@ -198,6 +198,9 @@ class LaunchConfig:
     """Words before the trainer's command (torchrun, where there are several ranks)."""
     others: str = ""
     """Words before the commands of source, reward and reference."""
+    devices: str = "auto"
+    """Accelerators of this machine, by commas: a trainer rank each for the first, rollout workers go round the others;
+    auto: those that there are; none: every worker sees all of them."""
 
 
 @dataclass(frozen=True)
