@@ -17,7 +17,7 @@ from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_server import SglangServer
 from flowrt.engines.sglang_weights import WeightWay, weight_way
-from flowrt.errors import EngineError, EngineGone, WaitExpired
+from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
 from flowrt.waiting import until
 
@@ -162,6 +162,11 @@ class SglangHost:
                     f"the SGLang server at {self._link.url} has {name} {about[name]}: weights can be changed "
                     "in one part only; use 1, and more rollout workers"
                 )
+        if about.get("device") == "npu" and self._options.weights == "broadcast":
+            raise ConfigError(
+                f"the SGLang server at {self._link.url} works on an NPU, and rollout.sglang.weights broadcast goes by "
+                "gloo, which takes nothing from NPUs; use disk or tensor"
+            )
         self._way = weight_way(self._options, self._layout, ranks)
         self._sums_up = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._link.url)

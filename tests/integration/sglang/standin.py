@@ -1,7 +1,7 @@
 """Stands in for an SGLang server where none is installed: a process that keeps to the protocol and its traps.
 
 It takes only what the release that it plays takes, generates the version of its weights over and over, and can be told
-to die or to fail at some request. ``python standin.py PORT RELEASE [DOWN_AT ROUTE]`` (or in place of SGLang's Python).
+to die or to fail at some request. ``python standin.py PORT RELEASE [DEVICE]`` (or in place of SGLang's Python).
 """
 
 import asyncio
@@ -23,10 +23,11 @@ TOKEN_S = 0.01
 class Standin:
     """One server's state."""
 
-    def __init__(self, release: str, wreck: str = "") -> None:
+    def __init__(self, release: str, wreck: str = "", device: str = "none") -> None:
         self.takes = RELEASES[release]
         self.release = release
         self.wreck = wreck  # route: the process kills itself when it is asked for this
+        self.device = device
         self.version = "0"
         self.session = False
         self.paused = ""
@@ -65,7 +66,7 @@ class Standin:
             return web.json_response(self.asked)
         if route == "/loaded":
             return web.json_response(self.loaded)
-        return web.json_response({"version": self.release, "tp_size": 1, "device": "none", "dtype": "float32"})
+        return web.json_response({"version": self.release, "tp_size": 1, "device": self.device, "dtype": "float32"})
 
     def wrong(self, route: str, body: dict[str, Any]) -> str:
         """Why this release does not take the request."""
@@ -133,8 +134,9 @@ def main() -> None:
         release, wreck = os.environ["STANDIN"].split(",")
     else:
         port, release, wreck = int(arguments[0]), arguments[1], ""
+    device = arguments[2] if "--port" not in arguments and len(arguments) > 2 else "none"
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, wreck).answer)
+    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, device).answer)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowrt.engines.checkpoint import load_model, named_parameters
-from flowrt.errors import EngineError, TransferError
+from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.transport.weights import Snapshot
 
 from .playing import TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
@@ -142,6 +142,15 @@ def test_weights_of_another_model_are_refused_before_the_server_hears_of_them(
     with pytest.raises(TransferError, match="the same checkpoint"):
         engine.swap(Snapshot.take(1, {"weight": torch.zeros(5)}))
     assert one.ask("/asked").count("/update_weights_from_disk") == before
+
+
+def test_a_server_on_an_npu_is_given_no_weights_over_a_group_that_it_cannot_join(
+    play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    one = play("0.5.21", "npu")
+    with pytest.raises(ConfigError, match=r"works on an NPU.*use disk or tensor"):
+        engine_of(url=f"http://127.0.0.1:{one.port}", weights="broadcast")
+    engine_of(url=f"http://127.0.0.1:{one.port}")
 
 
 def test_a_server_that_does_not_answer_in_time_counts_as_gone(
