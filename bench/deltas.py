@@ -5,7 +5,8 @@
 The weights are bf16 copies of fp32 weights ~ N(0, 0.02); a step moves each by the learning rate times Adam's update: a
 normal number of mean size 0.2 once the moments have settled, +1 or -1 in the very first step. Rates are full bytes by
 seconds, in one thread: a 10 Gbit/s wire moves 1.25 GB/s of them. "known" starts from checksums that the publisher has
-already; "spare" writes into the buckets of an older version.
+already; "spare" writes into the buckets of an older version, as receivers do; "whole" is sum, encode and apply one
+after the other, as a version takes them (the versions behind it overlap: they are made while it is applied).
 """
 
 import argparse
@@ -88,7 +89,15 @@ def measure(full_bytes: int, learning_rate: float, mean_size: float | None, repe
             full_bytes, repeats, lambda: Delta.from_buffers(delta.buffers()).apply(old, spare)
         ),
         "checksum_gbps": gbps(full_bytes, repeats, new.checksum),
+        "delta_whole_gbps": gbps(full_bytes, repeats, lambda: whole(old, new, old_sum, spare)),
     }
+
+
+def whole(old: Snapshot, new: Snapshot, old_sum: int, spare: Snapshot) -> Snapshot:
+    """All that is between a snapshot at a publisher and the version at a receiver, one after the other; no wire."""
+    delta = Delta.between(old, new, base_checksum=old_sum, checksum=new.checksum())
+    assert delta is not None
+    return Delta.from_buffers(delta.buffers()).apply(old, spare)
 
 
 def main() -> None:
@@ -99,14 +108,24 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = [64] if arguments.quick else [64, 256, 1024]
     table = Table(
-        "full", "step", "changed", "delta", "encode", "known", "apply", "spare", "checksum", title="deltas (GB/s)"
+        "full",
+        "step",
+        "changed",
+        "delta",
+        "encode",
+        "known",
+        "apply",
+        "spare",
+        "checksum",
+        "whole",
+        title="deltas (GB/s)",
     )
     metrics: dict[str, float] = {}
     for size in sizes:
         for name, step in STEPS.items():
             found = measure(size * 2**20, *step)
-            changed, fraction, *rates = found.values()
-            shown = [f"{changed:.2%}", f"{fraction:.2%}", *(f"{rate:.2f}" for rate in rates)]
+            changed, fraction, *found_gbps = found.values()
+            shown = [f"{changed:.2%}", f"{fraction:.2%}", *(f"{rate:.2f}" for rate in found_gbps)]
             table.add_row(f"{size} MiB", name, *shown)
             key = f"{size}_mib_{name.replace(', ', '_lr_')}"
             metrics |= {f"{key}_{metric}": value for metric, value in found.items()}

@@ -22,9 +22,9 @@ from flowrt.controller.core import Core
 from flowrt.controller.dispatch import Fifo
 from flowrt.controller.events import Record
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.refresh import DelayedUpdate
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.controller.walk import Entry
 from flowrt.wire.link import _bind, server_socket
 from flowrt.wire.loops import serve_loop

@@ -16,6 +16,7 @@ from links import Peer, Unavailable, become_switch, sent_bytes
 from report import percentile, write
 from rich.console import Console
 from rich.table import Table
+from weight_gpu import on_a_gpu
 from weight_roles import controlling, publishing, receiving
 from weight_stalls import WAYS, generating
 
@@ -23,6 +24,7 @@ RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
 PERIOD_S = 2.0
 PROMPTS = 20_000
+MORE_OF_CHANGES = ("delta_apply_spare_gbps", "delta_whole_gbps")
 CONSOLE = Console(width=120)
 
 
@@ -102,7 +104,7 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
 def changes(quick: bool) -> dict[str, float]:
     """What a version costs that is told as changes to the one before."""
     found = deltas.measure((64 if quick else 256) * 2**20, *deltas.STEPS[deltas.PLAIN], repeats=3)
-    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps")}
+    return {key: found[key] for key in ("delta_fraction", "delta_encode_gbps", "delta_apply_gbps", *MORE_OF_CHANGES)}
 
 
 def main() -> None:
@@ -123,6 +125,7 @@ def main() -> None:
     else:
         metrics |= fan_out(links, arguments.megabytes, 1 if arguments.quick else 5)
     metrics |= stand_still(host, links, *((3, 100) if arguments.quick else (5, 400)))
+    metrics |= on_a_gpu(arguments.quick, CONSOLE)
     table = Table("metric", "value", title=f"{arguments.megabytes} MB, links of {links:g} Mbit/s")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")

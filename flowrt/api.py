@@ -22,13 +22,12 @@ from flowrt.controller.core import Core
 from flowrt.controller.decode_cost import DecodeCost
 from flowrt.controller.dispatch import Dispatch, Fifo
 from flowrt.controller.priority import Priority
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
+from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Refresh, Rolling
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.sharing import Balanced, OnDemand, Sharing
 from flowrt.controller.sticky import Sticky
 from flowrt.controller.tail import TailLanes
-from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.errors import FlowError, Stopped
 from flowrt.transport.rows import Packed
 from flowrt.transport.weights import Snapshot

@@ -5,8 +5,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from flowrt.controller.ledger_file import LEDGER, knows_less
 from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.errors import ConfigError
+from flowrt.recipes.paths import checkpoint_steps
 
 STATES = {
     "unread": "to be offered again after the run went back (besides those that were never offered)",
@@ -20,7 +22,9 @@ STATES = {
 
 def show(run_dir: Path, prompt: int | None, epoch: int | None, console: Console) -> None:
     """Print the account of a run, or the life of a prompt. Raises ConfigError when there is none."""
-    with LedgerReader(run_dir / "ledger.sqlite") as ledger:
+    with LedgerReader(run_dir / LEDGER) as ledger:
+        if fault := knows_less(ledger.last_step(), max(checkpoint_steps(run_dir), default=0)):
+            raise ConfigError(f"ledger {run_dir / LEDGER} {fault}")
         if prompt is not None:
             console.print(life(ledger, prompt, epoch))
         elif epoch is not None:

@@ -14,27 +14,31 @@ import os
 import signal
 import sys
 from pathlib import Path
+from time import monotonic
 
 from flowrt.launch.status import address_of
 
 from flowrt.clock import MonotonicClock
 from flowrt.controller.core import Core
-from flowrt.controller.events import End
+from flowrt.controller.events import End, Suspend
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.ledger_file import LEDGER, check_knows
 from flowrt.controller.server import Server
 from flowrt.controller.walk import STEP
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, FlowError
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
 from flowrt.lock import RunLock
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
 from flowrt.recipes.paths import address_file, checkpoint_steps, write_whole
+from flowrt.waiting import pause
 from flowrt.wire.hosts import reachable
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys
 from flowrt.wire.loops import serve_loop
 
 log = logging.getLogger("flowrt")
 PART = ".summary.json.part"
+TRY_S = 0.25
 
 
 def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
@@ -45,12 +49,14 @@ def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
     """
     flow, times, run_dir = grpo.dataflow(config), config.controller, Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
-    ledger, clock = Ledger(run_dir / "ledger.sqlite"), MonotonicClock()
+    saved = max(checkpoint_steps(run_dir), default=0)
+    check_knows(run_dir / LEDGER, saved, to_the_end=not anew)
+    ledger, clock = Ledger(run_dir / LEDGER), MonotonicClock()
     remains = None if anew else ledger.recall()
     if remains is None:
-        position = ledger.resume(max(checkpoint_steps(run_dir), default=0), clock.now())
+        position = ledger.resume(saved, clock.now())
     else:
-        position = ledger.position(remains.numbers.get(STEP, max(checkpoint_steps(run_dir), default=0)))
+        position = ledger.position(remains.numbers.get(STEP, saved))
         log.info("coming back as term %d to %s", ledger.term, ", ".join(sorted(remains.crew)))
     if position.step:
         log.info("going on after step %d", position.step - 1)
@@ -66,10 +72,11 @@ def make_server(config: RunConfig, text: str, anew: bool) -> tuple[Server, str]:
 async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
     """Run the controller until the run ends; writes summary.json and returns the exit code."""
     server, where = make_server(config, text, anew)
-    address = reachable(server.bind(where), config.controller.host)
+    patience_s = 0.0 if where == config.controller.bind else config.controller.return_s
+    address = reachable(await listening(server, where, patience_s), config.controller.host)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.end, f"interrupted ({number.name})", EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGTERM, _terminate, server, config)
     only = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
     log.info("listening on %s, %s", address, only)
     write_whole(address_file(Path(config.run_dir)), address + "\n")
@@ -86,6 +93,35 @@ async def serve(config: RunConfig, text: str, ready_fd: int, anew: bool) -> int:
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code
+
+
+def _terminate(server: Server, config: RunConfig) -> None:
+    """The machine is about to be taken away, and the run shall go on elsewhere: with all that it has trained."""
+    reason, kept = "interrupted (SIGTERM)", max(checkpoint_steps(Path(config.run_dir)), default=0)
+    if config.checkpoint.every and config.checkpoint.drain_s:
+        log.info("terminated: what was trained after step-%06d is saved first", kept)
+        server.suspend(Suspend(reason, EXIT_INTERRUPTED, kept))
+    else:
+        server.end(reason, EXIT_INTERRUPTED)
+
+
+async def listening(server: Server, where: str, patience_s: float) -> str:
+    """Listen; returns the address. Raises ConfigError when somebody else still does after so many seconds.
+
+    Workers look for a controller that comes back at one place only, for so long; who took it meanwhile may go again.
+    """
+    end_s = monotonic() + patience_s
+    tried = False
+    while True:
+        try:
+            return server.bind(where)
+        except ConfigError as taken:
+            if monotonic() >= end_s:
+                raise
+            if not tried:
+                log.warning("%s; the workers look for the controller there: trying for %.0f s", taken, patience_s)
+            tried = True
+        await pause(TRY_S)
 
 
 def _summarize(server: Server, config: RunConfig, ended: End) -> None:

@@ -10,8 +10,9 @@ mkdir -p "$job"
 export FLOWRT_KEYS=$job/keys
 
 # Run, or go on after a requeue, to the end; the job leaves with the run's own exit code. Arguments: those of flowrt run.
-# SLURM sends USR1 before the time is up: the run ends in order and the job goes back into the queue. Where SLURM itself
-# preempts and requeues a job, TERM comes first, or nothing; what the last checkpoint holds is never lost.
+# SLURM sends USR1 before the time is up: the run saves what it has trained, ends in order, and the job goes back into the
+# queue. Where SLURM itself preempts and requeues a job, TERM comes first and does the same if there is time, or nothing
+# comes; what the last checkpoint holds is never lost.
 run_flowrt() {
   local again="" code=0
   if [ -f "$job/run/config.toml" ]; then

@@ -19,15 +19,16 @@ from flowrt.launch.picture import draw
 from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
+from flowrt.launch.signals import Signals
 from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError, WaitExpired
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.paths import address_file, model_dir, write_whole
 from flowrt.recipes.subjects import subject
-from flowrt.waiting import Guard, all_of, cancelled, first_of, pause, until
+from flowrt.waiting import Guard, pause
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
@@ -35,7 +36,6 @@ OBSERVER = "observer"
 TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
-INTERRUPT_S = 8.0
 GOODBYES_S = 15.0
 COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
@@ -104,7 +104,7 @@ class LocalRun:
         )
         keys = config.controller.keys
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
-        self._interrupted = asyncio.Event()
+        self._signals = Signals(config.checkpoint.drain_s if config.checkpoint.every else 0.0)
         self._failure = ""
         self._ended = ""  # what the controller said of it
         self._controller: Child | None = None
@@ -112,13 +112,12 @@ class LocalRun:
         self._restarts = Restarts(self._run_dir, config.restarts)
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted.set)
+        code: int
+        self._signals.listen()
         try:
             with LiveView(self._console) as view:
                 view.say(f"run directory {self._run_dir}")
-                code = await self._guarded(view)
+                code = await self._signals.guard(asyncio.create_task(self._work(view)), self._tell, view.say)
         except ConfigError:
             await self._children.end(0.0)
             if self._is_new:
@@ -129,23 +128,11 @@ class LocalRun:
         self._farewell(code)
         return code
 
-    async def _guarded(self, view: LiveView) -> int:
-        """The run, or the interruption, whichever comes first."""
-        work = asyncio.create_task(self._work(view))
-        interruption = asyncio.create_task(until(self._interrupted.wait(), RUN, "an interruption", "the user"))
-        await first_of({work, interruption}, RUN, "the end of the run, or an interruption", "the run")
-        interruption.cancel()
-        if not work.done():
-            view.say("interrupted: ending the run")
-            # A controller that listens ends its run in order; before that there is nothing to put in order.
-            if self._controller is not None:
-                self._controller.process.send_signal(signal.SIGINT)
-                with contextlib.suppress(WaitExpired):
-                    await all_of({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
-            if not work.done():
-                await cancelled({work}, INTERRUPT_S)
-                return EXIT_INTERRUPTED
-        return work.result()
+    def _tell(self, number: signal.Signals) -> bool:
+        """Pass a signal on to the controller, if there is one."""
+        if self._controller is not None and self._controller.process.returncode is None:
+            self._controller.process.send_signal(number)
+        return self._controller is not None
 
     async def _work(self, view: LiveView) -> int:
         if not self._config.model and not model_dir(self._config).is_dir():
@@ -159,6 +146,8 @@ class LocalRun:
             code, trainer_code = await self._live(view)
             died = self._controller is not None and (self._controller.process.returncode or 0) < 0
             self._controller = None
+            if self._signals.is_leaving:
+                return code
             back_off_s = self._restarts.back_off_s(trainer_code)
             if died and self._restarts.is_untold(self._config.steps):
                 back_off_s = 0.0  # it was complete, and its controller died before it had said so: nothing is trained
@@ -173,8 +162,8 @@ class LocalRun:
         """One life of the run; returns its exit code and that of the trainer, if it has left."""
         (self._run_dir / "summary.json").unlink(missing_ok=True)
         self._restarts.begin()
-        controller, address = await self._start_controller("--anew")
-        self._controller = controller
+        controller, address = await self._start_controller(READY_S, "--anew")
+        self._controller, self._is_new = controller, False
         commands = worker_commands(self._config, address, await self._start_meeting(address))
         missing = Missing(self._children, self._config.supervisor.hung_s, view.say)
         ours = {command.name for command in commands if not command.behind and command.name != TRAINER}
@@ -196,7 +185,9 @@ class LocalRun:
         # One that ended the run has taken its address away; one that died is missed by all who are left.
         while address_file(self._run_dir).exists() and await supervisor.is_due(self._controller):
             missing.excuse(self._config.controller.return_s)
-            self._controller, _ = await self._start_controller()
+            self._controller = await self._restart_controller()
+            if self._signals.is_leaving:
+                self._tell(signal.SIGTERM)  # the one before it may have heard of that, and is no more
             code, hung = await self._reign(self._controller, observer)
         self._ended = observer.ended
         if self._meeting is not None and self._meeting.process.returncode is None:
@@ -213,10 +204,18 @@ class LocalRun:
             code = EXIT_FAILED
         return code, worker.process.returncode
 
-    async def _start_controller(self, *more: str) -> tuple[Child, str]:
+    async def _restart_controller(self) -> Child:
+        """One that comes back to its workers, for whom they wait that long. Raises FlowError when none can."""
+        try:
+            child, _ = await self._start_controller(READY_S + self._config.controller.return_s)
+        except FlowError as error:
+            raise FlowError(f"{error}; then go on with flowrt resume {self._run_dir}") from error
+        return child
+
+    async def _start_controller(self, ready_s: float, *more: str) -> tuple[Child, str]:
         command = [sys.executable, "-m", "flowrt.launch.controller", "--config", self._toml, *more]
         for left in reversed(range(self._config.supervisor.restarts + 1)):
-            child, address = await self._children.start_ready("controller", command, READY_S)
+            child, address = await self._children.start_ready("controller", command, ready_s)
             if address:
                 return child, address
             code = await child.ended(READY_S)
@@ -244,7 +243,9 @@ class LocalRun:
         if supervisor is not None:
             worker = await supervisor.keep(worker, words)
         code = await worker.ended(RUN)
-        if code < 0 and not self._failure:
+        if self._signals.is_leaving and supervisor is not None:
+            return  # terminated with the whole job, which ends when the trainer has saved
+        if code < 0 and not self._failure and not self._signals.is_leaving:
             # Whoever spoke with it fails too, and may be heard first; only we know who was killed.
             self._failure = worker.last_words()
         if code != 0:

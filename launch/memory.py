@@ -142,14 +142,16 @@ def estimate(config: RunConfig, shape: Shape) -> Needs:
     samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
     adapters = _adapters(config, shape)
     published = _narrow_bytes(config) * _published(config, shape)
-    generating = (shape.parameters + adapters) * _narrow_bytes(config) + published
+    # Swapped in flight, a second copy goes over what runs while the first goes on.
+    copies = 2 if rollout.swap == "inflight" and rollout.recompute else 1
+    generating = copies * (shape.parameters + adapters) * _narrow_bytes(config) + published
     server = 0
     if rollout.engine == "sglang":
         generating = SERVED_COPIES * published
         width = FLOAT_BYTES if rollout.sglang.dtype == "float32" else HALF_BYTES
         server = 0 if rollout.sglang.url else (shape.parameters + cache) * width
     else:
-        generating += cache * _narrow_bytes(config) + rollout.rows * logits
+        generating += copies * cache * _narrow_bytes(config) + rollout.rows * logits
     # The whole model is read, and written, by rank 0 alone where the others have shards.
     whole = _wide_bytes(config) * (shape.parameters + adapters) if trainer.engine == "fsdp" else 0
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0

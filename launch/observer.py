@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from flowrt.errors import FlowError, WaitExpired
+from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.waiting import CONTROLLER, Lifesign, until
 from flowrt.wire import messages as m
 from flowrt.wire.keys import WorkerKeys
@@ -48,7 +48,9 @@ class Observer:
             self._show(status)
 
     def _failed(self, error: FlowError) -> None:
-        raise error
+        # Where the controller was that we know, somebody else listens: whoever starts the next one hears of that.
+        if not isinstance(error, ConfigError):
+            raise error
 
 
 async def look(address: str, keys: WorkerKeys | None, deadline_s: float, where: str) -> dict[str, Any]:

@@ -84,6 +84,15 @@ def draw(status: Mapping[str, Any]) -> Group:
         for wait in graph["waits"]
         if wait["nobody"]
     ]
+    alarms += [
+        Text(
+            f"{wait['who']} waits {wait['age_s']:.0f} s for {wait['what']}, over its {wait['limit_s']:.0f} s: "
+            f"it is the turn of {wait['turn'] or 'nobody'}",
+            style=RED,
+        )
+        for wait in graph["waits"]
+        if wait["overdue"]
+    ]
     title = f"step {status['step']} of {status['steps']}, {status['live_groups']} groups live"
     left_out = graph["more"] + graph["others"]
     last = [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if left_out else []

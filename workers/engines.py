@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flowrt.workers.together import meet
+from flowrt.workers.group import meet
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.checkpoint import load_model, load_tokenizer
@@ -33,7 +33,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
     device = choose(trainer.fsdp.device if sharded else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
     device.use()
     if ranks > 1 or sharded:
-        meet(device, config.controller.stall_s)
+        meet(device, min(trainer.ranks_s, config.controller.stall_s))
     options = _options(config)
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     cap, temperature = config.loss.correction_cap, config.rollout.temperature

@@ -37,6 +37,7 @@ log = logging.getLogger("flowrt")
 Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 JOIN_S = 120.0
 LEAVE_S = 2.0
+TRAINER = "trainer"
 SILENCE = Guard("the silence of the controller")
 
 
@@ -95,8 +96,8 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
         check_reach(config)
-        if drains:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, config.controller.drain_s)
+        if drains and (drain_s := _drain_s(role, config)):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, drain_s)
         await _play(run(session, config), session)
     except (Exception, BaseExceptionGroup) as raised:
         # Of several, the first is what happened; the others are its consequences.
@@ -139,6 +140,13 @@ async def _play(role: Coroutine[Any, Any, None], session: Session) -> None:
         for wait in open_waits():
             log.warning("left while %s", wait)
     ended.result()
+
+
+def _drain_s(role: str, config: RunConfig) -> float:
+    """How long a worker that is terminated may stay; 0: it has nothing to stay for."""
+    if role == TRAINER:
+        return config.checkpoint.drain_s if config.checkpoint.every else 0.0
+    return config.controller.drain_s
 
 
 def _drain(session: Session, deadline_s: float) -> None:

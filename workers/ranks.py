@@ -2,7 +2,7 @@
 
 ``python -m flowrt.workers.ranks --ranks N ARGUMENTS OF THE TRAINER``. Left to itself torchrun opens a store that
 listens on all interfaces, asks for no key and holds pickles. On one host two files do instead: one for torchrun, one
-for its ranks (`flowrt.workers.together`), in a directory that only this user can open and that is gone when it is.
+for its ranks (`flowrt.workers.group`), in a directory that only this user can open and that is gone when it is.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from flowrt.workers.together import STORE_VARIABLE
+from flowrt.workers.group import STORE_VARIABLE
 from torch.distributed.run import main as torchrun
 
 RANK = "flowrt.workers.rank"

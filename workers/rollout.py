@@ -10,6 +10,7 @@ from flowrt.workers.engines import rollout_engine, sglang_engine
 from flowrt.workers.entry import main
 
 from flowrt.client.batches import Batch
+from flowrt.client.params import StagedWeights
 from flowrt.client.session import Session
 from flowrt.engines.protocols import Prompt, Response, RolloutEngine
 from flowrt.engines.seeds import sample_seed
@@ -47,7 +48,8 @@ class RolloutLoop:
     """Keeps the engine full, and its weights as new as its sequences allow.
 
     New weights are put into use between sequences: once they are here, nothing is begun until everything has ended.
-    With ``in_flight`` (for engines that can) they are put into use at once, and what runs goes on with them.
+    With ``in_flight`` (for engines that can) they are put into use at once, and what runs goes on with them. What an
+    engine can do for that beside its generation (``prepare``) is done first.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class RolloutLoop:
         self._running: dict[int, tuple[int, int]] = {}
         self._begun = 0
         self._leaving = False
+        self._chosen: StagedWeights | None = None  # what is prepared, in flight
+        self._preparing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Runs until the session ends, and raises what ended it, or until nothing runs in a worker that is leaving."""
         while self._engine.running or not self._leaving:
             await self._swap_if_safe()
-            if self._session.params.staged() is None:
+            if self._session.params.staged() is None or self._preparing is not None:
                 self._admit()
                 if self._pull is None and self._engine.room and not self._leaving:
                     self._start_pull()
@@ -80,7 +84,7 @@ class RolloutLoop:
 
     async def _generate(self) -> None:
         self._interrupt.clear()
-        staged = self._session.params.staged() is not None
+        staged = self._session.params.staged() is not None and self._preparing is None
         if (staged and self._in_flight) or (not staged and self._pull is not None and self._pull.done()):
             return
         with self._session.timeline.busy("generate"):
@@ -92,7 +96,8 @@ class RolloutLoop:
     async def _until_staged(self, run: Coroutine[Any, Any, list[Response]]) -> list[Response]:
         """What the engine has finished when it comes back; it is called back as soon as new weights are here."""
         running = asyncio.create_task(run)
-        staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
+        waited = self._session.params.wait_staged() if self._preparing is None else _done(self._preparing)
+        staged = asyncio.create_task(self._session.unless_ended(waited))
         try:
             await first_of({running, staged}, LEASE, "the engine, or newer weights", "this worker's engine")
             self._interrupt.set()
@@ -115,11 +120,31 @@ class RolloutLoop:
             staged.cancel()
 
     async def _swap_if_safe(self) -> None:
-        staged = self._session.params.staged()
-        if staged is not None and (self._in_flight or not self._engine.running):
+        staged = self._chosen or self._session.params.staged()
+        if staged is None or (self._in_flight and await self._prepares(staged)):
+            return
+        if self._in_flight or not self._engine.running:
             with self._session.timeline.busy("swap"):
                 await asyncio.to_thread(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)
+            self._chosen = None
+
+    async def _prepares(self, staged: StagedWeights) -> bool:
+        """Whether there is something to do for these weights while the engine goes on generating.
+
+        They are put into use before any that come meanwhile: else none might ever be, where they come fast.
+        """
+        if self._preparing is not None:
+            if self._engine.running and not self._preparing.done():
+                return True
+            await _done(self._preparing)
+            self._preparing.result()
+            self._preparing = None
+        prepare = getattr(self._engine, "prepare", None)
+        work = None if prepare is None else prepare(staged.snapshot)
+        if work is not None:
+            self._chosen, self._preparing = staged, asyncio.create_task(asyncio.to_thread(work))
+        return work is not None
 
     def _start_pull(self) -> None:
         self._pull = self._tasks.create_task(self._pulled(self._engine.room))
@@ -161,6 +186,10 @@ class RolloutLoop:
             {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]},
             spans=[one.spans for one in finished],
         )
+
+
+async def _done(preparing: asyncio.Task[None]) -> None:
+    await first_of({preparing}, LEASE, "newer weights to be prepared", "this worker's engine")
 
 
 if __name__ == "__main__":

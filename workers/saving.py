@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from flowrt.workers.together import Together
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,8 +26,9 @@ log = logging.getLogger("flowrt")
 class Checkpoints:
     """Saves and loads the state of a training engine; every rank has one, and they act together."""
 
-    def __init__(self, session: Session, config: RunConfig, engine: TrainEngine) -> None:
+    def __init__(self, session: Session, config: RunConfig, engine: TrainEngine, ranks: Together) -> None:
         self._session = session
+        self._ranks = ranks
         self._config = config
         self._engine = engine
         self._run_dir = Path(config.run_dir)
@@ -38,7 +40,8 @@ class Checkpoints:
         step = self._session.welcome.position.step
         if step:
             with self._session.timeline.busy("load"):
-                await asyncio.to_thread(self._engine.load, checkpoint_dir(self._run_dir, step))
+                whole = checkpoint_dir(self._run_dir, step)
+                await self._ranks.call(lambda: self._engine.load(whole), f"checkpoint {step}")
             log.info("going on after step %d", step - 1)
         return step
 
@@ -57,8 +60,8 @@ class Checkpoints:
             if self._leads:
                 await asyncio.to_thread(self._make_room, aside)
             if dist.is_initialized():
-                await asyncio.to_thread(dist.barrier)
-            await asyncio.to_thread(self._engine.save, aside)
+                await self._ranks.call(dist.barrier, f"room for checkpoint {step}")
+            await self._ranks.call(lambda: self._engine.save(aside), f"checkpoint {step}")
             if self._leads:
                 await asyncio.to_thread(self._complete, aside)
                 # A checkpoint must never know of a step of which the ledger does not.

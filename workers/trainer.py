@@ -1,15 +1,18 @@
 """The trainer: one process, or several data-parallel ranks under torchrun, each pulling micro-batches on demand."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from flowrt.workers.engines import train_engine
-from flowrt.workers.entry import main
+from flowrt.workers.entry import TRAINER, main
 from flowrt.workers.saving import Checkpoints
+from flowrt.workers.together import Together
 
 from flowrt.algorithms import group_advantages
 from flowrt.algorithms.weighting import SampleWeight, Uniform
@@ -18,15 +21,15 @@ from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_tokenizer, put_in_place
 from flowrt.engines.passes import DIVERGENCE
 from flowrt.engines.protocols import TrainEngine, TrainingBatch
+from flowrt.errors import Drained
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.paths import final_dir, model_dir
 from flowrt.transport.weights import Snapshot
-from flowrt.waiting import Guard, until
 from flowrt.wire.records import KEPT_TOKENS
 
+log = logging.getLogger("flowrt")
 UNIFORM = Uniform()
-RANKS = Guard("the timeout of torch.distributed")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -39,25 +42,28 @@ async def run(session: Session, config: RunConfig) -> None:
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
     """Train the run's steps, from its checkpoint on; rank 0 speaks for all. The engines of all ranks meet."""
     first = int(os.environ.get("RANK", "0")) == 0
-    checkpoints = Checkpoints(session, config, engine)
+    ranks = Together()
+    checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
     if done:
-        await publish(session, engine, done, first)
+        await publish(session, engine, ranks, done, first)
+    suspended = False
     for step in range(done, config.steps):
-        await train_step(session, config, engine, step)
+        if suspended := not await train_step(session, config, engine, ranks, step):
+            break
         with session.timeline.busy("step"):
-            metrics = await until(asyncio.to_thread(engine.step), RANKS, f"step {step} on all ranks", "the other ranks")
+            metrics = await ranks.call(engine.step, f"step {step}")
         if not metrics:
             break
         done = step + 1
         if first:
             session.step_done(step, metrics)
-        await publish(session, engine, done, first, divergence(metrics, step))
+        await publish(session, engine, ranks, done, first, divergence(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
-    if config.trainer.save:
+    if config.trainer.save and not suspended:
         with session.timeline.busy("save"):
-            await asyncio.to_thread(save, engine, config, first)
+            await ranks.call(lambda: save(engine, config, first), "the final model")
     await session.params.settled()
     session.finished()
 
@@ -72,18 +78,39 @@ def divergence(metrics: Mapping[str, float], step: int) -> dict[int, float]:
 
 
 async def publish(
-    session: Session, engine: TrainEngine, version: int, first: bool, moved: Mapping[int, float] | None = None
+    session: Session,
+    engine: TrainEngine,
+    ranks: Together,
+    version: int,
+    first: bool,
+    moved: Mapping[int, float] | None = None,
 ) -> None:
     """Offer the weights after so many steps, as they are now; the first rank has them, the others help it to them."""
     with session.timeline.busy("snapshot"):
-        tensors = await until(asyncio.to_thread(engine.parameters), RANKS, f"version {version}", "the other ranks")
+        tensors = await ranks.call(engine.parameters, f"version {version}")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
         await session.params.publish_beside(POLICY, snapshot, moved)
 
 
-async def train_step(session: Session, config: RunConfig, engine: TrainEngine, step: int) -> None:
-    """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one."""
+async def train_step(session: Session, config: RunConfig, engine: TrainEngine, ranks: Together, step: int) -> bool:
+    """Add up the gradient of this rank's share of the step, fetching the next micro-batch beside the present one.
+
+    Returns False when the run is being suspended: then all ranks leave the step, and have never begun it.
+    """
+    chance = torch.get_rng_state()
+    try:
+        await accumulate(session, config, engine, ranks, step)
+    except Drained as told:
+        log.info("%s", told)
+        await ranks.call(engine.discard, f"the gradient of step {step} to be dropped")
+        torch.set_rng_state(chance)
+        return False
+    return True
+
+
+async def accumulate(session: Session, config: RunConfig, engine: TrainEngine, ranks: Together, step: int) -> None:
+    """This rank's share of the step, as far as it is told. Raises Drained when there is to be no such step."""
 
     def pull() -> asyncio.Task[Batch]:
         return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
@@ -92,7 +119,8 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, s
     while not batch.closed:
         following = pull()
         with session.timeline.busy("train"):
-            await asyncio.to_thread(engine.accumulate, to_training_batch(batch, config, step))
+            ready = to_training_batch(batch, config, step)
+            await ranks.apart(partial(engine.accumulate, ready), f"a pass of step {step}")
         batch = await following
 
 
@@ -133,4 +161,4 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    main("trainer", run)
+    main(TRAINER, run, drains=True)

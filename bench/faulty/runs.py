@@ -51,7 +51,10 @@ def warm_up() -> None:
 def prepare(folder: Path) -> RunConfig:
     """The data, a tiny model without any warm start, and the configuration of all trials."""
     data = folder / "data.jsonl"
-    rows = [{"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"} for n in range(STEPS * PROMPTS + HELD_OUT)]
+    rows = [
+        {"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"}
+        for n in range(STEPS * PROMPTS + HELD_OUT)
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = defaults("gsm8k")
     config = dataclasses.replace(

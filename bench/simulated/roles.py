@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import torch
 from flowrt.workers.rollout import RolloutLoop
 from flowrt.workers.source import offer_all
+from flowrt.workers.together import Together
 from flowrt.workers.trainer import train_step
 
 from flowrt.client.batches import Batch
@@ -110,7 +111,7 @@ async def trainer(session: Session, play: Play) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         for step in range(config.steps):
-            await train_step(session, config, engine, step)
+            await train_step(session, config, engine, Together(), step)
             with session.timeline.busy("step"):
                 metrics = await asyncio.to_thread(engine.step)
             session.step_done(step, metrics)

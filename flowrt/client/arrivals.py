@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 
 from flowrt.errors import FlowError, OverBudget, TransferError
-from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.lane import LaneSet
+from flowrt.transport.settling import seen
 from flowrt.transport.store import TensorStore
 from flowrt.wire.messages import Serve
 from flowrt.wire.records import Incoming

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,8 +10,10 @@ import torch
 
 from flowrt.errors import FlowError, TransferError
 from flowrt.transport.deltas import Delta
-from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.lane import LaneSet
 from flowrt.transport.relay import Arrival, pieces
+from flowrt.transport.settling import seen
+from flowrt.transport.warm import WarmMemory
 from flowrt.transport.weights import RunningChecksum, Snapshot
 from flowrt.waiting import CONTROLLER, Guard, until
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
@@ -58,6 +60,8 @@ class Params:
         self._publishing: asyncio.Future[None] | None = None
         self._staged: dict[str, StagedWeights] = {}
         self._changed = asyncio.Event()
+        # Of versions that nobody looks at any more: fresh pages cost more than what is written to them.
+        self._memory = WarmMemory()
         # One thread, so that pieces are summed in the order in which they come.
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
@@ -158,7 +162,7 @@ class Params:
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held(one, Snapshot.empty(one.version, one.bucket_bytes).buckets, arrival)
+        held = _Held(one, self._room(one.bucket_bytes), arrival)
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
@@ -177,7 +181,7 @@ class Params:
             if one.base == NO_BASE:
                 snapshot = _verified(one, held, await checksum.total())
             else:
-                snapshot = await asyncio.to_thread(self._changed_by, one, held.buckets)
+                snapshot = await self._changed_by(one, held.buckets)
         except TransferError as error:
             assert held.arrival is not None
             held.arrival.fail(str(error))
@@ -188,20 +192,31 @@ class Params:
         whole = Weights(one.model, one.version, NO_BASE, tuple(snapshot.bucket_bytes()), one.checksum)
         self._held[one.model, one.version, NO_BASE] = _Held(whole, snapshot.buckets)
         before = self._staged.get(one.model)
-        if before is None or before.snapshot.version < one.version:
+        in_use = self._applied.get(one.model, one.version - 1)
+        # An older one may have been ordered while a newer one, thought to be lost, was still coming in whole.
+        if in_use < one.version and (before is None or before.snapshot.version < one.version):
             self._staged[one.model] = StagedWeights(one.model, snapshot)
             self._changed.set()
         self._send(Staged(one.model, one.version))
 
-    def _changed_by(self, one: Weights, buffers: list[torch.Tensor]) -> Snapshot:
+    def _room(self, sizes: Iterable[int]) -> list[torch.Tensor]:
+        return [self._memory.take(size) for size in sizes]
+
+    async def _changed_by(self, one: Weights, buffers: list[torch.Tensor]) -> Snapshot:
         """The whole version, from its base and the changes. Raises TransferError when either is not the right one."""
         base = self._held.get((one.model, one.base, NO_BASE))
         if base is None:
             raise TransferError(f"version {one.base} of {one.model}, whose changes came, is not held here")
-        delta = Delta.from_buffers(buffers)
-        if (delta.version, delta.checksum) != (one.version, one.checksum):
-            raise TransferError(f"changes to version {delta.version} came in place of those to {one.version}")
-        return delta.apply(Snapshot(one.base, base.buckets))
+        whole = Snapshot(one.base, base.buckets)
+        spare = Snapshot(one.version, self._room(whole.bucket_bytes()))
+        return await asyncio.to_thread(_applied, one, buffers, whole, spare)
+
+
+def _applied(one: Weights, buffers: list[torch.Tensor], base: Snapshot, spare: Snapshot) -> Snapshot:
+    delta = Delta.from_buffers(buffers)
+    if (delta.version, delta.checksum) != (one.version, one.checksum):
+        raise TransferError(f"changes to version {delta.version} came in place of those to {one.version}")
+    return delta.apply(base, spare)
 
 
 def _verified(one: Weights, held: _Held, checksum: int) -> Snapshot:

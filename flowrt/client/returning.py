@@ -9,7 +9,7 @@ from flowrt.client.asking import Asking
 from flowrt.client.line import Line
 from flowrt.client.memory import Memory
 from flowrt.client.params import Params
-from flowrt.errors import LocalProtocolError, WaitExpired
+from flowrt.errors import ConfigError, LocalProtocolError, WaitExpired
 from flowrt.transport.store import TensorStore
 from flowrt.waiting import pause
 from flowrt.wire import messages as m
@@ -38,6 +38,10 @@ async def find_again(lost: Line, before: m.Welcome) -> tuple[Line, m.Welcome]:
         except LocalProtocolError as refusal:
             # It may not have noticed yet that this worker's old connection is closed.
             reason = str(refusal)
+            await pause(AGAIN_S)
+        except ConfigError as strange:
+            # This worker was let in before: whoever listens there now is not the controller, and may go again.
+            reason = str(strange)
             await pause(AGAIN_S)
         except WaitExpired:
             reason = "nobody answered"

@@ -24,8 +24,9 @@ from flowrt.client.returning import retell
 from flowrt.clock import MonotonicClock
 from flowrt.errors import FlowError, Stopped, TransferError
 from flowrt.metrics import Timeline
-from flowrt.transport.lane import LaneSet, seen
+from flowrt.transport.lane import LaneSet
 from flowrt.transport.rows import lengths_of
+from flowrt.transport.settling import seen
 from flowrt.transport.store import Rows, TensorStore
 from flowrt.transport.transports import transports
 from flowrt.waiting import CONTROLLER, cancelled, first_of, until
@@ -44,7 +45,9 @@ class Session:
         self.timeline = Timeline(MonotonicClock())
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
         self._loop = asyncio.get_running_loop()
-        self._lanes = LaneSet(worker, transports(line.address), welcome.lane_s, lambda *key: self._tell(m.Signal(*key)))
+        tell, rate = lambda *key: self._tell(m.Signal(*key)), 1e6 * welcome.lane_mb_per_s
+        able = transports(line.address)
+        self._lanes = LaneSet(worker, able, welcome.lane_s, tell, least_bytes_per_s=rate)
         self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
         self.params = Params(self._lanes, self.send, self._spawn, welcome.lane_s)
         self._asking = Asking(worker, self.send, self._unclaimed)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 from flowrt.client.batches import Batch
 from flowrt.client.session import Session
-from flowrt.transport.lane import seen
+from flowrt.transport.settling import seen
 from flowrt.waiting import CONTROLLER, Guard, all_of
 
 

@@ -3,13 +3,15 @@
 from collections import Counter
 
 from flowrt.controller.board import Board
+from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.slots import Group, Slot
-from flowrt.wire.records import Stage
+from flowrt.controller.versions import ModelVersions
+from flowrt.wire.records import NO_BASE, Stage
 
 
-def audit(samples: Samples, roster: Roster, train_stage: str, over: bool) -> None:
+def audit(samples: Samples, models: Models, roster: Roster, train_stage: str, over: bool) -> None:
     """Raise AssertionError that names what does not fit. When the run is ``over``, who leaves is not looked at."""
     board = samples.board
     for slot in board.slots.values():
@@ -25,6 +27,8 @@ def audit(samples: Samples, roster: Roster, train_stage: str, over: bool) -> Non
     _check_queues(board)
     _check_leases(board, samples.generating)
     _check_sums(board)
+    for versions in models.of.values():
+        _check_versions(versions, roster, over)
     if not over:
         _check_people(samples, roster)
     if train_stage:
@@ -108,6 +112,22 @@ def _check_people(samples: Samples, roster: Roster) -> None:
     pulls, offers = samples.room.parked()
     known = {(parked.worker, parked.request.request) for parked in samples.room.all()}
     assert known == pulls | offers, f"requests {sorted(known ^ (pulls | offers))} are parked by half"
+
+
+def _check_versions(versions: ModelVersions, roster: Roster, over: bool) -> None:
+    """The latest version is one that somebody here has whole, and who is behind it is known to be."""
+    whole = {version for version, base in versions.holders if base == NO_BASE}
+    latest, newest, model = versions.latest, versions.newest, versions.model
+    assert latest == max(whole, default=0), f"latest of {model} is {latest}, but {sorted(whole)} are held whole"
+    assert latest <= newest, f"latest of {model} is {latest}, but {newest} is the newest that was published"
+    assert not latest or latest in versions.published, f"nothing is known of version {latest} of {model}"
+    behind = {who for who, one in versions.receivers.items() if one.staged < latest} - set(versions.fetching)
+    assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
+    for fetch in versions.fetching.values():
+        served = versions.serving[fetch.holder, fetch.weights.version]
+        assert served, f"{fetch.holder} serves {fetch.receiver}, but is not known to"
+    gone = [] if over else [one for one in {*versions.held, *versions.receivers} if one not in roster]
+    assert not gone, f"{gone} hold or use versions of {model}, but are gone"
 
 
 def _check_window(samples: Samples, train_stage: str) -> None:

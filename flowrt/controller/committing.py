@@ -55,7 +55,7 @@ class Committing:
         stage = self._board.stages.get(message.stage)
         if stage is None:
             raise RemoteProtocolError(f"{worker} commits stage {message.stage!r}, which is not in this dataflow")
-        if fault := commit_fault(message, stage, self._makes[stage.name], self._weights.latest):
+        if fault := commit_fault(message, stage, self._makes[stage.name], self._weights.newest):
             raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
         refused: list[int] = []
         reasons: set[str] = set()

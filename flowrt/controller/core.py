@@ -5,13 +5,14 @@ It only routes: slots move in `board`, steps close in `steps`, samples walk in `
 
 from flowrt.controller.audit import audit
 from flowrt.controller.departures import Departures
-from flowrt.controller.events import Alive, Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send
+from flowrt.controller.events import Alive, Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send, Suspend
 from flowrt.controller.knots import WaitGraph
 from flowrt.controller.models import Models
 from flowrt.controller.regroup import Regroup
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.suspension import Suspension
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
 from flowrt.controller.waitgraph import OBSERVER, wait_graph
@@ -48,6 +49,7 @@ class Core:
         self.samples.board.begin_at(first)
         self.regroup = Regroup(self.roster, self.samples, self.models, settings, self._out, remains, self._end)
         self.departures = Departures(self.roster, self.samples, settings, self._out)
+        self.suspension = Suspension(self.roster, self.samples, settings, self._out, self._end)
         self.ended: End | None = None
         self._progress_s: float | None = None
 
@@ -73,6 +75,8 @@ class Core:
                 self._gone(worker, reason, now)
             case Alive(worker, at_s):
                 self.roster.heard(worker, at_s)
+            case Suspend():
+                self.suspension.ask(event, now)
             case _:
                 self._tick(now)
         if self.ended is None and self.regroup.close(now):
@@ -83,6 +87,8 @@ class Core:
             self.models.move(self.samples.gated, now)
             if self.roster.changed:
                 self._finish_if_complete()
+            if self.suspension.is_asked:
+                self.suspension.look(now)
         return list(self._out)
 
     def _said(self, worker: WorkerId, message: m.Message, now: float) -> None:
@@ -135,7 +141,10 @@ class Core:
             case m.Drain():
                 if worker != message.worker and self.roster.role(worker) != OBSERVER:
                     raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
-                self.departures.drain(worker, message)
+                if worker == message.worker and self.roster.role(worker) in self.settings.savers:
+                    self.suspension.lose(worker, now)
+                else:
+                    self.departures.drain(worker, message)
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():
@@ -204,7 +213,7 @@ class Core:
 
     def _end(self, reason: str, code: int) -> None:
         if self.ended is None:
-            self.ended = End(reason, code)
+            self.ended = End(*self.suspension.last_word(reason, code))
             self._out.append(self.ended)
 
     def wait_graph(self, now: float, wait_s: float = float("inf")) -> WaitGraph:
@@ -213,7 +222,7 @@ class Core:
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
-        audit(self.samples, self.roster, self.train_stage, over=self.ended is not None)
+        audit(self.samples, self.models, self.roster, self.train_stage, over=self.ended is not None)
 
     @property
     def renewable(self) -> tuple[str, ...]:

@@ -47,7 +47,16 @@ class Alive:
     at_s: float
 
 
-Event = Joined | Said | Gone | Alive | Tick
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """The run was told to end, and to be gone on with later: what it has trained is to be saved first, if it can be."""
+
+    reason: str
+    code: int
+    kept: int = 0  # steps that the newest checkpoint is known to have
+
+
+Event = Joined | Said | Gone | Alive | Tick | Suspend
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long

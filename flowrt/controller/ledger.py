@@ -15,6 +15,7 @@ from typing import NamedTuple
 from flowrt.controller import jottings, walk_book
 from flowrt.controller.events import Record
 from flowrt.controller.jottings import blank
+from flowrt.controller.ledger_file import BUSY_S, check_whole, not_opened
 from flowrt.controller.log_mover import LogMover
 from flowrt.controller.walk import Entry, Remains
 from flowrt.errors import FlowError
@@ -60,7 +61,6 @@ SELECT COUNT(*) FROM (
 """Of what a run took back, only what it trained since counts."""
 
 
-OPEN_S = 5.0
 LOG_PAGES = 16384
 """Of 4 KiB: a log that grows beyond this is moved within a commit after all."""
 SOON = frozenset({"ready", "leased"})
@@ -89,8 +89,9 @@ class Ledger:
         self._page, self._jotted = blank(), blank()  # what was added since, and what was since all was entered
         self._promised = False
         self._mover = LogMover(path)
+        check_whole(path)
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_S)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
@@ -101,10 +102,8 @@ class Ledger:
             self._walk = walk_book.WalkBook(self._db)
             # From here on a lock of somebody else must not hold up the loop on which everybody is served.
             self._db.execute("PRAGMA busy_timeout=0")
-        except sqlite3.Error as error:
-            busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-            do = "another process has it; let go of it" if busy else "use another run directory"
-            raise FlowError(f"ledger {path} cannot be opened: {error}; {do}") from error
+        except (sqlite3.Error, FlowError) as error:
+            raise not_opened(path, error) from error
 
     def add(self, record: Record, at_s: float) -> None:
         row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason)
@@ -136,8 +135,11 @@ class Ledger:
         """What a controller left behind that did not end its run; None when there was none."""
         try:
             return self._walk.recall(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
-        except sqlite3.Error as error:
-            raise FlowError(f"ledger {self._path} cannot be read: {error}") from error
+        except (sqlite3.Error, FlowError, IndexError) as error:
+            raise FlowError(
+                f"ledger {self._path} cannot be read: {error}; flowrt resume {self._path.parent} goes back to the "
+                "newest checkpoint"
+            ) from error
 
     def trim(self) -> None:
         """Enter what was jotted down; drop what is kept of samples that are not live any more."""
@@ -182,7 +184,10 @@ class Ledger:
     def passed(self) -> tuple[Passed, ...]:
         """What a source that begins now is not to offer: all that was ever opened, unless it is unread again."""
         self.settle()
-        return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        try:
+            return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
 
     def persist(self) -> None:
         """As `commit`, and what was committed outlasts the machine too."""

@@ -4,12 +4,9 @@ import sqlite3
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
-from flowrt.controller.jottings import enter, jotted
-from flowrt.errors import ConfigError
-
-BUSY_S = 5.0
+from flowrt.controller.ledger_file import entered, open_to_read, torn
+from flowrt.errors import ConfigError, FlowError
 
 
 class Moment(NamedTuple):
@@ -30,34 +27,26 @@ class LedgerReader:
         if not path.is_file():
             raise ConfigError(f"{path} is not there; is {path.parent} a run directory, and has the run begun?")
         self._path = path
-        # Whoever writes has a log beside the file. Where there is none nobody does, and we leave nothing behind either.
-        quiet = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
         try:
-            self._db = self._open(f"file:{quote(str(path.absolute()))}?mode=ro{quiet}")
-        except sqlite3.Error as error:
+            self._db = self._open()
+        except (sqlite3.Error, FlowError) as error:
             raise self._no_ledger(error) from error
+        if damage := torn(path):
+            self._db.close()
+            raise ConfigError(
+                f"the log of ledger {path} is damaged: {damage}; nothing was changed: flowrt resume {path.parent} goes "
+                "on if its newest checkpoint needs nothing of that"
+            )
 
-    def _open(self, place: str) -> sqlite3.Connection:
-        database = sqlite3.connect(place, uri=True, timeout=BUSY_S, isolation_level=None)
+    def _open(self) -> sqlite3.Connection:
+        database = open_to_read(self._path)
         try:
             database.execute("SELECT epoch, prompt, state, step, reason, at_s FROM prompts LIMIT 1").fetchone()
             database.execute("SELECT id, epoch, prompt, state, step, reason, at_s FROM events LIMIT 1").fetchone()
-            return self._whole(database)
-        except sqlite3.Error:
+            return entered(database)
+        except (sqlite3.Error, FlowError):
             database.close()
             raise
-
-    @staticmethod
-    def _whole(database: sqlite3.Connection) -> sqlite3.Connection:
-        """With what its writer has only jotted down, or had when it died: entered in a copy, we change nothing."""
-        there = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'jottings'").fetchone()
-        if there is None or database.execute("SELECT 1 FROM jottings LIMIT 1").fetchone() is None:
-            return database
-        copy = sqlite3.connect(":memory:", isolation_level=None)
-        database.backup(copy)
-        database.close()
-        enter(copy, jotted(copy))
-        return copy
 
     def __enter__(self) -> "LedgerReader":
         return self
@@ -111,5 +100,8 @@ class LedgerReader:
         except sqlite3.Error as error:
             raise self._no_ledger(error) from error
 
-    def _no_ledger(self, error: sqlite3.Error) -> ConfigError:
-        return ConfigError(f"{self._path} is no ledger of a flowrt run, or is damaged: {error}")
+    def _no_ledger(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is no ledger of a flowrt run, or is damaged: {error}; nothing was changed: restore it from "
+            "a copy"
+        )

@@ -32,13 +32,16 @@ class LogMover:
         if monotonic() < self._next_s or (self._thread is not None and self._thread.is_alive()):
             return
         try:
-            is_long = self._log.stat().st_size >= MOVE_AT_BYTES
-        except FileNotFoundError:
-            return
-        if is_long:
+            if self._log.stat().st_size < MOVE_AT_BYTES:
+                return
             self._next_s = monotonic() + MOVE_EVERY_S
             self._thread = threading.Thread(target=self._move, name="ledger", daemon=True)
             self._thread.start()
+        except FileNotFoundError:
+            return
+        except (OSError, RuntimeError) as error:  # no more threads, for example: there is no hurry
+            self._thread = None
+            log.warning("the log of ledger %s stays where it is: %s", self._path, error)
 
     def close(self) -> None:
         """Let what goes on come to its end."""

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from flowrt.controller.events import Command, Keep, Send
+from flowrt.controller.refresh import Refresh
 from flowrt.controller.transfers import Lanes, check_receiver
-from flowrt.controller.versions import ModelVersions, Refresh
+from flowrt.controller.versions import ModelVersions
 from flowrt.controller.walk import LATEST, Reached
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
@@ -33,7 +34,7 @@ class Models:
                 model = forms[0].model if forms else ""
                 versions = self._named(worker, model)
                 versions.publish(worker, forms, dict(divergence))
-                self._out.append(Keep(Reached(LATEST + model, versions.latest)))
+                self._out.append(Keep(Reached(LATEST + model, versions.newest)))
             case m.Staged(model, version):
                 self._named(worker, model).staged(worker, version)
             case m.Applied(model, version):
@@ -54,10 +55,10 @@ class Models:
         """The controller came back, and this worker says what it has."""
         for name in {one.model for one in held}:
             versions = self._named(worker, name)
-            before = versions.latest
+            before = versions.newest
             versions.regain(worker, [one for one in held if one.model == name])
-            if versions.latest != before:
-                self._out.append(Keep(Reached(LATEST + name, versions.latest)))
+            if versions.newest != before:
+                self._out.append(Keep(Reached(LATEST + name, versions.newest)))
 
     def _named(self, worker: WorkerId, model: str) -> ModelVersions:
         found = self.of.get(model)

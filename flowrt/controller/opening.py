@@ -210,4 +210,4 @@ class Opening:
 
 
 def _name(offer: Offer) -> str:
-    return f"offer of prompts {offer.prompts[:3]} to flow {offer.flow!r}"
+    return f"offer of prompts {offer.prompts[:3]} to flow {offer.flow[:80]!r}"

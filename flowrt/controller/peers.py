@@ -1,15 +1,22 @@
 """Who is connected under which name, and what is still to be said to whom."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from time import monotonic
 
 from flowrt.controller.events import Alive
 from flowrt.controller.roster import Roster
+from flowrt.errors import WaitExpired
 from flowrt.ids import WorkerId
+from flowrt.waiting import Guard, until
 from flowrt.wire.link import ServerLink
-from flowrt.wire.messages import Message
+from flowrt.wire.messages import Heartbeat, Message
 
+log = logging.getLogger(__name__)
+FAREWELL_S = 4.0
+FAREWELL = Guard("the deadline of the farewell")
+ROLL_CALL_S = 0.05
 LATE_S = 0.00005
 """What is to be said waits no longer than this for more that could be written down with it."""
 
@@ -17,11 +24,18 @@ LATE_S = 0.00005
 class Peers:
     """Names of connections. What is sent waits until everything that was decided before it is written down."""
 
-    def __init__(self, link: ServerLink, is_behind: Callable[[], bool], flush: Callable[[], None]) -> None:
-        """``is_behind`` says whether something is not written down; ``flush`` does that, then calls `send_waiting`."""
+    def __init__(
+        self, link: ServerLink, is_behind: Callable[[], bool], flush: Callable[[], None], see_off: Callable[[], None]
+    ) -> None:
+        """``is_behind`` says whether something is not written down; ``flush`` does that, then calls `send_waiting`.
+
+        ``see_off`` is called when somebody may have been found gone (`left`) whom nobody had spoken to.
+        """
         self._link = link
         self._is_behind = is_behind
         self._flush = flush
+        self._see_off = see_off
+        self._roll_call: asyncio.TimerHandle | None = None
         self._name: dict[bytes, WorkerId] = {}
         self._peer: dict[WorkerId, bytes] = {}
         self._role: dict[WorkerId, str] = {}
@@ -29,12 +43,11 @@ class Peers:
         self._outbox: list[tuple[WorkerId, Message]] = []
         self._outbox_since_s = 0.0
         self._left: list[WorkerId] = []
-        self.changed = asyncio.Event()  # somebody has left
+        self._changed = asyncio.Event()  # somebody has left
 
-    def add(self, peer: bytes, worker: WorkerId, role: str) -> None:
-        """It has just said who it is."""
+    def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
+        """It has said who it is, over the connection with this descriptor."""
         self._name[peer], self._peer[worker], self._role[worker] = worker, peer, role
-        source = self._link.source()
         self._source[worker] = source, self._link.gate.address(source)
 
     def breathing(self, roster: Roster, now: float) -> Iterator[Alive]:
@@ -62,12 +75,41 @@ class Peers:
         self._source.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
-        self.changed.set()
+        self._changed.set()
+
+    async def farewell(self, stop: Message, but: str) -> None:
+        """Tell everybody to stop, and return when nobody is left, but for those of one role, or it took too long."""
+        for worker in self.all():
+            self.send_now(worker, stop)
+        try:
+            await until(self._gone(but), FAREWELL_S, "the goodbye of all workers", "the workers")
+        except WaitExpired:
+            log.warning("left without a goodbye from %s", sorted(self.all()))
+
+    async def _gone(self, but: str) -> None:
+        while len(self.all()) > len(self.all(but)):
+            self._changed.clear()
+            await until(self._changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
     def left(self) -> list[WorkerId]:
         """Those whose connections were found closed since this was last asked."""
         left, self._left = self._left, []
         return left
+
+    def somebody_left(self) -> None:
+        """A connection has closed: find out whose, at once but not for each of many that leave together."""
+        if self._roll_call is None:
+            self._roll_call = asyncio.get_running_loop().call_later(ROLL_CALL_S, self._call_roll)
+
+    def _call_roll(self) -> None:
+        self._roll_call = None
+        for worker in self.all():
+            self.send_now(worker, Heartbeat())
+        self._see_off()
+
+    def close(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.cancel()
 
     # ---- out
 

@@ -6,6 +6,7 @@ from flowrt.errors import EXIT_DISMISSED
 from flowrt.wire import messages as m
 
 LONGEST_NAME = 200
+LONGEST_HOST = 1000
 NOT_IN = m.Stop(
     "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection",
     EXIT_DISMISSED,
@@ -18,6 +19,8 @@ def refusal(hello: m.Hello, core: Core, is_taken: bool) -> str:
         return f"it speaks protocol {hello.protocol}, the controller {m.PROTOCOL}; install the same flowrt"
     if not all(0 < len(word) <= LONGEST_NAME and word.isprintable() for word in (hello.worker, hello.role)):
         return f"a name or role is empty, not printable or over {LONGEST_NAME} characters; choose another"
+    if len(hello.host) > LONGEST_HOST:
+        return f"the name of its host has {len(hello.host)} characters, over the limit of {LONGEST_HOST}"
     if is_taken:
         return f"a worker named {hello.worker} is here already; give each its own --name"
     if core.ended is not None:
@@ -25,6 +28,13 @@ def refusal(hello: m.Hello, core: Core, is_taken: bool) -> str:
     if core.regroup.is_too_late(hello.worker, hello.term):
         return f"{hello.worker} counts as gone, and what it had is with others or made again; start it anew"
     return "" if hello.role == OBSERVER else core.samples.lanes.fault(hello.lanes)
+
+
+def turned_away(hello: m.Hello, core: Core, fault: str) -> m.Message:
+    """What is said to a worker that is not let in."""
+    if hello.term and core.ended is not None:
+        return m.Stop(core.ended.reason, core.ended.code)
+    return m.Refused(m.FOR_GOOD if hello.term and not core.regroup.is_open else 0, fault)
 
 
 def dismissal(reason: str) -> m.Stop:

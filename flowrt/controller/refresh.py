@@ -1,4 +1,4 @@
-"""Refresh policies beside the default: fewer workers at a time, fewer versions, or only versions that differ enough.
+"""The refresh seam: everybody at once; or fewer workers at a time, fewer versions, only versions that differ enough.
 
 None of them can stop a run: whoever admission keeps from starting, because its version is too old, fetches the latest
 version whatever the policy says.
@@ -6,10 +6,38 @@ version whatever the policy says.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from flowrt.controller.versions import Receiver
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
+
+
+class Receiver(NamedTuple):
+    """A worker that generates with a model: the version it uses and the newest that it has in its staging copy."""
+
+    worker: WorkerId
+    applied: int
+    staged: int
+    divergence: float | None = None  # of the version that it uses from the latest one, where somebody measured it
+
+
+class Refresh(Protocol):
+    """Who takes new weights now?"""
+
+    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
+        """The receivers (none of them fetching) that shall fetch ``latest``; ``fetching`` others already are.
+
+        Whoever admission keeps from starting, because its version is too old, fetches in any case.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedUpdate:
+    """Everyone that is behind fetches at once, beside its generation, and swaps at its own safe point."""
+
+    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:  # noqa: ARG002
+        return [receiver.worker for receiver in receivers if receiver.staged < latest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Regroup:
         samples.window.enter(group for group in groups if group.flow == samples.train_flow)
         samples.training.plan_again()
         for name, versions in models.of.items():
-            versions.latest = remains.numbers.get(LATEST + name, 0)
+            versions.newest = remains.numbers.get(LATEST + name, 0)
         self._awaited = {WorkerId(worker): role for worker, role in remains.crew.items()}
         samples.retreat.dropped.update(remains.dropped)
         samples.paused = samples.retreat.patient = True
@@ -99,7 +99,9 @@ class Regroup:
     def renew(self, worker: WorkerId, message: Renew, now: float) -> None:
         """It works on these under a lease of before: if nobody else does, it goes on."""
         stage = self._board.stages.get(message.stage)
-        if stage is None or len(message.slots) != len(message.attempts) or message.lease in self._board.leases:
+        # A lease of before has a number of before: another would be given to somebody else one day.
+        used = message.lease in self._board.leases or message.lease >= self._board.first_lease
+        if stage is None or len(message.slots) != len(message.attempts) or used:
             raise RemoteProtocolError(f"{worker} renews lease {message.lease} on stage {message.stage!r}: malformed")
         if stage.whole_groups:
             self._renew_step(worker, message)

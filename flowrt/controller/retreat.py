@@ -116,16 +116,18 @@ class Retreat:
                 self.lose(slot, f"{lease.stage} failed: {message.reason}", failed=True)
 
     def expire_leases(self, now: float) -> None:
-        """Give back what was not done by its deadline."""
+        """Give back what was not done by its deadline; what is begun again gets twice the time that it had."""
         expired = []
         # In order of their deadlines: each lasts equally long, but for those of trainers, which have none.
         for lease in self._board.leases.values():
             if lease.deadline_s <= now:
-                expired.append(lease.id)
-            elif not math.isinf(lease.deadline_s):
+                expired.append(lease)
+            elif not (lease.longer or math.isinf(lease.deadline_s)):
                 break
-        for lease_id in expired:
-            self._give_back_all(lease_id)
+        for lease in expired:
+            for slot in lease.slots.values():
+                slot.overdue += 1
+            self._give_back_all(lease.id)
 
     def _give_back_all(self, lease_id: LeaseId) -> None:
         while (lease := self._board.leases.get(lease_id)) is not None:

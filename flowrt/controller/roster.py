@@ -83,8 +83,11 @@ class Roster:
         return self._members.pop(worker, None)
 
     def miss(self, role: str, why: str, now: float) -> None:
-        """Somebody of this role has gone whose part was not complete: the role must not stay empty for long."""
-        if all(member.role != role for member in self._members.values()):
+        """Somebody of this role has gone whose part was not complete: the role must not stay empty for long.
+
+        Those who are leaving do none of its work.
+        """
+        if all(member.role != role or member.let_go for member in self._members.values()):
             self._empty.setdefault(role, (now, why))
 
     def empty(self, now: float, absence_s: float) -> str:

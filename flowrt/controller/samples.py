@@ -14,9 +14,11 @@ from flowrt.controller.steps import TrainingWindow
 from flowrt.controller.training import Training
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.versions import ModelVersions
-from flowrt.controller.waits import Parked, WaitingRoom
+from flowrt.controller.waits import FULL, Parked, WaitingRoom
 from flowrt.ids import WorkerId
 from flowrt.wire.messages import Commit, Message, Offer, Pull, Refused
+
+SUSPENDED = "no step is begun any more, what is trained is to be saved"
 
 
 class Samples:
@@ -59,7 +61,7 @@ class Samples:
         recalled = self.committing.recalled
         if recalled is not None and self.opening.confirm(worker, message, recalled):
             return
-        fault = self.opening.fault(message)
+        fault = FULL if self.room.is_full(worker) else self.opening.fault(message)
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
@@ -72,13 +74,17 @@ class Samples:
         training = message.stage == self._flow.train_stage
         parked = Parked(worker, message, now)
         if message.stage not in self.board.stages:
-            reason = f"there is no stage {message.stage!r} in this dataflow"
+            reason = f"there is no stage {message.stage[:80]!r} in this dataflow"
             self._send(worker, Refused(message.request, reason))
         elif training and self.training.is_past(message):
             reason = f"step {message.step} is closed, step {self.window.step} is in training"
             self._send(worker, Refused(message.request, reason))
+        elif training and self.training.is_beyond(message):
+            self._send(worker, Refused(message.request, SUSPENDED))
         elif worker in self.leaving:
             self._send(worker, Refused(message.request, f"{worker} is leaving the run"))
+        elif self.room.is_full(worker):
+            self._send(worker, Refused(message.request, FULL))
         elif not training and message.slots < 1:
             self._send(worker, Refused(message.request, f"a pull of {message.slots} slots of {message.stage}"))
         elif message.done and (fault := self.committing.done_fault(message)):
@@ -99,6 +105,14 @@ class Samples:
             if isinstance(parked.request, Pull):
                 self.room.take_out(worker, parked.request.request)
                 self._send(worker, Refused(parked.request.request, f"{worker} is leaving the run"))
+
+    def turn_away(self) -> None:
+        """Whoever waits for a step that is not begun any more waits in vain."""
+        for parked in list(self.room.all()):
+            pull = parked.request
+            if isinstance(pull, Pull) and pull.stage == self.train_stage and self.training.is_beyond(pull):
+                self.room.take_out(parked.worker, pull.request)
+                self._send(parked.worker, Refused(pull.request, SUSPENDED))
 
     def withdraw(self, worker: WorkerId, request: int, now: float) -> None:
         """The worker does not want to wait any longer; if the answer is on its way, this changes nothing."""
@@ -141,7 +155,11 @@ class Samples:
         if stage.generates:
             self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
         if chosen:
-            lease = self.board.lease(pull.stage, chosen, worker, now + self._settings.lease_s, version)
+            # What takes longer than a lease would else be begun again for ever.
+            overdue = max(slot.overdue for slot in chosen)
+            deadline_s = now + self._settings.lease_s * 2**overdue
+            lease = self.board.lease(pull.stage, chosen, worker, deadline_s, version)
+            lease.longer = overdue > 0
             self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
         elif self.opening.is_over(pull.stage):
             self._send(worker, closed(pull, parked.refused))
@@ -216,7 +234,7 @@ class Samples:
             return served
 
         def more() -> bool:
-            return queue is None or over or (len(queue) > 0 and refused < weights.latest)
+            return queue is None or over or (len(queue) > 0 and refused < weights.newest)
 
         self.room.serve_pulls(stage, serve, more)
 
@@ -241,8 +259,11 @@ class Samples:
         count = len(self.board.ready[request.stage])
         if not count:
             return f"slots ready for {request.stage}"
-        version = self._weights.applied_version(parked.worker)
-        return f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
+        version, weights = self._weights.applied_version(parked.worker), self._weights
+        why = f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
+        if version >= weights.latest < weights.newest:
+            why += f", and version {weights.newest} is gone with who published it: the next one has to be published"
+        return why
 
     def _send(self, worker: WorkerId, message: Message) -> None:
         self._out.append(Send(worker, message))

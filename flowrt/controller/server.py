@@ -12,16 +12,16 @@ from typing import Any
 from flowrt.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.controller.books import Books
 from flowrt.controller.core import SOURCE, Core
-from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Tick
+from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined, Persist, Said, Send, Suspend, Tick
 from flowrt.controller.journal import Journal
-from flowrt.controller.ledger import Ledger
-from flowrt.controller.peers import Peers
-from flowrt.controller.reception import NOT_IN, dismissal, refusal
+from flowrt.controller.ledger import Ledger, LedgerBusy
+from flowrt.controller.peers import FAREWELL_S, Peers
+from flowrt.controller.reception import NOT_IN, dismissal, refusal, turned_away
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
-from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError, WaitExpired
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, FlowError, RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.waiting import Guard, pause, until
+from flowrt.waiting import Guard, first_of, pause, until
 from flowrt.wire import messages as m
 from flowrt.wire.gate import Complaints
 from flowrt.wire.keys import ControllerKeys
@@ -30,11 +30,10 @@ from flowrt.wire.records import Column, Position
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-FAREWELL_S = 4.0
-ROLL_CALL_S = 0.05
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
-STALLED, FAREWELL = Guard("controller.stall_s"), Guard("the deadline of the farewell")
+STALLED = Guard("controller.stall_s")
+BROKEN = (ArithmeticError, AssertionError, AttributeError, FlowError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Server:
@@ -55,15 +54,14 @@ class Server:
         self._core = core
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
-        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s)
+        times = (heartbeat_s, wait_s, core.settings.return_s, core.settings.lane_s, core.settings.lane_mb_per_s)
         known = (core.settings.store_bytes, columns, core.renewable, config)
         self._welcome = m.Welcome(self.ledger.term, *times, *known, Position())
         self.journal = Journal(run_dir, self._clock.now(), core.settings.position, self.ledger.began)
         self._books = Books(self.ledger, self.journal)
         self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
-        self._link = ServerLink(self._receive, self._garbled, self._somebody_left, keys)
-        self._peers = Peers(self._link, lambda: self.ledger.is_behind, self._flush)
-        self._roll_call: asyncio.TimerHandle | None = None
+        self._link = ServerLink(self._receive, self._garbled, lambda: self._peers.somebody_left(), keys)
+        self._peers = Peers(self._link, lambda: self.ledger.is_behind, self._flush, self._see_off)
         self._ended = asyncio.Event()
         self._complaints = Complaints()
 
@@ -89,26 +87,24 @@ class Server:
     async def run(self, when_over: Callable[[], None] = lambda: None) -> End:
         """Serve until the run ends and all have left (or had time to); ``when_over`` is called before they hear."""
         ticker = asyncio.create_task(self._tick())
-        await until(self._ended.wait(), STALLED, "the end of the run", "the workers")
+        over = asyncio.create_task(until(self._ended.wait(), STALLED, "the end of the run", "the workers"))
+        await first_of({ticker, over}, STALLED, "the end of the run, or of its deadlines", "the workers")
+        if ticker.done():  # without it no deadline would ever pass, and nobody would know
+            self._broken("a tick", ticker.exception())
         ticker.cancel()
+        over.cancel()
         ended = self._core.ended
         assert ended is not None
         self._status()
         self._flush()
         self._books.tidy(ended=True)
         when_over()
-        for worker in self._peers.all():
-            self._peers.send_now(worker, m.Stop(ended.reason, ended.code))
-        try:
-            await until(self._until_alone(), FAREWELL_S, "the goodbye of all workers", "the workers")
-        except WaitExpired:
-            log.warning("left without a goodbye from %s", sorted(self._peers.all()))
+        await self._peers.farewell(m.Stop(ended.reason, ended.code), OBSERVER)
         while not self._write(FAREWELL_S):
             await pause(TICK_S)
         self._books.tidy(ended=True)
         self.journal.close()
-        if self._roll_call is not None:
-            self._roll_call.cancel()
+        self._peers.close()
         self._link.close()
         return self._core.ended or ended
 
@@ -128,11 +124,6 @@ class Server:
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.samples.board.groups.values())
         return self.journal.summary(account, bound, self._core.samples.retreat.dropped, self._clock.now())
 
-    async def _until_alone(self) -> None:
-        while len(self._peers.all()) > len(self._peers.all(OBSERVER)):
-            self._peers.changed.clear()
-            await until(self._peers.changed.wait(), FAREWELL, "the next goodbye", "the workers")
-
     async def _tick(self) -> None:
         while True:
             await pause(TICK_S)
@@ -151,7 +142,7 @@ class Server:
         self._peers.hurry()
         worker = self._peers.name(peer)
         if isinstance(message, m.Hello):
-            self._greet(peer, message)
+            self._greet(peer, message, self._link.source())
         elif worker is None:
             self._complain(peer, f"{type(message).__name__} from somebody who did not say hello")
             # Perhaps a worker that was away for so long that it counts as gone: it must not wait for an answer.
@@ -181,7 +172,9 @@ class Server:
         else:
             self._link.hang_up(peer)
 
-    def _greet(self, peer: bytes, hello: m.Hello) -> None:
+    def _greet(self, peer: bytes, hello: m.Hello, source: int) -> None:
+        if self._peers.name(peer) == hello.worker:
+            return  # it had to wait, and has said hello again meanwhile
         if hello.worker in self._peers:
             # Perhaps it is gone, and this is who replaces it: a send shows it.
             self._peers.send_now(WorkerId(hello.worker), m.Heartbeat())
@@ -191,17 +184,22 @@ class Server:
         if fault:
             if known is not None:
                 self._peers.send(known, m.Refused(0, fault))
-            elif hello.term and self._core.ended is not None:
-                self._answer_stranger(peer, m.Stop(self._core.ended.reason, self._core.ended.code))
             else:
-                self._answer_stranger(
-                    peer, m.Refused(m.FOR_GOOD if hello.term and not self._core.regroup.is_open else 0, fault)
-                )
+                self._answer_stranger(peer, turned_away(hello, self._core, fault))
             return
         worker = WorkerId(hello.worker)
-        self._peers.add(peer, worker, hello.role)
+        try:
+            passed = self.ledger.passed() if hello.role == SOURCE else ()
+        except LedgerBusy as busy:
+            log.info("%s is let in when the ledger can be asked again: %s", worker, busy)
+            asyncio.get_running_loop().call_later(TICK_S, self._greet, peer, hello, source)
+            return
+        except FlowError as error:
+            self.end(str(error))
+            return
+        self._peers.add(peer, worker, hello.role, source)
         log.info("%s joined (%s on %r, pid %d)", worker, hello.role, hello.host, hello.pid)
-        passed, numbers = self.ledger.passed() if hello.role == SOURCE else (), tuple(self.journal.numbers.items())
+        numbers = tuple(self.journal.numbers.items())
         position = dataclasses.replace(self._core.settings.position, passed=passed, numbers=numbers)
         self._peers.send(worker, dataclasses.replace(self._welcome, position=position))
         self._handle(Joined(worker, hello.role, hello.host, hello.lanes, hello.term))
@@ -217,6 +215,9 @@ class Server:
             if isinstance(event, Said):
                 self.end(f"{event.worker}: {error}")
             return
+        except BROKEN as error:
+            self._broken(type(event).__name__, error)
+            return
         for command in commands:
             self._execute(command, now)
         self._see_off()
@@ -225,17 +226,6 @@ class Server:
         """Some were found gone when they were spoken to; what was decided while they were there has been done."""
         for worker in self._peers.left():
             self._handle(Gone(worker, "its connection is closed; see its log"))
-
-    def _somebody_left(self) -> None:
-        """A connection has closed: find out whose, at once but not for each of many that leave together."""
-        if self._roll_call is None:
-            self._roll_call = asyncio.get_running_loop().call_later(ROLL_CALL_S, self._call_roll)
-
-    def _call_roll(self) -> None:
-        self._roll_call = None
-        for worker in self._peers.all():
-            self._peers.send_now(worker, m.Heartbeat())
-        self._see_off()
 
     # ---- out
 
@@ -286,6 +276,16 @@ class Server:
         if self._core.ended is None:
             self._core.ended = End(reason, code)
             self._ended.set()
+
+    def suspend(self, order: Suspend) -> None:
+        """End the run from outside, as `end` does, but save first what it has trained."""
+        self._handle(order)
+        self._flush()
+
+    def _broken(self, what: str, error: BaseException | None) -> None:
+        """A mistake of ours: what the mind holds is not to be trusted any more, and what is on disk is."""
+        log.error("the controller has failed", exc_info=error)
+        self.end(f"the controller failed at {what} ({error!r}): that is a mistake in flowrt, see its log")
 
     # ---- watching
 

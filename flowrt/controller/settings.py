@@ -6,8 +6,8 @@ from enum import Enum
 from flowrt.controller.admission import Admission
 from flowrt.controller.batchers import Batcher, FixedTokens
 from flowrt.controller.dispatch import Dispatch
+from flowrt.controller.refresh import Refresh
 from flowrt.controller.sharing import OnDemand, Sharing
-from flowrt.controller.versions import Refresh
 from flowrt.errors import ConfigError
 from flowrt.wire.records import ITEM_BYTES, Column, Position, Stage
 
@@ -77,6 +77,8 @@ class Settings:
     vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
     needed_roles: tuple[str, ...] = ()  # the run ends when one of these has had nobody for ``absence_s``
     absence_s: float = 60.0
+    savers: tuple[str, ...] = ()  # vital ones, that save what is trained when the run is told to end
+    drain_s: float = 60.0  # how long they may take
     model: str = "policy"  # the model that generates: its age is what admission bounds
     more_models: tuple[str, ...] = ()  # others whose weights are published (a critic, adapters), by name
     in_order: bool = False  # train groups strictly in issue order
@@ -91,6 +93,7 @@ class Settings:
     return_s: float = 60.0  # how long workers wait for a controller that went away
     lanes: str = "auto"  # or the name of the one transport to use
     lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
+    lane_mb_per_s: float = 1.0  # and so has one that moves less than this, once it has had so long
     store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
-    stall_s: float = 300.0
+    stall_s: float = 900.0
     position: Position = field(default_factory=Position)  # where a run that is resumed goes on

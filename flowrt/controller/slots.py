@@ -23,6 +23,7 @@ class Lease:
     version: int  # policy version the worker had applied when it was granted
     step: int  # optimiser step it is for; NO_STEP outside training
     slots: "dict[SlotId, Slot]"  # those that have neither been committed nor given back
+    longer: bool = False  # than others: it ends later than some that were given after it
 
 
 @dataclass(slots=True)
@@ -74,13 +75,16 @@ class Slot:
     Many are made: no dataclass, which takes five times as long, and no table before there is something in it.
     """
 
-    __slots__ = ("attempt", "done", "group", "id", "inline", "leases", "member", "spans", "spans_of", "tensors")
+    __slots__ = (
+        *("attempt", "done", "group", "id", "inline", "leases", "member", "overdue", "spans", "spans_of", "tensors"),
+    )
 
     def __init__(self, slot_id: SlotId, group: Group, member: int) -> None:
         self.id = slot_id
         self.group = group
         self.member = member
         self.attempt = 0
+        self.overdue = 0  # leases that ended at their deadline, without a result
         self.tensors = NO_TENSORS
         self.inline = NO_NUMBERS
         self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …

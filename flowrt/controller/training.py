@@ -45,10 +45,28 @@ class Training:
         self._policies = policies
         self._plan = StepPlan(policies.sharing, policies.cut)
         self._out = out
+        self._told = -1  # the last step of which somebody was told that nothing is left of it
+        self._last: int | None = None  # no step after this one is begun
 
     def is_past(self, pull: Pull) -> bool:
         """The pull is for a step that was closed before it came."""
         return pull.step < self._window.step and not self._window.over
+
+    def is_beyond(self, pull: Pull) -> bool:
+        """The pull is for a step that will not be trained in this life of the run."""
+        return self._last is not None and pull.step > self._last
+
+    def stop(self) -> int:
+        """Begin no further step; returns the last one.
+
+        The step in training is finished if some rank may be at its end already: there the ranks meet, and whoever does
+        not come is waited for. Otherwise all of them are kept from it.
+        """
+        window = self._window
+        if window.over:
+            return window.step - 1
+        self._last = window.step - (self._told < window.step and window.places > 0)
+        return self._last
 
     def serve(self, parked: Parked[Pull]) -> bool:
         """Give the trainer its next micro-batch, or the word that there is none left in this step."""
@@ -59,6 +77,7 @@ class Training:
         if not window.over and window.places:
             groups = self._planned(worker) if self._plan.is_needed else self._streamed(self._policies.batcher)
         if groups is None:
+            self._told = window.step
             self._out.append(Send(worker, closed(pull)))
         elif groups:
             self._grant(parked, groups)

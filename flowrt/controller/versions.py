@@ -1,47 +1,21 @@
-"""Which worker has which version of a model, who fetches what from whom, and the refresh seam.
+"""Which worker has which version of a model, and who fetches what from whom.
 
-Versions are delivered as "the latest": a version that was skipped is never waited for. A worker that is still
-receiving a version serves it to the next already, so n receivers stand in a chain and cost little more than one.
+Versions are delivered as "the latest": the newest that somebody who is here has whole. One that was skipped is never
+waited for, nor one that is gone with whoever published it. A worker that is still receiving a version serves it to the
+next already, so n receivers stand in a chain and cost little more than one.
 """
 
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from flowrt.controller.refresh import Receiver, Refresh
 from flowrt.controller.reluctance import Reluctance, least_reluctant
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.wire.records import NO_BASE, Weights
-
-
-class Receiver(NamedTuple):
-    """A worker that generates with a model: the version it uses and the newest that it has in its staging copy."""
-
-    worker: WorkerId
-    applied: int
-    staged: int
-    divergence: float | None = None  # of the version that it uses from the latest one, where somebody measured it
-
-
-class Refresh(Protocol):
-    """Who takes new weights now?"""
-
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:
-        """The receivers (none of them fetching) that shall fetch ``latest``; ``fetching`` others already are.
-
-        Whoever admission keeps from starting, because its version is too old, fetches in any case.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DelayedUpdate:
-    """Everyone that is behind fetches at once, beside its generation, and swaps at its own safe point."""
-
-    def due(self, latest: int, receivers: Sequence[Receiver], fetching: int) -> list[WorkerId]:  # noqa: ARG002
-        return [receiver.worker for receiver in receivers if receiver.staged < latest]
 
 
 class Fetching(NamedTuple):
@@ -61,7 +35,8 @@ class ModelVersions:
     """One named model."""
 
     model: str
-    latest: int = 0
+    latest: int = 0  # that somebody who is here has whole
+    newest: int = 0  # that was ever published; its number is not used again
     publisher: WorkerId | None = None
     published: dict[int, tuple[Weights, ...]] = field(default_factory=dict)
     holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
@@ -84,14 +59,17 @@ class ModelVersions:
         if not forms or forms[0].base != NO_BASE or len({(form.model, form.version) for form in forms}) != 1:
             raise RemoteProtocolError(f"{worker} published {forms}, which is not one version that begins with it whole")
         version = forms[0].version
-        if version <= self.latest:
-            raise RemoteProtocolError(f"{worker} published version {version} after {self.latest}")
+        if version <= self.newest:
+            raise RemoteProtocolError(
+                f"{worker} published version {version} after {self.newest}; "
+                f"publish {self.newest + 1} or later, a number is never used again"
+            )
         self.changed = True
-        self.latest, self.publisher, self.divergence = version, worker, divergence
+        self.newest, self.publisher = version, worker
         self.published[version] = forms
         for form in forms:
             self._hold(worker, version, form.base)
-        self.behind = {who: None for who in self.receivers if who not in self.fetching}
+        self.divergence = divergence
 
     def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
         """What this worker had before the controller came back."""
@@ -100,13 +78,12 @@ class ModelVersions:
             self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
             self._hold(worker, weights.version, weights.base)
         newest = max((one.version for one in held if one.base == NO_BASE), default=0)
-        self.latest, self.changed = max(self.latest, newest), True
+        self.newest, self.changed = max(self.newest, newest), True
         if (receiver := self.receivers.get(worker)) is None:
             self.publisher = worker
         else:
             self.entry[worker] = 0  # it came back with what it had: it need not catch up first
             self._received(receiver._replace(staged=max(receiver.staged, newest)))
-        self.behind = {one: None for one, other in self.receivers.items() if other.staged < self.latest}
 
     def applied(self, worker: WorkerId, version: int) -> None:
         self.changed = True
@@ -126,6 +103,20 @@ class ModelVersions:
         self.holders.setdefault((version, base), set()).add(worker)
         self.held[worker].add((version, base))
         self.loose.add(worker)
+        self._find_latest()
+
+    def _find_latest(self) -> None:
+        """Holders have come or gone: receivers are behind, or late, by what somebody who is here has whole."""
+        latest = max((version for version, base in self.holders if base == NO_BASE), default=0)
+        if latest == self.latest:
+            return
+        self.latest, self.divergence = latest, {}  # it was measured from another
+        self.entry = {worker: min(version, latest) for worker, version in self.entry.items()}
+        self.behind = {
+            worker: None
+            for worker, receiver in self.receivers.items()
+            if receiver.staged < latest and worker not in self.fetching
+        }
 
     def applied_version(self, worker: WorkerId) -> int:
         """The version that a worker generates with; 0 before it said anything."""
@@ -209,11 +200,14 @@ class ModelVersions:
         self.holders[form].discard(worker)
         if not self.holders[form]:
             del self.holders[form]
+            self._find_latest()
 
     def _forget_unheld(self) -> None:
-        """The latest is kept in mind in any case: somebody may be about to have it whole."""
-        held = {version for version, _ in self.holders} | {self.latest}
-        self.published = {version: forms for version, forms in self.published.items() if version in held}
+        """What is newer than the latest is kept in mind: somebody who has all of it may be about to say so."""
+        held = {version for version, _ in self.holders}
+        self.published = {
+            version: forms for version, forms in self.published.items() if version in held or version > self.latest
+        }
 
     # ---- who fetches what from whom
 

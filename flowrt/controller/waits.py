@@ -11,6 +11,9 @@ from flowrt.wire.messages import Offer, Pull
 
 Request = TypeVar("Request", Offer, Pull)
 RequestId = tuple[WorkerId, int]
+MOST_OPEN = 100_000
+"""Requests of one worker that may wait: a large evaluation is offered at once, and only a flood is larger."""
+FULL = f"{MOST_OPEN} requests of this worker wait for their answers already; ask again when some have come"
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
@@ -32,6 +35,10 @@ class WaitingRoom:
         self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # who has ever asked for slots
         self.offerers: dict[WorkerId, None] = {}  # and who has ever offered
         self._of: dict[WorkerId, dict[int, Parked[Pull] | Parked[Offer]]] = defaultdict(dict)
+
+    def is_full(self, worker: WorkerId) -> bool:
+        """Whether so many requests of this worker wait that no more of them are parked."""
+        return len(self._of[worker]) >= MOST_OPEN
 
     def check_new(self, worker: WorkerId, request: int, stage: str = "") -> None:
         """Raises RemoteProtocolError when this worker waits under that number already: one of the two would be lost."""

@@ -66,7 +66,9 @@ class RolloutEngine(Protocol):
         """Use these weights from now on.
 
         Called while nothing is running, unless the worker was told to swap in flight: such an engine goes on with what
-        it has begun, and each response's spans tell which of its tokens were made by which weights.
+        it has begun, and each response's spans tell which of its tokens were made by which weights. An engine may have
+        a method ``prepare(snapshot)`` for that: called between two runs, it returns work to be done on another thread
+        beside the next ones, and is asked again after that; None when it is time to swap.
         """
         ...
 

@@ -41,8 +41,12 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
             return key_states, value_states
         count, longest = len(positions), self._cache.longest
         rows = self._cache.row_index_R[:count]
-        self.keys[rows, :, positions] = key_states[:, :, 0]
-        self.values[rows, :, positions] = value_states[:, :, 0]
+        if positions.dim() > 1:  # several tokens a row
+            self.keys[rows.unsqueeze(1), :, positions] = key_states.transpose(1, 2)
+            self.values[rows.unsqueeze(1), :, positions] = value_states.transpose(1, 2)
+        else:
+            self.keys[rows, :, positions] = key_states[:, :, 0]
+            self.values[rows, :, positions] = value_states[:, :, 0]
         return self.keys[:count, :, :longest], self.values[:count, :, :longest]
 
     def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
@@ -62,6 +66,11 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
     def move(self, source: int, target: int) -> None:
         self.keys[target].copy_(self.keys[source])
         self.values[target].copy_(self.values[source])
+
+    def pick(self, sources: torch.Tensor) -> None:
+        if self.is_initialized:
+            self.keys[: len(sources)] = self.keys[sources]
+            self.values[: len(sources)] = self.values[sources]
 
     def get_seq_length(self) -> int:
         return 0
@@ -89,7 +98,10 @@ class RowCache(Cache):  # type: ignore[misc]
         self.positions_R = None
 
     def begin_decode(self, positions_R: torch.Tensor, longest: int) -> None:
-        """The next update writes one token a row at these positions; ``longest`` is the largest of them plus 1."""
+        """The next update writes one token a row at these positions; ``longest`` is the largest of them plus 1.
+
+        With positions of two dimensions it writes several tokens a row.
+        """
         self._reserve(longest)
         self.positions_R = positions_R
         self.longest = longest
@@ -101,6 +113,12 @@ class RowCache(Cache):  # type: ignore[misc]
     def move(self, source: int, target: int) -> None:
         for layer in self.layers:
             layer.move(source, target)
+
+    def pick(self, sources: list[int]) -> None:
+        """The first rows become what these rows are."""
+        if sources != list(range(len(sources))):
+            for layer in self.layers:
+                layer.pick(torch.tensor(sources))
 
     def _reserve(self, length: int) -> None:
         if length > self.capacity:

@@ -3,14 +3,15 @@
 Shapes: R running sequences, V vocabulary, P prompts of one prefill, L their padded length, U kept positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from flowrt.engines.checkpoint import named_parameters
 from flowrt.engines.protocols import Interrupt, Prompt, Response
-from flowrt.engines.row_cache import RowCache
+from flowrt.engines.refilling import Ahead, CachedModel
 from flowrt.errors import EngineError
 from flowrt.transport.weights import Snapshot
 
@@ -38,14 +39,14 @@ class TorchRollout:
             raise EngineError(
                 f"rollout temperature is {temperature}; use a value above 0 (greedy is a prompt's choice)"
             )
-        self._model = model.eval()
-        self._adds_mask = model.config._attn_implementation == "eager"  # it adds the mask to its scores
+        self._cached = CachedModel(model.eval(), rows)
+        self._ahead = Ahead(self._cached)
+        self._lacking = 0  # tokens of each row, before its last, that the next decode step has to compute as well
         self._eos_id = eos_id
         self._rows = rows
         self._max_new = max_new_tokens
         self._temperature = temperature
         self.version = version
-        self._cache = RowCache(model.config.num_hidden_layers, rows)
         self._recompute = recompute
         self._waiting: list[Prompt] = []
         self._running: list[Prompt] = []
@@ -70,14 +71,30 @@ class TorchRollout:
             raise EngineError(f"{len(prompts)} prompts for {self.room} free rows; pull no more than there is room for")
         self._waiting.extend(prompts)
 
+    def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
+        """Between two runs: what to do on another thread, beside the next ones, before a swap in flight is short.
+
+        To be asked again when that is done; None: nothing more, it is time to swap. It takes a second copy of the
+        model, and of the keys and values of what runs.
+        """
+        if not (self._recompute and self._running):
+            return None
+        sequences = self._sequences()
+        self._ahead.begin(snapshot.version)
+        return None if self._ahead.is_near(sequences) else partial(self._ahead.follow, snapshot, sequences)
+
     @torch.inference_mode()
     def swap(self, snapshot: Snapshot) -> None:
-        snapshot.restore(named_parameters(self._model))
+        if prepared := self._ahead.is_ready(snapshot.version) and bool(self._running):
+            self._cached, self._lacking = self._ahead.exchange(self._cached, self._sequences())
+        else:
+            snapshot.restore(named_parameters(self._cached.model))
+            self._lacking = 0
         counts = self._counts_R[: len(self._running)].tolist()
         self._spans = [self._spans_of(row, count) for row, count in enumerate(counts)]
         self.version = snapshot.version
-        if self._running and self._recompute:
-            self._fill_again()
+        if self._running and self._recompute and not prepared:
+            self._cached.fill(list(self._sequences().values()), range(len(self._running)))
 
     def _spans_of(self, row: int, count: int) -> tuple[int, ...]:
         """(version, tokens) pairs, flattened, of a sequence of which ``count`` tokens are made."""
@@ -85,22 +102,13 @@ class TorchRollout:
         rest = count - sum(spans[1::2])
         return (*spans, self.version, rest) if rest else spans
 
-    def _fill_again(self) -> None:
-        """Compute the keys and values of everything that runs, but for each sequence's last token: it comes next."""
-        count = len(self._running)
-        lengths_R = self._positions_R[:count]
-        longest = int(lengths_R.max())
-        tokens_RL = torch.zeros(count, longest, dtype=torch.long)
+    def _sequences(self) -> dict[int, torch.Tensor]:
+        """By key, in the order of rows: all that runs, but for each sequence's last token, which comes next."""
+        found = {}
         for row, prompt in enumerate(self._running):
-            length = int(lengths_R[row])
-            made = length - len(prompt.tokens)
-            tokens_RL[row, :length] = torch.cat([prompt.tokens.long(), self._tokens_RT[row, :made].long()])
-        self._cache.begin_prefill(longest)
-        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, 1, longest, longest)
-        positions_RL = torch.arange(longest).expand(count, longest)
-        self._forward(tokens_RL, mask, positions_RL, torch.zeros(1, dtype=torch.long))
-        rows = torch.arange(count)
-        self._cache.settle(rows, rows)
+            made = int(self._positions_R[row]) - len(prompt.tokens)
+            found[prompt.key] = torch.cat([prompt.tokens.long(), self._tokens_RT[row, :made].long()])
+        return found
 
     @torch.inference_mode()
     def run(self, interrupt: Interrupt) -> list[Response]:
@@ -126,15 +134,15 @@ class TorchRollout:
         tokens_PL = torch.zeros(len(unique), longest, dtype=torch.long)
         for row, tokens in enumerate(unique):
             tokens_PL[row, : len(tokens)] = torch.tensor(tokens)
-        self._cache.begin_prefill(longest)
+        self._cached.cache.begin_prefill(longest)
         mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(unique), 1, longest, longest)
         positions_PL = torch.arange(longest).expand(len(unique), longest)
         # Logits are wanted after each prompt's last token only: at few distinct positions U.
         kept_U, place_P = (lengths_P - 1).unique(return_inverse=True)
-        logits_PUV = self._forward(tokens_PL, mask, positions_PL, kept_U)
+        logits_PUV = self._cached.forward(tokens_PL, mask, positions_PL, kept_U)
         last_PV = logits_PUV[torch.arange(len(unique)), place_P]
         rows, chosen = torch.arange(first, first + len(new)), torch.tensor(sources)
-        self._cache.settle(rows, chosen)
+        self._cached.cache.settle(rows, chosen)
         self._running.extend(new)
         self._spans.extend([()] * len(new))
         self._positions_R[rows] = lengths_P[chosen]
@@ -147,32 +155,23 @@ class TorchRollout:
 
     def _decode(self) -> None:
         count = len(self._running)
-        rows = self._cache.row_index_R[:count]
+        if self._lacking:
+            last_R = self._tokens_RT[torch.arange(count), self._counts_R[:count] - 1].long().unsqueeze(1)
+            whole = [torch.cat(pair) for pair in zip(self._sequences().values(), last_R, strict=True)]
+            logits_R1V = self._cached.extend(whole, self._lacking + 1)
+            self._lacking = 0
+            self._positions_R[:count] += 1
+            self._sample(torch.arange(count), logits_R1V[:, 0])
+            return
+        rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
         longest = int(positions_R.max()) + 1
         last_R1 = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1)
         mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
-        self._cache.begin_decode(positions_R, longest)
-        logits_R1V = self._forward(last_R1, mask, positions_R.unsqueeze(1), torch.zeros(1, dtype=torch.long))
+        self._cached.cache.begin_decode(positions_R, longest)
+        logits_R1V = self._cached.forward(last_R1, mask, positions_R.unsqueeze(1), torch.zeros(1, dtype=torch.long))
         self._positions_R[:count] += 1
         self._sample(rows, logits_R1V[:, 0])
-
-    def _forward(
-        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kept_U: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits at the kept positions. The whole model is called, so whatever it does to its logits is done."""
-        if self._adds_mask:
-            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        out = self._model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=kept_U,
-        )
-        logits: torch.Tensor = out.logits
-        return logits
 
     def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
         """Append one token a row: by inverse transform of the row's own next uniform number, or the likeliest."""
@@ -190,7 +189,7 @@ class TorchRollout:
     def _collect(self) -> list[Response]:
         """Take out the rows that have ended, and close the gaps."""
         count = len(self._running)
-        rows = self._cache.row_index_R[:count]
+        rows = self._cached.cache.row_index_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
         done_R = (last_R == self._eos_id) | (self._counts_R[:count] == self._max_new)
         finished = []
@@ -211,7 +210,7 @@ class TorchRollout:
         last = len(self._running) - 1
         if row != last:
             self._running[row], self._spans[row] = self._running[last], self._spans[last]
-            self._cache.move(last, row)
+            self._cached.cache.move(last, row)
             for state in (
                 self._positions_R,
                 self._counts_R,

@@ -99,7 +99,7 @@ class RolloutConfig:
     swap: Literal["boundary", "inflight"] = "boundary"
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
-    """After a swap in flight, compute the keys and values of what runs again (else they stay those of the old ones)."""
+    """In flight: keys and values of what runs are computed again, beside generation (else those of before stay)."""
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """When newer weights are taken."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
@@ -114,6 +114,8 @@ class TrainerConfig(TrainOptions):
     """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
+    ranks_s: float = 240.0
+    """How long a rank waits for the others before the run goes back to its last checkpoint; less than stall_s."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
     micro_batch_tokens: int = 2048
@@ -167,7 +169,7 @@ class ControllerConfig:
     drain_s: float = 30.0
     """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
     lease_s: float = 600.0
-    """How long a worker may work on a slot."""
+    """How long a worker may work on a slot; one that was not done in time gets twice that with the next worker."""
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     lanes: str = "auto"
@@ -175,10 +177,12 @@ class ControllerConfig:
     nccl or hccl."""
     lane_s: float = 60.0
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
+    lane_mb_per_s: float = 1.0
+    """A transfer slower than this, once it has had lane_s, has failed too; lower it for links below 8 Mbit/s."""
     store_gb: float = 0.0
     """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
-    stall_s: float = 300.0
-    """A run without any progress for this long ends, saying who waits for what."""
+    stall_s: float = 900.0
+    """A run without any progress for this long ends, saying who waits for what; keep it longer than lease_s."""
     join_s: float = 120.0
     """How long a worker looks for its controller."""
 
@@ -227,6 +231,8 @@ class CheckpointConfig:
     """Steps between checkpoints, of which the last step always is one; 0: none, a resumed run starts anew."""
     keep: int = 2
     """The newest so many are kept."""
+    drain_s: float = 60.0
+    """How long a run that is terminated (SIGTERM) may take to save what it has trained; 0: it ends without that."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.batchers import FixedTokens, TokenBudget
 from flowrt.controller.dispatch import Fifo
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
+from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Refresh, Rolling
 from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
 from flowrt.controller.sharing import Balanced, OnDemand
-from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.recipes.config import RefreshConfig, RunConfig
 from flowrt.wire.records import Column, Stage
 
@@ -85,6 +84,8 @@ def settings(config: RunConfig) -> Settings:
         vital_roles=("trainer",),
         needed_roles=("source", "rollout", "reward", "reference"),
         absence_s=config.supervisor.absence_s,
+        savers=("trainer",),
+        drain_s=config.checkpoint.drain_s,
         model=POLICY,
         in_order=config.deterministic,
         lost_member=LostMember(config.lost_member),
@@ -93,6 +94,7 @@ def settings(config: RunConfig) -> Settings:
         return_s=config.controller.return_s,
         lanes=config.controller.lanes,
         lane_s=config.controller.lane_s,
+        lane_mb_per_s=config.controller.lane_mb_per_s,
         store_bytes=int(config.controller.store_gb * 1e9),
         stall_s=config.controller.stall_s,
     )

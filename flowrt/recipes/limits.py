@@ -40,8 +40,10 @@ ABOVE_ZERO = (
     "controller.drain_s",
     "controller.lease_s",
     "controller.lane_s",
+    "controller.lane_mb_per_s",
     "controller.wait_s",
     "controller.stall_s",
+    "trainer.ranks_s",
     "controller.join_s",
     "supervisor.window_s",
     "supervisor.backoff_s",
@@ -51,6 +53,7 @@ ABOVE_ZERO = (
 ZERO_OR_ABOVE = (
     "restarts",
     "checkpoint.every",
+    "checkpoint.drain_s",
     "data.epochs",
     "data.eval_prompts",
     "warm_start.steps",

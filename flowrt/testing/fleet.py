@@ -16,8 +16,8 @@ from flowrt.controller.batchers import TokenBudget
 from flowrt.controller.core import Core
 from flowrt.controller.dispatch import Dispatch, Fifo
 from flowrt.controller.events import End, Event, Joined, Said, Send, StepClosed
+from flowrt.controller.refresh import DelayedUpdate, Refresh
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.engines.costs import DecodeCost, TrainCost
 from flowrt.engines.decoder import SimulatedDecoder
 from flowrt.engines.lengths import Lengths

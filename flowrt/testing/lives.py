@@ -1,7 +1,7 @@
 """A simulated run that is cut short and goes on: all its processes are gone, what was on disk is what is left."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flowrt.controller.events import Said
@@ -17,9 +17,26 @@ from flowrt.wire.records import Position
 class Lives:
     """What is left of a run with several lives: all clusters, where each began, and the ledger of all."""
 
-    clusters: list[Cluster]
-    positions: list[Position]
     ledger: Ledger
+    clusters: list[Cluster] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    checkpoint: int = 0  # steps of the newest one
+
+    def next_position(self) -> Position:
+        """Where the next life goes on."""
+        self.positions.append(self.ledger.resume(self.checkpoint, float(len(self.clusters))))
+        return self.positions[-1]
+
+    def over(self, cluster: Cluster, cut_short: bool) -> None:
+        """A life has ended. Of one that was cut short all is on disk that a checkpoint waited for, and some more."""
+        written = len(cluster.records)
+        if cut_short:
+            written = cluster.rng.randint(cluster.durable, written)
+        for record in cluster.records[:written]:
+            self.ledger.add(record, float(len(self.clusters)))
+        self.ledger.commit()
+        self.clusters.append(cluster)
+        self.checkpoint = max(self.checkpoint, newest_checkpoint(cluster))
 
     def trained(self) -> list[tuple[int, Row]]:
         """(step, row) of all that the last life went on from, or trained itself."""
@@ -32,29 +49,16 @@ class Lives:
 
 
 def live(scenario: Scenario, crashes: Sequence[int], path: Path) -> Lives:
-    """Run the scenario; each of its lives but the last ends when so many things have happened in it.
-
-    The next one knows what was in the ledger: all that a checkpoint waited for, and some of what came after.
-    """
-    lives = Lives([], [], Ledger(path))
-    checkpoint = 0
+    """Run the scenario; each of its lives but the last ends when so many things have happened in it."""
+    lives = Lives(Ledger(path))
     for number, most_actions in enumerate([*crashes, None]):
-        position = lives.ledger.resume(checkpoint, float(number))
-        cluster = Cluster(replace(scenario, seed=scenario.seed + number), position)
-        lives.clusters.append(cluster)
-        lives.positions.append(position)
+        cluster = Cluster(replace(scenario, seed=scenario.seed + number), lives.next_position())
         cluster.run(most_actions)
-        written = len(cluster.records)
-        if most_actions is not None:
-            written = cluster.rng.randint(cluster.durable, written)
-        for record in cluster.records[:written]:
-            lives.ledger.add(record, float(number))
-        lives.ledger.commit()
-        checkpoint = max(checkpoint, _checkpoint(cluster))
+        lives.over(cluster, cut_short=most_actions is not None)
     return lives
 
 
-def _checkpoint(cluster: Cluster) -> int:
+def newest_checkpoint(cluster: Cluster) -> int:
     """The newest state that the trainer had saved: it gets its name once the ledger is on disk too."""
     trainer = cluster.workers["trainer0"]
     said = [event.message for event in cluster.log if isinstance(event, Said) and isinstance(event.message, m.Saved)]

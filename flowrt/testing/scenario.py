@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from flowrt.controller.batchers import Batcher, FixedTokens, TokenBudget
 from flowrt.controller.dispatch import Dispatch, Fifo
+from flowrt.controller.refresh import DelayedUpdate, Refresh
 from flowrt.controller.settings import Dataflow, LostMember
 from flowrt.controller.sharing import OnDemand, Sharing
-from flowrt.controller.versions import DelayedUpdate, Refresh
 from flowrt.wire.messages import Grant
 from flowrt.wire.records import NO_BASE, Column, Lengths, Stage, Weights
 

@@ -52,6 +52,7 @@ class Worker:
         self.step = 0
         self.trained: list[Row] = []
         self.hung = False  # it serves others, and its role does nothing
+        self.leaving = self.left = False  # told to leave; has done so: it gets nothing more to do
         self.unpublished: int | None = None
         if role == "rollout":
             self.say(m.Applied(MODEL, 0))
@@ -72,8 +73,13 @@ class Worker:
                     for item, length in enumerate(one.lengths, group):
                         self.have[one.column, item] = (length, -1)
             case m.Refused(request):
-                assert request in self.withdrawn, f"{self.id} was refused: {message.reason}"
+                assert request in self.withdrawn or self.leaving, f"{self.id} was refused: {message.reason}"
                 self._answered(request)
+                self.left = request not in self.withdrawn
+                if self.left:
+                    self.trained.clear()  # of a step that is not made
+            case m.Drain():
+                self.leaving = True
             case m.Committed(request, refused):
                 # The slot may have come back to this worker and been made again since: only what this commit made.
                 made = [key for key, (_, by) in self.have.items() if by == request and key[1] in refused]
@@ -86,6 +92,10 @@ class Worker:
                         self.coming.pop((name, item), None)
                 # Work on a slot whose tensors are void has no lease any more.
                 self._keep(lambda row: all(key in self.have or key in self.coming for key in row.needs))
+            case m.Stop():
+                assert self.leaving, f"{self.id} is sent away, and nobody had asked it to leave"
+                assert not self.jobs, f"{self.id} is sent away, and works on {self.jobs}"
+                self.say(m.Bye(""))
             case m.Serve(turn, parts):
                 self._must_have(keys_of(parts), turn)
                 self._issue(turn, parts, self.shared.sent)
@@ -212,7 +222,8 @@ class Worker:
             yield self._publish
         # A trainer takes one micro-batch at a time: a prefetched "closed" would be void if this one did not come.
         room = 1 if self.role == "trainer" else self.shared.scenario.capacity
-        if not self.pulling and not self.closed and len(self.jobs) < room:
+        done = self.left or (self.leaving and self.role != "trainer")  # trainers finish the step that they are told
+        if not (self.pulling or self.closed or done) and len(self.jobs) < room:
             yield self._pull
 
     def _offer(self) -> None:

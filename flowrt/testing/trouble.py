@@ -18,7 +18,7 @@ from flowrt.wire.records import Position
 ACT_S, TICK_S, HEARTBEAT_S = 0.01, 0.5, 1.0
 SLOW_S = 4.0
 """What an action of a slow worker takes."""
-LEASE_S, SILENCE_S, STALL_S, LANE_S = 60.0, 30.0, 300.0, 20.0
+LEASE_S, SILENCE_S, STALL_S, LANE_S, ABSENCE_S = 60.0, 30.0, 300.0, 20.0, 60.0
 LIMIT_S = 3600.0
 CANCELLED = 130
 DATA = 6
@@ -29,12 +29,14 @@ class Phase(Enum):
     """The moment from which on there is trouble."""
 
     START = "the start"
+    RESUME = "the start of a run that goes on"
     TRAINING = "training"
     EVALUATION = "an evaluation"
     END_OF_DATA = "the end of the data"
     END_OF_RUN = "the last step"
     CANCEL = "a cancellation"
     DEPARTURE = "the departure of another worker"
+    DRAIN = "the drain of another worker"
 
 
 class Kind(Enum):
@@ -49,7 +51,17 @@ class Kind(Enum):
 class Trouble(Cluster):
     """A run in which the first worker of a role is in trouble from a phase on."""
 
-    def __init__(self, phase: Phase, role: str, kind: Kind, seed: int = 0) -> None:
+    def __init__(
+        self,
+        phase: Phase,
+        role: str,
+        kind: Kind,
+        seed: int = 0,
+        *,
+        drained: str = "",
+        position: Position | None = None,
+    ) -> None:
+        """``drained``: the role whose second worker is told to leave when the trouble begins, in phase DRAIN."""
         self.phase, self.kind = phase, kind
         self.struck_s: float | None = None
         self._done_s = 0.0
@@ -57,20 +69,32 @@ class Trouble(Cluster):
         self._acted_s = 0.0
         self._tick_s, self._beat_s = 0.0, 0.0
         self._exhausted = False
-        steps = 100 if phase is Phase.END_OF_DATA else 4
-        super().__init__(Scenario(seed=seed, steps=steps, evals=3 if phase is Phase.EVALUATION else 0))
+        super().__init__(_scenario(phase, seed), position)
         self.victim = self.workers[f"{role}0"]
+        self.drained = self.workers[f"{drained}1"] if drained else None
+        self.left_s: float | None = None  # when that had left
 
     def _make_core(self, position: Position | None) -> Core:
-        vital = ["source", "trainer", "reward", "reference"]
-        if self.phase is not Phase.DEPARTURE:
-            vital.append("rollout")
-        deadlines = {"lease_s": LEASE_S, "silence_s": SILENCE_S, "stall_s": STALL_S}
-        return make_core(self.scenario, position, vital_roles=tuple(vital), **deadlines)
+        vital: tuple[str, ...] = ("source", "trainer", "reward", "reference")
+        needed: tuple[str, ...] = ()
+        if self.phase is Phase.DRAIN:
+            vital, needed = ("trainer",), ("source", "rollout", "reward", "reference")
+        elif self.phase is not Phase.DEPARTURE:
+            vital += ("rollout",)
+        return make_core(
+            self.scenario,
+            position,
+            vital_roles=vital,
+            needed_roles=needed,
+            absence_s=ABSENCE_S,
+            lease_s=LEASE_S,
+            silence_s=SILENCE_S,
+            stall_s=STALL_S,
+        )
 
-    def play(self) -> "Trouble":
-        """Until the run has ended; AssertionError when it does not."""
-        while self.core.ended is None:
+    def play(self, for_s: float = LIMIT_S) -> "Trouble":
+        """Until the run has ended, or for so long after the trouble began; AssertionError when it does not end."""
+        while self.core.ended is None and (self.struck_s is None or self.took_s < for_s):
             assert self.clock.now() < LIMIT_S, f"no end after {LIMIT_S} s: {self.stuck()}"
             if self.struck_s is None and self._has_come():
                 self._strike()
@@ -152,6 +176,13 @@ class Trouble(Cluster):
         for worker in self.workers.values():
             self.shared.broken |= {lane for lane, turns in worker.expected.items() if turns and self.victim.id in lane}
 
+    def _deliver(self, worker: Worker) -> None:
+        says_goodbye = worker.outbox[0] == Said(worker.id, m.Bye(""))
+        super()._deliver(worker)
+        if says_goodbye:
+            worker.alive = False
+            self.left_s = self.clock.now()
+
     def _send(self, receiver: WorkerId, message: m.Message) -> None:
         if receiver in self.workers and not isinstance(message, m.Heartbeat):
             super()._send(receiver, message)
@@ -161,7 +192,7 @@ class Trouble(Cluster):
     def _has_come(self) -> bool:
         window = self.core.samples.window
         match self.phase:
-            case Phase.START:
+            case Phase.START | Phase.RESUME:
                 return True
             case Phase.EVALUATION:
                 return any(group.flow == "eval" for group in self.core.samples.board.groups.values())
@@ -192,6 +223,9 @@ class Trouble(Cluster):
             self.handle(Said(WorkerId("observer"), m.Stop("cancelled", CANCELLED)))
         elif self.phase is Phase.DEPARTURE:
             self._leave(self.workers["rollout1"])
+        elif self.drained is not None:
+            self.handle(Joined(WorkerId("observer"), "observer", "host"))
+            self.handle(Said(WorkerId("observer"), m.Drain(1, self.drained.id)))
 
     def _leave(self, worker: Worker) -> None:
         worker.alive = False
@@ -199,3 +233,16 @@ class Trouble(Cluster):
         worker.outbox.clear()
         if worker.id in self.core.roster:
             self.handle(Gone(worker.id, ""))
+
+
+def _scenario(phase: Phase, seed: int) -> Scenario:
+    """Small; where somebody has to be spared there are two of all that can be, and where it goes on, checkpoints."""
+    match phase:
+        case Phase.END_OF_DATA:
+            return Scenario(seed=seed, steps=100)
+        case Phase.EVALUATION:
+            return Scenario(seed=seed, evals=3)
+        case Phase.DRAIN:
+            return Scenario(seed=seed, rewards=2, references=2, checkpoint_every=1)
+        case _:
+            return Scenario(seed=seed, checkpoint_every=1)

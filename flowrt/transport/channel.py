@@ -2,8 +2,8 @@
 
 A channel carries messages in order, in one direction. A message is a few runs, one a column; a run is rows of one dtype
 that lie end to end, without padding. Both ends know the sizes of all rows beforehand, so nothing is parsed. All calls
-block and come from the lane's own thread; every one of them ends within the lane's deadline when nothing moves:
-the deadline counts from the last piece that moved, so a large message over a slow link may take as long as it needs.
+block and come from the lane's own thread; every one of them ends within the lane's deadline when nothing moves: that
+counts from the last piece that moved. A large message over a slow link may take long, but not for ever: see pace.py.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import Run
 from flowrt.transport.rendezvous import SignalStore
 
@@ -45,6 +46,6 @@ class Channel(Protocol):
 class Transport(Protocol):
     """A way of making channels; a plain value of a worker."""
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> Channel:
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> Channel:
         """Meet the other end through the lane's own store and connect. Blocks; raises when it does not come."""
         ...

@@ -23,6 +23,7 @@ import torch
 
 from flowrt.errors import ConfigError, TransferError, WaitExpired
 from flowrt.transport.devices import Kind, has_cuda, has_npu, own_index, torch_npu
+from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
@@ -40,17 +41,17 @@ class NcclTransport:
     def __init__(self) -> None:
         self._device = torch.cuda.current_device() if has_cuda() else None
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
         device = _own_index("cuda", store) if self._device is None else self._device
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch.distributed.ProcessGroupNCCL
         options = kind.Options()
-        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        options._timeout = timedelta(seconds=pace.deadline_s * GROUP_PATIENCE)
         # A lane's thread has a current device of its own.
         torch.cuda.set_device(device)
         with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("cuda", device), deadline_s)
+        return DeviceChannel(group, store, torch.device("cuda", device), pace)
 
 
 class HcclTransport:
@@ -61,20 +62,20 @@ class HcclTransport:
         if has_npu():
             self._device = torch_npu().npu.current_device()
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "DeviceChannel":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
         device = _own_index("npu", store) if self._device is None else self._device
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = kind.Options()
         options.is_high_priority_stream = False
-        options._timeout = timedelta(seconds=deadline_s * GROUP_PATIENCE)
+        options._timeout = timedelta(seconds=pace.deadline_s * GROUP_PATIENCE)
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
         torch_npu().npu.set_device(device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("npu", device), deadline_s)
+        return DeviceChannel(group, store, torch.device("npu", device), pace)
 
 
 def _own_index(kind: Kind, store: SignalStore) -> int:
@@ -102,11 +103,11 @@ def _errors_stay_here(variable: str) -> Iterator[None]:
 class DeviceChannel:
     """One end of a group; what arrives is staged back to host memory."""
 
-    def __init__(self, group: Any, store: SignalStore, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, group: Any, store: SignalStore, device: torch.device, pace: Pace) -> None:
         self._group = group
         self._store = store
         self._device = device
-        self._deadline_s = deadline_s
+        self._pace = pace
         self._message = 0
         self._memory = WarmMemory()
         self._interrupted = threading.Event()
@@ -116,6 +117,7 @@ class DeviceChannel:
         for run in runs:
             for piece in cut(run.sizes, PIECE_BYTES):
                 self._complete(self._group.send([self._on_device(run, piece)], RECEIVER_RANK, 0).is_completed)
+                self._pace.moved(piece.size)
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._store.set(self._ready(), b"1")
@@ -125,6 +127,7 @@ class DeviceChannel:
             for piece in cut(rows, PIECE_BYTES):
                 staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
                 self._complete(self._group.recv([staged], SENDER_RANK, 0).is_completed)
+                self._pace.moved(piece.size)
                 flat[piece.start : piece.start + piece.size].copy_(staged)
             received.append(flat)
         return received
@@ -159,7 +162,7 @@ class DeviceChannel:
     def _complete(self, is_completed: Callable[[], bool]) -> None:
         what, turn = f"a piece over lane {self._store.lane}", self._store.peer
         try:
-            looked_for(is_completed, self._interrupted, LOOK_S, self._deadline_s, what, turn)
+            looked_for(is_completed, self._interrupted, LOOK_S, self._pace.deadline_s, what, turn)
         except WaitExpired:
-            reason = f"nothing moved on {self._device} for {self._deadline_s:.0f} s, or the peer left"
+            reason = f"nothing moved on {self._device} for {self._pace.deadline_s:.0f} s, or the peer left"
             raise TransferError(reason) from None

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 
+from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import STAGE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
 from flowrt.transport.warm import WarmMemory
@@ -39,18 +40,18 @@ class GlooTransport:
         options._timeout = timedelta(seconds=deadline_s)
         return ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "GlooChannel":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "GlooChannel":
         rank = SENDER_RANK if sending else RECEIVER_RANK
-        return GlooChannel(self.make_group(store, rank, deadline_s), store, deadline_s)
+        return GlooChannel(self.make_group(store, rank, pace.deadline_s), store, pace)
 
 
 class GlooChannel:
     """One end of a group. A wait counts its deadline from the piece before: they follow each other on the wire."""
 
-    def __init__(self, group: ProcessGroup, store: SignalStore, deadline_s: float) -> None:
+    def __init__(self, group: ProcessGroup, store: SignalStore, pace: Pace) -> None:
         self._group: ProcessGroup | None = group
         self._lane, self._peer = store.lane, store.peer
-        self._deadline_s = deadline_s
+        self._pace = pace
         self._piece = 0
         self._staging: list[torch.Tensor] = []
         self._memory = WarmMemory()
@@ -58,28 +59,28 @@ class GlooChannel:
     def send(self, runs: Sequence[Run]) -> None:
         group = self._group
         assert group is not None
-        flying: deque[_Work] = deque()
+        flying: deque[tuple[_Work, int]] = deque()
         for run in runs:
             for piece in cut(run.sizes):
                 if len(flying) == IN_FLIGHT:
-                    self._complete(flying.popleft())
-                flying.append(group.send([self._piece_of(run, piece)], RECEIVER_RANK, self._tag()))
-        for work in flying:
-            self._complete(work)
+                    self._complete(*flying.popleft())
+                flying.append((group.send([self._piece_of(run, piece)], RECEIVER_RANK, self._tag()), piece.size))
+        for work, size in flying:
+            self._complete(work, size)
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         group = self._group
         assert group is not None
         received = [self._memory.take(sum(rows)) for rows in sizes]
-        flying: deque[_Work] = deque()
+        flying: deque[tuple[_Work, int]] = deque()
         for flat, rows in zip(received, sizes, strict=True):
             for piece in cut(rows):
                 if len(flying) == IN_FLIGHT:
-                    self._complete(flying.popleft())
+                    self._complete(*flying.popleft())
                 target = flat[piece.start : piece.start + piece.size]
-                flying.append(group.recv([target], SENDER_RANK, self._tag()))
-        for work in flying:
-            self._complete(work)
+                flying.append((group.recv([target], SENDER_RANK, self._tag()), piece.size))
+        for work, size in flying:
+            self._complete(work, size)
         return received
 
     def rest(self) -> None:
@@ -92,8 +93,9 @@ class GlooChannel:
     def close(self) -> None:
         self._group = None
 
-    def _complete(self, work: _Work) -> None:
-        blocking(work.wait, self._deadline_s, f"a piece over lane {self._lane}", self._peer)
+    def _complete(self, work: _Work, size: int) -> None:
+        blocking(work.wait, self._pace.deadline_s, f"a piece over lane {self._lane}", self._peer)
+        self._pace.moved(size)
 
     def _tag(self) -> int:
         self._piece += 1

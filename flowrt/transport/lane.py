@@ -17,8 +17,10 @@ import torch
 
 from flowrt.errors import FlowError, TransferError, WaitExpired
 from flowrt.transport.channel import Channel, Transport
+from flowrt.transport.pace import LEAST_BYTES_PER_S, Pace
 from flowrt.transport.pieces import Run
 from flowrt.transport.rendezvous import SignalStore
+from flowrt.transport.settling import seen, settle
 from flowrt.transport.warm import give_back_heap
 from flowrt.waiting import CONTROLLER, joined, taken
 from flowrt.wire.records import GONE, LaneTurn
@@ -42,10 +44,13 @@ def lane_name(turn: LaneTurn) -> str:
 class Lane:
     """One direction between this worker and a peer."""
 
-    def __init__(self, name: str, incarnation: int, rest_s: float, open_channel: Callable[[], Channel]) -> None:
+    def __init__(
+        self, name: str, incarnation: int, rest_s: float, pace: Pace, open_channel: Callable[[], Channel]
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self._rest_s = rest_s
+        self._pace = pace
         self._open_channel = open_channel
         self._channel: Channel | None = None
         self._loop = asyncio.get_running_loop()
@@ -88,7 +93,7 @@ class Lane:
         if self._broken is None:
             self._broken = reason
         for done in list(self._waiting):
-            _settle(done, None, self._error())
+            settle(done, None, self._error())
         self._turns.put(None)
         if self._channel is not None:
             self._channel.interrupt()
@@ -134,6 +139,7 @@ class Lane:
         if self._broken is None:
             try:
                 self._channel = self._channel or self._open_channel()
+                self._pace.begin()
                 return turn.act(self._channel)
             except (RuntimeError, OSError, FlowError) as error:
                 self._break(str(error).splitlines()[0])
@@ -151,18 +157,9 @@ class Lane:
     def _report(self, done: asyncio.Future[Any], result: Any) -> None:
         error = None if self._broken is None else self._error()
         try:
-            self._loop.call_soon_threadsafe(_settle, done, result, error)
+            self._loop.call_soon_threadsafe(settle, done, result, error)
         except RuntimeError:
             return  # the loop is closed: nobody is left to tell
-
-
-def _settle(done: asyncio.Future[Any], result: Any, error: TransferError | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
 
 
 class LaneSet:
@@ -175,12 +172,14 @@ class LaneSet:
         deadline_s: float,
         signal: Callable[[str, str, str, bytes], None],
         rest_s: float = REST_S,
+        least_bytes_per_s: float = LEAST_BYTES_PER_S,
     ) -> None:
         self._worker = worker
         self._transports = transports
         self._deadline_s = deadline_s
         self._signal = signal
         self._rest_s = rest_s
+        self._least_bytes_per_s = least_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._stores: dict[str, SignalStore] = {}
@@ -273,13 +272,14 @@ class LaneSet:
         sending = turn.sender == self._worker
         peer = turn.receiver if sending else turn.sender
         store, transport = self._store(peer, name), self._transports.get(turn.transport)
+        pace = Pace(name, self._deadline_s, self._least_bytes_per_s)
 
         def open_channel() -> Channel:
             if transport is None:
                 raise TransferError(f"this worker has no transport {turn.transport!r}")
-            return transport.open(store, sending, self._deadline_s)
+            return transport.open(store, sending, pace)
 
-        return Lane(name, turn.incarnation, self._rest_s, open_channel)
+        return Lane(name, turn.incarnation, self._rest_s, pace, open_channel)
 
     def _store(self, peer: str, lane: str) -> SignalStore:
         if lane not in self._stores:
@@ -289,9 +289,3 @@ class LaneSet:
 
             self._stores[lane] = SignalStore(lane, post, self._deadline_s, peer)
         return self._stores[lane]
-
-
-def seen(done: asyncio.Future[Any]) -> None:
-    """For transfers whose other end reports a failure: asyncio need not complain that nobody looked at this one."""
-    if not done.cancelled():
-        done.exception()

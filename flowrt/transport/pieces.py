@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""The most that moves as one: a lane whose deadline is 60 s gives up on a link below 0.3 MB/s."""
+"""The most that moves as one."""
 STAGE_BYTES = 1024 * 1024
 """Smaller rows move together, in pieces of at least this much; a larger one is sent from where it lies."""
 

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from flowrt.errors import TransferError
+from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import PIECE_BYTES, Run, cut
 from flowrt.transport.rendezvous import SignalStore
 from flowrt.transport.segments import Segment, as_tensor, make_segment, map_segment
@@ -37,10 +38,10 @@ _KEY = "shm"
 class ShmTransport:
     """Channels between processes that share a kernel and its abstract sockets."""
 
-    def open(self, store: SignalStore, sending: bool, deadline_s: float) -> "ShmSender | ShmReceiver":
+    def open(self, store: SignalStore, sending: bool, pace: Pace) -> "ShmSender | ShmReceiver":
         if sending:
-            return ShmSender(Talk(store, _call(store, deadline_s)))
-        return ShmReceiver(Talk(store, _await_call(store, deadline_s)))
+            return ShmSender(Talk(store, _call(store, pace.deadline_s)), pace)
+        return ShmReceiver(Talk(store, _await_call(store, pace.deadline_s)), pace)
 
 
 def _await_call(store: SignalStore, deadline_s: float) -> socket.socket:
@@ -132,8 +133,9 @@ class Talk:
 class ShmSender:
     """The end that owns the segments."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: Talk, pace: Pace) -> None:
         self._talk = talk
+        self._pace = pace
         self._made = 0
         self._ready = False
         self._idle: dict[int, Segment] = {}
@@ -142,6 +144,7 @@ class ShmSender:
     def send(self, runs: Sequence[Run]) -> None:
         while not self._ready:
             self._hear()
+            self._pace.moved(0)
         self._ready = False
         numbers = []
         for run in runs:
@@ -155,6 +158,7 @@ class ShmSender:
                 if piece.start:
                     self._talk.say(MOVED)
                 run.copy(piece, target[piece.start : piece.start + piece.size])
+                self._pace.moved(piece.size)
         self._talk.say(DONE, numbers)
         self._shrink(KEEP_BYTES)
 
@@ -215,8 +219,9 @@ class ShmSender:
 class ShmReceiver:
     """The end that looks at them."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: Talk, pace: Pace) -> None:
         self._talk = talk
+        self._pace = pace
         self._segments: dict[int, Segment] = {}
         # Filled by whichever thread drops the last tensor that looks at a segment.
         self._released: deque[int] = deque()
@@ -226,8 +231,11 @@ class ShmReceiver:
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         self._say_released(READY)
+        left = sum(map(sum, sizes))
         while (numbers := self._hear()) is None:
-            pass
+            # How much it was is not said: no more than a piece, and no more than there is.
+            self._pace.moved(min(left, PIECE_BYTES))
+            left -= min(left, PIECE_BYTES)
         if len(numbers) != len(sizes):
             raise TransferError(f"received a message of {len(numbers)} runs in place of {len(sizes)}")
         return [self._look(number, sum(rows)) for number, rows in zip(numbers, sizes, strict=True)]

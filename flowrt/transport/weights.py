@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 
-import numpy as np
 import torch
 
 from flowrt.errors import TransferError
 from flowrt.transport.checksums import Crc32, crc32
+from flowrt.transport.pinned import copying, device_of, for_device, host_buffer
 
 BUCKET_BYTES = 64 * 1024 * 1024
 NARROW_BYTES = 2
@@ -24,21 +24,22 @@ class Snapshot:
 
     @classmethod
     def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
-        # numpy asks the system for huge pages, torch does not: fresh memory is ready in half the time.
-        return cls(version, [torch.from_numpy(np.empty(size, dtype=np.uint8)) for size in sizes])
+        return cls(version, [host_buffer(size) for size in sizes])
 
     @classmethod
     def take(cls, version: int, tensors: Mapping[str, torch.Tensor]) -> "Snapshot":
         """Copy the tensors (any device) into fresh host buckets, in the mapping's order."""
-        snapshot = cls.empty(version, [sum(t.nbytes for t in group) for group in _grouped(tensors)])
+        device, groups = device_of(tensors.values()), _grouped(tensors)
+        snapshot = cls(version, [host_buffer(sum(t.nbytes for t in group), device) for group in groups])
         narrow = sum(t.nbytes for t in tensors.values() if t.element_size() <= NARROW_BYTES)
         snapshot.item_bytes = 2 if 2 * narrow >= sum(snapshot.bucket_bytes()) else 4
-        for bucket, group in zip(snapshot.buckets, _grouped(tensors), strict=True):
-            offset = 0
-            for tensor in group:
-                flat = tensor.detach().reshape(-1).view(torch.uint8)
-                bucket[offset : offset + flat.numel()].copy_(flat)
-                offset += flat.numel()
+        with copying(device):
+            for bucket, group in zip(snapshot.buckets, groups, strict=True):
+                offset = 0
+                for tensor in group:
+                    flat = tensor.detach().reshape(-1).view(torch.uint8)
+                    bucket[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+                    offset += flat.numel()
         return snapshot
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,13 +53,14 @@ class Snapshot:
             )
         if not all(tensor.is_contiguous() for tensor in tensors.values()):
             raise TransferError("weights can only be restored into contiguous tensors; make the parameters contiguous")
-        with torch.no_grad():
+        device = device_of(tensors.values())
+        with torch.no_grad(), copying(device):
             for bucket, group in zip(self.buckets, groups, strict=True):
-                offset = 0
+                source, offset = for_device(bucket, device), 0
                 for tensor in group:
                     size = tensor.nbytes
                     # As bytes: a slice may start where a wider type may not.
-                    tensor.reshape(-1).view(torch.uint8).copy_(bucket[offset : offset + size])
+                    tensor.reshape(-1).view(torch.uint8).copy_(source[offset : offset + size], non_blocking=True)
                     offset += size
 
     def bucket_bytes(self) -> list[int]:

@@ -27,6 +27,7 @@ class Welcome:
     wait_s: float
     return_s: float  # how long to wait for a controller that went away
     lane_s: float  # a lane on which nothing moved for so long has failed
+    lane_mb_per_s: float  # and so has one that moves less than this, once it has had so long
     store_bytes: int  # most bytes of tensors that a worker's store may hold; 0: no limit
     columns: tuple[Column, ...]
     renewable: tuple[str, ...]  # stages whose leases outlive the controller

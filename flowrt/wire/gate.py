@@ -10,6 +10,7 @@ from enum import Enum
 from time import monotonic
 
 from flowrt.errors import ConfigError, FlowError
+from flowrt.wire.arrears import Arrears
 from flowrt.wire.keys import ADMITTED, KEYS_VARIABLE, PUBLIC, WorkerKeys
 from flowrt.wire.silence import AGAIN_MS, Watch, look_at
 
@@ -59,6 +60,7 @@ class Gate:
         self._closed = closed
         self._knocking: dict[int, str] = {}
         self._watch = Watch()
+        self.arrears = Arrears()
         self._round: Iterator[list[int]] | None = None  # of looking at all connections
         self._failure: Failure | None = None
         self._strange: dict[bytes, int] = {}
@@ -76,9 +78,14 @@ class Gate:
         """A connection was accepted; what it wants is not known yet."""
         self._knocking[descriptor] = _peer_of(descriptor)
         self._watch.begin(descriptor)
+        self.arrears.begin(descriptor)
 
     def look(self) -> None:
-        """Whether another connection could be accepted. ZeroMQ's own word of that would come without end."""
+        """Whether another connection could be accepted, and who fills our memory; called again and again.
+
+        ZeroMQ's own word of the first would come without end.
+        """
+        self._end_greedy()
         try:
             os.close(os.dup(0))
         except OSError as error:
@@ -93,6 +100,7 @@ class Gate:
         """A connection has closed."""
         address = self._knocking.pop(descriptor, "an unknown address")
         self._watch.end(descriptor)
+        self.arrears.end(descriptor)
         if self._failure is None:
             self._closed()
         else:
@@ -129,6 +137,12 @@ class Gate:
         """For how long nothing at all has come over a connection, not even an answer of ZeroMQ's own threads."""
         look = look_at(descriptor) if address and self.address(descriptor) == address else None
         return float("inf") if look is None else look.heard_ms / 1000
+
+    def _end_greedy(self) -> None:
+        for descriptor in self.arrears.excessive():
+            address = self._knocking.get(descriptor, "an unknown address")
+            self.refused.say("ended the connection from %s: it sends messages without end", address)
+            _shut(descriptor)
 
     def end_stopped(self) -> None:
         """End the connections of processes that are stopped; called again and again."""

@@ -2,8 +2,7 @@
 
 Raw ROUTER and DEALER sockets on ``loop.add_reader``: about half the cost of zmq.asyncio. The descriptor of a ZeroMQ
 socket is edge-triggered, so a wake-up must drain it until it would block, and a send must look whether it made
-the socket readable without a new edge. No send blocks: queues are unbounded on the controller's side (what it
-queues is bounded by what workers asked for) and a full queue of a worker is an error with a name.
+the socket readable without a new edge. No send blocks: a full queue is an error with a name.
 """
 
 import asyncio
@@ -26,11 +25,12 @@ from flowrt.wire.messages import Message
 _DRAIN_AT_MOST = 256
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
 _OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
-_UNREAD_AT_MOST = 1000  # messages of one peer that wait to be read; a peer that sends faster has to wait
+# Of one peer: messages that wait to be read (it sends no faster); answers that it does not read (it counts as gone).
+_WAITING = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
 # A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are, and know
 # within 17 s: a link that was cut for 5 s speaks after up to 7 s. Of stopped processes `silence` knows within 5 s.
 _HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 15000}
-_SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.RCVHWM: _UNREAD_AT_MOST, zmq.HANDSHAKE_IVL: 5000, **_HEARTBEATS}
+_SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, **_WAITING, **_HEARTBEATS}
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failure.UNKNOWN_KEY,
@@ -60,8 +60,7 @@ class _Socket:
         self._send_frame = partial(BareSocket.send, self.socket)
         self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
         # A frame that is not copied yet knows whether more follows; pyzmq's types do not know the frame.
-        whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
-        self._receive_whole: Callable[[], zmq.Frame] = whole
+        self._receive_whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
         self._look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
         self.latest: zmq.Frame | None = None
         self._names_sender = kind == zmq.ROUTER
@@ -109,7 +108,7 @@ class _Socket:
             frames.append(frame.bytes)
             while frame.more:
                 frame = receive_whole()
-                frames.append(frame.bytes)
+                frames[4:] = [frame.bytes]  # more than two are too many, however many they are
             self.latest = frame
             receive(frames)
             if self._closed:
@@ -241,10 +240,11 @@ class ServerLink:
         self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        self.gate.arrears.deliver(frames[0], len(frames[1]), self.source)
         if self.gate.is_shunned(frames[0]):
             return
         if len(frames) != 2:
-            self._garbled(frames[0], f"a message of {len(frames)} frames, expected 2")
+            self._garbled(frames[0], f"a message of {len(frames)} frames or more, expected 2")
             return
         try:
             message = decode(frames[1])

@@ -22,7 +22,7 @@ AGAIN_MS = 50
 """A verdict is looked at again after this: when a link is mended, the acknowledgement may come before the answer."""
 AT_ONCE = 256
 """Connections that are looked at in one go: a millisecond's work, while others may wait to be answered."""
-_TCP_INFO = 11
+TCP_INFO = 11
 # Eight bytes; then numbers, of which the fifth counts what is not acknowledged, the tenth to thirteenth are the
 # milliseconds since data was sent, an acknowledgement sent, data received, and an acknowledgement received, and the
 # twenty-fourth counts all that was sent more than once.
@@ -30,7 +30,7 @@ _INFO = struct.Struct("=8x16xI16x8xII40xI")
 # How much of that came twice, as the other end said (Linux 4.19 and later): it was late, not lost. A kernel whose
 # process is stopped takes its time with acknowledgements, and what is in flight is then sent again as a precaution.
 _TWICE = struct.Struct("=216xI")
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class Watch:
 
 def look_at(descriptor: int) -> Look | None:
     """What the kernel knows of a connection; None where it does not say."""
-    if _LIBC is None:
+    if LIBC is None:
         return None
     buffer = ctypes.create_string_buffer(_TWICE.size)
     size = ctypes.c_uint32(_TWICE.size)
-    failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, _TCP_INFO, buffer, ctypes.byref(size))
+    failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, buffer, ctypes.byref(size))
     if failed or size.value < _INFO.size:
         return None
     unacknowledged, heard_ms, acknowledged_ms, repeated = _INFO.unpack_from(buffer.raw)

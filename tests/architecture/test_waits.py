@@ -25,6 +25,29 @@ ELSEWHERE = {
 }
 """Waits that are no calls of the primitive, each with its reason."""
 
+RANKS = "trainer.ranks_s: the timeout of the group that `workers.engines.meet` makes; `workers.together` says who"
+COLLECTIVES = {
+    ("flowrt/engines/torch_train.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/passes.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/state.py", "dist.all_gather"): RANKS,
+    ("flowrt/engines/fsdp.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/fsdp.py", "norm.full_tensor"): RANKS,
+    ("flowrt/engines/sharding.py", "part.unshard"): RANKS,
+    ("flowrt/engines/sharding.py", "tensor.full_tensor"): RANKS,
+    ("flowrt/engines/sharding.py", "distribute_tensor"): RANKS,
+    ("flowrt/engines/sharding.py", "dist.broadcast"): RANKS,
+    ("flowrt/engines/sharding.py", "init_device_mesh"): RANKS,
+    ("flowrt/engines/sharded_state.py", "dcp.save"): RANKS,
+    ("flowrt/engines/sharded_state.py", "dcp.load"): RANKS,
+}
+"""Where ranks wait for each other inside torch.distributed, each with its deadline."""
+MEETING = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "batch_isend_irecv"),
+}
+OF_SHARDS = {"full_tensor", "unshard", "distribute_tensor", "init_device_mesh"}
+
 ASYNCIO = {"wait", "wait_for", "timeout", "timeout_at", "sleep", "gather", "as_completed"}
 BLOCKING = {"wait", "wait_for", "acquire", "accept", "communicate", "recv_into", "recvfrom", "term", "getoutput"}
 RECEIVING = {"recv", "recv_fds", "recv_multipart", "recvmsg", "poll", "select"}
@@ -66,6 +89,66 @@ def _waits(call: ast.Call) -> bool:
     if name == "init_process_group":
         return all(word.arg != "timeout" for word in call.keywords)
     return name in BLOCKING
+
+
+def collectives(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls in which ranks wait for each other, and such functions handed to somebody else: line, and which."""
+    handed = {id(argument) for node in ast.walk(tree) if _is_of_ranks(node) for argument in node.args}
+    for node in ast.walk(tree):
+        if id(node) in handed:
+            continue
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            of_group = owner in ("dist", "torch.distributed") and node.attr in MEETING
+            if of_group or node.attr in OF_SHARDS or (owner == "dcp" and node.attr in ("save", "load")):
+                yield node.lineno, f"{owner}.{node.attr}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OF_SHARDS:
+            yield node.lineno, node.func.id
+
+
+def _is_of_ranks(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Together.call, which has a deadline and says who was missed."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("ranks.call", "self._ranks.call")
+
+
+def test_ranks_wait_for_each_other_only_where_their_deadline_is_known() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), call): line
+        for path in PRODUCT
+        for line, call in collectives(ast.parse(path.read_text()))
+    }
+    new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in COLLECTIVES]
+    assert not new, f"ranks wait for each other here: use workers.together, or say which deadline ends it: {new}"
+    assert not COLLECTIVES.keys() - set(found), "exceptions that are not needed any more"
+
+
+def test_every_call_of_an_engine_in_which_ranks_meet_has_a_deadline() -> None:
+    """Methods of an engine are collective: a trainer makes none of them on a thread behind our back."""
+    for name in ("trainer", "saving"):
+        tree = ast.parse((ROOT / "workers" / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.to_thread":
+                words = " ".join(ast.unparse(argument) for argument in node.args)
+                assert "engine." not in words, f"workers/{name}.py:{node.lineno} {words}"
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ("dist.barrier()", True),
+        ("asyncio.to_thread(dist.barrier)", True),
+        ("torch.distributed.all_reduce(x)", True),
+        ("work(lambda: dist.broadcast(x, 0))", True),
+        ("x.full_tensor()", True),
+        ("distribute_tensor(x, mesh, places)", True),
+        ("dcp.save(state)", True),
+        ("ranks.call(dist.barrier, what)", False),
+        ("dist.get_rank()", False),
+        ("socket.send(x)", False),
+    ],
+)
+def test_the_lint_sees_collectives(code: str, seen: bool) -> None:
+    assert bool(list(collectives(ast.parse(code)))) is seen
 
 
 def test_every_wait_goes_through_the_primitive() -> None:

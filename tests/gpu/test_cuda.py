@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from flowrt.workers.together import meet
+from flowrt.workers.group import meet
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.build import build_model

@@ -9,9 +9,9 @@ from flowrt.controller.batchers import TokenBudget
 from flowrt.controller.core import Core
 from flowrt.controller.dispatch import Fifo
 from flowrt.controller.ledger import Ledger
+from flowrt.controller.refresh import DelayedUpdate
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.lifeline import die_with_parent
 from flowrt.wire.records import Column, Stage
 

@@ -193,26 +193,32 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         one.close()
 
 
-@pytest.fixture(scope="session")
-def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with its tokenizer, as `prepare` writes it, without any warm start."""
-    run_dir = tmp_path_factory.mktemp("prepared")
+def prepare(run_dir: Path, **warm_start: int) -> Path:
+    """A tiny model with its tokenizer, as `prepare` writes it."""
     base = defaults("arithmetic")
     config = dataclasses.replace(
         base,
         run_dir=str(run_dir),
         build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
-        warm_start=dataclasses.replace(base.warm_start, steps=0, bare_steps=0),
+        warm_start=dataclasses.replace(base.warm_start, bare_steps=0, **warm_start),
     )
     path = run_dir / "config.toml"
     path.write_text(to_toml(config))
-    subprocess.run(
-        [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)],
-        check=True,
-        timeout=90,
-        capture_output=True,
-    )
+    words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
+    subprocess.run(words, check=True, timeout=120, capture_output=True)
     return run_dir / "model"
+
+
+@pytest.fixture(scope="session")
+def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without any warm start."""
+    return prepare(tmp_path_factory.mktemp("prepared"), steps=0)
+
+
+@pytest.fixture(scope="session")
+def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that is right now and then: without any reward there is nothing to learn, and nothing to compare."""
+    return prepare(tmp_path_factory.mktemp("taught"), steps=60, probes=8)
 
 
 class Refusal:

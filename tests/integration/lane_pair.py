@@ -54,12 +54,14 @@ class Pair:
         ends = (HERE, THERE) if sending else (THERE, HERE)
         return LaneTurn(*ends, kind, incarnation, sequence, self.transport)
 
-    def order(self, turn: LaneTurn, columns: Any, seed: int = 0) -> asyncio.Future[dict[str, Any]]:
-        """Have the peer take its side of this turn; brings what it says of it."""
+    def order(
+        self, turn: LaneTurn, columns: Any, seed: int = 0, pause_s: float = 0.0
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Have the peer take its side of this turn; brings what it says of it. With pauses: row by row."""
         answer = asyncio.get_running_loop().create_future()
         self._answers[lane_name(turn), turn.sequence] = answer
         fields = [turn.sender, turn.receiver, turn.kind, turn.incarnation, turn.sequence, turn.transport]
-        self._say(turn=fields, columns=columns, seed=seed)
+        self._say(turn=fields, columns=columns, seed=seed, pause_s=pause_s)
         return answer
 
     async def issued(self, turn: LaneTurn) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import hashlib
 import json
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,6 +54,13 @@ def digest_of(flats: list[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def trickle(message: list[list[torch.Tensor]], pause_s: float) -> Iterator[torch.Tensor]:
+    """All rows, one by one, with a pause after each."""
+    for row in (row for rows in message for row in rows):
+        yield row
+        threading.Event().wait(pause_s)
+
+
 async def main(name: str, deadline_s: float, rest_s: float) -> None:
     loop = asyncio.get_running_loop()
 
@@ -81,8 +90,11 @@ async def main(name: str, deadline_s: float, rest_s: float) -> None:
             keep.clear()
         else:
             turn, columns = LaneTurn(*order["turn"]), order["columns"]
-            if turn.sender == name:
-                done: asyncio.Future[Any] = lanes.send(turn, runs_of(message_of(order["seed"], columns)))
+            if order["pause_s"]:
+                each = lanes.send_each if turn.sender == name else lanes.receive_each
+                done: asyncio.Future[Any] = each(turn, trickle(message_of(order["seed"], columns), order["pause_s"]))
+            elif turn.sender == name:
+                done = lanes.send(turn, runs_of(message_of(order["seed"], columns)))
             else:
                 done = lanes.receive(turn, sizes_of(columns))
             say(issued=[lane_name(turn), turn.sequence])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hashlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -207,6 +208,27 @@ async def test_slow_is_not_hung_as_long_as_something_moves(start: Start, transpo
     assert (await answer)["error"] is None
     assert flat.numel() == 600_000_000
     assert time.monotonic() - begin_s > deadline_s
+
+
+@pytest.mark.parametrize("sending", [True, False])
+async def test_a_transfer_that_trickles_is_an_error_that_says_how_slow_it_was(
+    start: Start, transport: str, sending: bool
+) -> None:
+    """Something moves all the time, and it would be 40 s before all of it has."""
+    pair, rows = await start(transport, FAST_S), 400
+    columns = [["uint8", [1000] * rows]]
+    turn = pair.turn(sending)
+    theirs = pair.order(turn, columns, pause_s=0.1)
+    mine = [torch.zeros(1000, dtype=torch.uint8) for _ in range(rows)]
+    work = pair.lanes.send_each(turn, mine) if sending else pair.lanes.receive_each(turn, mine)
+    slow = r"is too slow: 0\.\d MB moved in \d s, and after 2 s 1 MB/s are wanted; .* lower controller.lane_mb_per_s"
+    try:
+        assert await failed(work, 4 * FAST_S, f"lane .*({slow}|gone|losed)") >= 0.5 * FAST_S
+    finally:
+        error = str(work.exception())
+    async with asyncio.timeout(4 * FAST_S):
+        said = error + str((await theirs)["error"])
+    assert re.search(slow, said), said  # one end found it, and the other is told by its connection
 
 
 async def test_a_stale_incarnation_is_refused_and_disturbs_nobody(start: Start, transport: str) -> None:

@@ -31,6 +31,7 @@ from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.controller.server import Server
 from flowrt.errors import FlowError, Stopped, WaitExpired
 from flowrt.recipes.load import defaults, to_toml
+from flowrt.wire.positions import unpack
 
 ENDS_S = 30.0
 
@@ -217,6 +218,20 @@ async def test_a_locked_ledger_stops_neither_the_loop_nor_the_run_and_loses_noth
             assert await offering is not None
         assert prompts_of(path) == {7: "in_flight"}
         assert server.ended is None
+
+
+async def test_a_source_that_comes_while_the_ledger_is_locked_is_let_in_afterwards(tmp_path: Path) -> None:
+    opened = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
+    async with opened as (server, address):
+        with locked(tmp_path / "ledger.sqlite"):
+            server.ledger.add(Record(7, 0, "trained", 0), 1.0)
+            coming = asyncio.create_task(api.connect(address, "source", "source", ENDS_S))
+            done, _ = await asyncio.wait([coming], timeout=1.0)  # over two attempts
+            assert not done
+        source = await coming
+        assert unpack(source.welcome.position.passed) == {0: {7}}
+        assert server.ended is None
+        await source.close()
 
 
 @pytest.mark.slow

@@ -1,12 +1,9 @@
 """Killed with SIGKILL, all of it, at any moment, and resumed: nothing lost, nothing trained twice, the same bits."""
 
-import dataclasses
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
 from flowrt.controller.ledger_reader import LedgerReader
-from flowrt.recipes.load import defaults, to_toml
 from flowrt.recipes.paths import checkpoint_steps
 
 pytestmark = pytest.mark.slow
@@ -33,24 +29,6 @@ EXACT = [
     *("--checkpoint.every", str(EVERY), *SMALL),
 ]
 TIMES = {"wall_s", "samples_per_s"}
-
-
-@pytest.fixture(scope="module")
-def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that is right now and then: without any reward there is nothing to learn, and nothing to compare."""
-    run_dir = tmp_path_factory.mktemp("taught")
-    base = defaults("arithmetic")
-    config = dataclasses.replace(
-        base,
-        run_dir=str(run_dir),
-        build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
-        warm_start=dataclasses.replace(base.warm_start, steps=60, bare_steps=0, probes=8),
-    )
-    path = run_dir / "config.toml"
-    path.write_text(to_toml(config))
-    prepare = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
-    subprocess.run(prepare, check=True, timeout=120, capture_output=True)
-    return run_dir / "model"
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ SMALL = [
     *("--rollout.workers", "1", "--loss.kl-coef", "0"),
 ]
 STALL_S = 8
+STARTED_S = 12
+"""Within this the first worker is in, and the next."""
 NOTICED_S = 5.0
 WITHIN_S = 25.0
 
@@ -144,3 +146,23 @@ def test_a_stopped_worker_is_noticed_in_5_s_and_replaced(launch: Callable[..., A
     run.signal(signal.SIGINT)
     assert run.wait(WITHIN_S) == 130
     run.assert_gone(WITHIN_S)
+
+
+@pytest.mark.slow
+def test_a_run_that_stalls_ends_with_its_graph_and_code_3(launch: Callable[..., Any], untrained_model: Path) -> None:
+    """Its only rollout worker is stopped for good, and is not replaced: the command says who waited for whom."""
+    stall = ("--controller.stall-s", str(STARTED_S))
+    patient = ("--supervisor.hung-s", "1000", "--supervisor.absence-s", "1000", *stall)
+    run = launch("--model", str(untrained_model), *patient, *SMALL)
+    run.wait_for_training()
+    [rollout] = run.find("flowrt.workers.rollout")
+    run.signal(signal.SIGSTOP, rollout)
+    assert run.wait(STARTED_S + WITHIN_S) == 3, run.output
+    run.assert_gone(STARTED_S + WITHIN_S)
+    [reason] = [line for line in run.output.splitlines() if line.startswith("flowrt: ")]
+    assert f"no progress for {STARTED_S} s: " in reason
+    assert "reward waits " in reason
+    assert "for slots ready for reward" in reason
+    assert "nobody is there to act" in reason
+    assert json.loads((run.run_dir / "summary.json").read_text())["exit_code"] == 3
+    assert "Traceback" not in run.output

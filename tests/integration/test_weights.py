@@ -92,6 +92,12 @@ class Team:
             receives=one is not self.trainer,
         )
 
+    async def start_trainer_again(self) -> None:
+        """Another process under the name of the one that was killed."""
+        self.trainer.end()
+        self.trainer = Process("trainer")
+        await self.join(self.trainer)
+
     async def late(self) -> Process:
         """One more receiver."""
         one = Process(f"receiver{len(self.receivers)}")
@@ -196,8 +202,8 @@ async def test_a_relay_that_is_killed_takes_nobody_along(tmp_path: Path) -> None
         assert await some.sent(some.trainer) <= 2
 
 
-async def test_a_trainer_that_dies_in_the_middle_leaves_everybody_the_version_before(tmp_path: Path) -> None:
-    async with team(tmp_path, 3) as some:
+async def test_a_trainer_that_dies_in_the_middle_leaves_the_version_before_and_another_goes_on(tmp_path: Path) -> None:
+    async with team(tmp_path, 2) as some:
         await some.publish(1)
         await some.all_use(1)
         await some.publish_halfway(2)
@@ -205,6 +211,14 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_everybody_the_version_be
         for one in some.receivers:
             await until(lambda one=one: holds_only(one, 1), f"{one.name} free of the half version")
             assert await one.versions() == [1]
+        late = await some.late()
+        await some.all_use(1, late)  # from a neighbour, as nobody has the version after it
+        await some.start_trainer_again()
+        await some.publish(3)
+        await some.all_use(3)
+        for one in some.receivers:
+            await until(lambda one=one: holds_only(one, 3), f"{one.name} free of old versions")
+            assert await one.versions() == [1, 3]
 
 
 async def test_a_relay_that_hangs_is_left_behind_within_the_deadline_of_its_lane(tmp_path: Path) -> None:

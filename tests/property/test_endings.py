@@ -7,6 +7,8 @@ import pytest
 from flowrt.testing.trouble import ACT_S, CANCELLED, LEASE_S, SILENCE_S, SLOW_S, STALL_S, Kind, Phase, Trouble
 
 ROLES = ("source", "rollout", "reward", "reference", "trainer", "evaluate")
+PHASES = [phase for phase in Phase if phase not in (Phase.RESUME, Phase.DRAIN)]
+"""For those see `test_endings_after`."""
 LITTLE_S = 10.0
 """What a run without trouble may take from any of its phases on."""
 MOST_SLOW_ACTIONS = 300
@@ -33,7 +35,7 @@ def outcome(phase: Phase, role: str, kind: Kind) -> int:
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda one: one.name.lower())
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("phase", Phase, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
 def test_it_ends_in_bounded_time_with_an_outcome_and_a_reason(phase: Phase, role: str, kind: Kind) -> None:
     """End of data, end of run, evaluation, cancellation, departure, start-up: where others hang, whoever is in trouble.
 
@@ -74,7 +76,7 @@ def test_what_a_hung_worker_holds_comes_back_when_its_lease_ends() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("phase", Phase, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
 def test_one_long_rollout_does_not_serialise_the_run(phase: Phase, seed: int) -> None:
     """The slowest of two takes 400 times as long as the other: the run goes on at the pace of the other."""
     if phase in (Phase.CANCEL, Phase.DEPARTURE):

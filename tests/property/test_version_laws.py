@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowrt.controller.events import Command, Keep, Send
 from flowrt.controller.models import Models
+from flowrt.controller.refresh import DelayedUpdate
 from flowrt.controller.transfers import Lanes
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.records import NO_BASE, LaneTurn, Weights
@@ -71,6 +71,11 @@ class Walk(RuleBasedStateMachine):
         if name not in self.world.newest:
             self.world.whole[name], self.world.newest[name] = set(), 0
             self.hear(name, m.Applied(MODEL, 0))
+
+    @rule()
+    @precondition(lambda self: TRAINER not in self.world.whole)
+    def trainer_is_started_again(self) -> None:
+        self.world.whole[TRAINER] = set()
 
     @rule()
     @precondition(lambda self: TRAINER in self.world.whole)
@@ -154,7 +159,7 @@ class Walk(RuleBasedStateMachine):
         receiver, holder = WorkerId(fetch.turn.receiver), WorkerId(fetch.turn.sender)
         version = fetch.weights.version
         assert receiver in self.world.whole, f"{receiver} is gone, but has to fetch"
-        assert version == self.version
+        assert version == self.newest_alive(), f"{receiver} has to fetch {version}, the latest is {self.newest_alive()}"
         upstream = None
         if version not in self.world.whole.get(holder, ()):
             upstream = self.world.latest_transfer[holder, version]
@@ -178,6 +183,21 @@ class Walk(RuleBasedStateMachine):
         self.world.whole[worker].remove(version)
 
     # ---- what holds
+
+    def newest_alive(self) -> int:
+        """The newest version that somebody who lives has whole."""
+        return max((version for whole in self.world.whole.values() for version in whole), default=0)
+
+    @invariant()
+    def the_latest_is_what_somebody_has_whole(self) -> None:
+        if not hasattr(self, "versions"):
+            return
+        assert self.versions.latest == self.newest_alive()
+        assert self.versions.newest == self.version
+        late = [name for name in self.world.newest if self.versions.entry.get(name, 0) > self.newest_alive()]
+        assert not late, f"{late} may not begin before they have what nobody has"
+        idle = {name for name, newest in self.world.newest.items() if newest < self.newest_alive()}
+        assert idle == {one.receiver for one in self.versions.fetching.values()} & idle, f"{idle} fetch nothing"
 
     @invariant()
     def every_chain_ends_at_a_holder(self) -> None:
@@ -204,7 +224,7 @@ class Walk(RuleBasedStateMachine):
             assert not spare, f"{worker} still holds {spare} of {whole}"
 
     def teardown(self) -> None:
-        """Without further misfortunes everybody who lives ends at the latest version, if anybody living has it."""
+        """Without further misfortunes everybody who lives ends at the newest version that anybody living has."""
         if not hasattr(self, "versions"):
             return
         for _ in range(200):
@@ -218,8 +238,8 @@ class Walk(RuleBasedStateMachine):
         assert not self.world.moving
         assert not self.versions.fetching
         assert not self.versions.doomed
-        if any(self.version in whole for whole in self.world.whole.values()):
-            assert set(self.world.newest.values()) <= {self.version}
+        if self.newest_alive():
+            assert set(self.world.newest.values()) <= {self.newest_alive()}
 
 
 Walk.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.recipes.load import defaults, to_toml
 from flowrt.recipes.paths import checkpoint_steps
 
@@ -146,6 +147,34 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, 
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(24))
     assert summary["steps"] == 24
+
+
+def test_a_job_whose_time_is_up_saves_first_and_is_requeued(cluster: Any, model: Path, tmp_path: Path) -> None:
+    site = Site(cluster, tmp_path)
+    flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "1000"]
+    number = site.submit("one_node.sbatch", "--model", model, *SMALL, *flags)
+    run = site.job(number) / "run"
+    metrics = run / "metrics.jsonl"
+    cluster.wait_until(
+        lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 5, JOB_S, lambda: site.log(number)
+    )
+    assert checkpoint_steps(run) == []
+    cluster.run("scancel", "--batch", "--signal=USR1", number)  # as SLURM does by itself three minutes before the limit
+    cluster.wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", 60.0, lambda: site.log(number))
+    [saved] = checkpoint_steps(run)
+    assert saved >= 5
+    cluster.run("scontrol", "update", f"job={number}", "StartTime=now")
+    summary = site.finish(number)
+    assert cluster.job(number)["Restarts"] == "1"
+    log = (run / "logs" / "controller.log").read_text()
+    assert f"the run ends: interrupted (SIGTERM); saved after {saved} steps" in log
+    assert f"going on after step {saved - 1}" in log
+    # Nothing is lost: each step was trained once, and none is taken back.
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(24))
+    assert (summary["steps"], summary["resumed_from"]) == (24, saved)
+    with LedgerReader(run / "ledger.sqlite") as ledger:
+        assert ledger.read("SELECT prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'") == []
 
 
 def test_a_run_that_fails_fails_its_job(cluster: Any, tmp_path: Path) -> None:

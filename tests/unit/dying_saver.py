@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from flowrt.workers.saving import Checkpoints
+from flowrt.workers.together import Together
 
 from flowrt.engines.build import wrap_tokenizer
 from flowrt.engines.costs import TrainCost
@@ -56,7 +57,8 @@ async def save(run_dir: Path, step: int, last: int) -> None:
     """Save after each step from ``step`` to ``last``, keeping one."""
     config = RunConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(every=1, keep=1))
     for number in range(step, last + 1):
-        saver = Checkpoints(Ledger(run_dir / "saved", number - 1), config, engine_after(number))  # type: ignore[arg-type]
+        session: Any = Ledger(run_dir / "saved", number - 1)
+        saver = Checkpoints(session, config, engine_after(number), Together())
         await saver.save(number)
 
 

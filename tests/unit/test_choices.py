@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from flowrt.workers.engines import train_engine
 
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
-from flowrt.controller.versions import DelayedUpdate
+from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Rolling
 from flowrt.errors import ConfigError
 from flowrt.recipes.grpo import policies
 from flowrt.recipes.load import parse

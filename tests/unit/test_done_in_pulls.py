@@ -7,8 +7,8 @@ from flowrt.controller.batchers import GroupCount
 from flowrt.controller.core import Core
 from flowrt.controller.dispatch import Fifo
 from flowrt.controller.events import Gone, Joined, Said, Send, Tick
+from flowrt.controller.refresh import DelayedUpdate
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.versions import DelayedUpdate
 from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.records import Stage, Values

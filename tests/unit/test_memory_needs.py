@@ -51,6 +51,7 @@ def test_a_large_model_needs_what_is_known_of_it() -> None:
     [
         (["--trainer.forward-tokens", "65536"], "trainer_device", True),
         (["--rollout.rows", "512"], "rollout", True),
+        (["--rollout.swap", "inflight"], "rollout", True),
         (["--checkpoint.keep", "5"], "disk", True),
         (["--checkpoint.every", "0"], "disk", False),
         (["--staleness", "400", "--group-size", "512"], "small", True),

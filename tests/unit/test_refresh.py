@@ -3,8 +3,7 @@
 import pytest
 from flowrt.workers.trainer import divergence
 
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
-from flowrt.controller.versions import DelayedUpdate, Receiver
+from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Receiver, Rolling
 from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
 

@@ -10,11 +10,14 @@ from flowrt.workers.rollout import RolloutLoop
 
 from flowrt import api
 from flowrt.clock import DrivenClock
+from flowrt.engines.build import build_model
+from flowrt.engines.checkpoint import named_parameters
 from flowrt.engines.costs import DecodeCost
 from flowrt.engines.lengths import Lengths, Uniform
 from flowrt.engines.pace import NEVER
-from flowrt.engines.protocols import Interrupt
+from flowrt.engines.protocols import Interrupt, RolloutEngine
 from flowrt.engines.simulated import SimulatedRollout
+from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.recipes.grpo import POLICY
 
 TOKENS, EARLY = 10, 4
@@ -58,7 +61,7 @@ class Held:
             raise TimeoutError("the engine was not called back")
 
 
-async def generate(session: api.Session, engine: SimulatedRollout, in_flight: bool) -> None:
+async def generate(session: api.Session, engine: RolloutEngine, in_flight: bool) -> None:
     session.params.applied(POLICY, 0)
     async with asyncio.TaskGroup() as tasks:
         await RolloutLoop(session, engine, 0, tasks, in_flight=in_flight).run()
@@ -106,3 +109,26 @@ async def test_a_sequence_has_tokens_of_two_versions_only_when_weights_are_swapp
         first, second = await versions_of_two(address, in_flight)
     assert first == ([0] * EARLY + [1] * (TOKENS - EARLY) if in_flight else [0] * TOKENS)
     assert second == [1] * TOKENS
+
+
+async def test_the_torch_engine_swaps_in_flight_what_it_has_prepared_beside_generation(tmp_path: Path) -> None:
+    model = build_model(
+        vocab_size=24, hidden_size=32, layers=2, heads=2, intermediate_size=64, max_length=4096, seed=1
+    ).eval()
+    engine = TorchRollout(model, eos_id=99, rows=4, max_new_tokens=1500, temperature=1.0)
+    published = [api.Snapshot.take(version, named_parameters(model)) for version in (1, 2)]
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, address):
+        source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]
+        async with asyncio.TaskGroup() as tasks:
+            generating = tasks.create_task(generate(rollout, engine, in_flight=True))
+            await source.offer("data", 0, 0, 1, {"prompt": torch.ones(2, dtype=torch.int32)})
+            for snapshot in published:
+                await source.params.publish(POLICY, snapshot)
+            batch = await reader.pull("read", 1, deadline_s=6 * PATIENCE_S)
+            generating.cancel()
+        for session in (source, rollout, reader):
+            await session.close()
+    versions = batch.versions(0).tolist()
+    assert (versions, engine.version) == (sorted(versions), 2)
+    assert len(set(versions)) >= 2
+    assert engine._ahead.cached is not None, "nothing was prepared"

@@ -1,15 +1,20 @@
 """Weights swapped between two tokens: what runs goes on with the new ones, and its spans say so."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from flowrt.workers.engines import rollout_engine
 
-from flowrt.engines.build import build_model
-from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.build import build_model, wrap_tokenizer
+from flowrt.engines.checkpoint import named_parameters, save_model
 from flowrt.engines.protocols import Prompt, Response
+from flowrt.engines.refilling import FEW_TOKENS, MOST_ROUNDS
 from flowrt.engines.scoring import score
 from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
 NO_EOS, TOKENS = 99, 24
@@ -86,6 +91,72 @@ def test_without_recomputing_the_old_keys_stay() -> None:
     kept, fresh = generate(1, 2, 7, recompute=False), generate(1, 2, 7, recompute=True)
     assert any(not torch.equal(kept[key].tokens, fresh[key].tokens) for key in kept)
     assert [one.spans for one in kept.values()] == [one.spans for one in fresh.values()]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_the_configuration_chooses_decides_by_whose_keys_the_rest_is_made(tmp_path: Path, recompute: bool) -> None:
+    """Recomputed, what comes after is what a fresh forward pass over the whole prefix says; kept, it is not."""
+    old, new, todo = make_model(1), make_model(2), prompts(greedy=False)
+    save_model(old, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+    flags = [
+        "arithmetic",
+        "--model",
+        str(tmp_path / "model"),
+        "--rollout.recompute",
+        str(recompute),
+        "--rollout.swap",
+        "inflight",
+    ]
+    engine = rollout_engine(parse([*flags, "--rollout.max-new-tokens", str(TOKENS), "--rollout.rows", "8"]))
+    engine.add(todo)
+    engine.run(After(3))
+    engine.swap(Snapshot.take(1, named_parameters(new)))
+    across = []
+    while engine.running:
+        across += [one for one in engine.run(threading.Event()) if len(one.spans) == 4]
+    distances = []
+    for response in across:
+        before = response.spans[1]
+        (fresh,) = score(new, [todo[response.key].tokens], [response.tokens], 1.0, 10_000)
+        distances.append(float((response.logprobs[before:] - fresh[before:]).abs().max()))
+    assert len(across) >= 2
+    assert all(distance < 1e-5 if recompute else distance > 1e-2 for distance in distances), distances
+
+
+def test_prepared_beside_generation_the_rest_is_the_same_and_the_swap_has_little_left_to_compute() -> None:
+    """Sequences end, and others begin, while a second copy of the model follows; then it takes over."""
+    engine = TorchRollout(make_model(1), eos_id=NO_EOS, rows=9, max_new_tokens=TOKENS, temperature=1.0)
+    todo, done = prompts(greedy=False), dict[int, Response]()
+    for version, model in enumerate((make_model(2), make_model(3)), 1):
+        engine.add([Prompt(one.key + 10 * version, one.tokens, one.seed + version) for one in todo][: engine.room])
+        engine.run(After(8 if version == 1 else 5))
+        snapshot = Snapshot.take(version, named_parameters(model))
+        behind = []
+        while (work := engine.prepare(snapshot)) is not None:
+            beside = threading.Thread(target=work)
+            beside.start()
+            done |= {one.key: one for one in engine.run(After(5 - 2 * len(behind)))}
+            beside.join(20.0)
+            if not behind:
+                engine.add([Prompt(99 + version, todo[0].tokens, 7)])
+            behind.append(engine._ahead.behind(engine._sequences()))
+        assert 2 <= len(behind) <= MOST_ROUNDS
+        assert behind[-1] <= FEW_TOKENS
+        assert version == 1 or set(done) == {10, 11, 12, 13}  # they ended meanwhile
+        engine.swap(snapshot)
+        assert engine.version == version
+    while engine.running:
+        done |= {one.key: one for one in engine.run(threading.Event())}
+    assert len(done) == 10
+    assert {response.spans[::2] for response in done.values()} == {(0, 1), (0, 1, 2), (1, 2)}
+    for key, response in done.items():
+        tokens = todo[0 if key > 90 else key % 10].tokens
+        by = [score(make_model(1 + one), [tokens], [response.tokens], 1.0, 10_000)[0] for one in range(3)]
+        made = 0
+        for version, count in zip(response.spans[::2], response.spans[1::2], strict=True):
+            told, wanted = response.logprobs[made : made + count], by[version][made : made + count]
+            torch.testing.assert_close(told, wanted, atol=1e-5, rtol=0)
+            made += count
 
 
 @pytest.mark.parametrize("recompute", [True, False])

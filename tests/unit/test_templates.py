@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from flowrt.launch.templates import HERE, Site, fill, filled, placeholders, write
-from flowrt.workers.together import HCCL_TIMEOUTS_S, group_timeout_s
+from flowrt.workers.group import HCCL_TIMEOUTS_S, group_timeout_s
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, TransferError
+from flowrt.transport.pinned import device_of, for_device
 from flowrt.transport.store import TensorStore
 from flowrt.transport.weights import BUCKET_BYTES, Snapshot
 from flowrt.wire.records import Column, Part
@@ -94,3 +95,14 @@ def test_a_snapshot_of_another_model_changes_nothing() -> None:
     with pytest.raises(TransferError, match="same checkpoint"):
         Snapshot.take(1, {"w": torch.zeros(5)}).restore(target)
     assert target["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_weights_of_a_cpu_are_copied_plainly() -> None:
+    """No pinned memory, no stream: this machine may have no device that they are for."""
+    tensors = {"w": torch.randn(1000, 33), "b": torch.randn(7).bfloat16()}
+    snapshot = Snapshot.take(1, tensors)
+    assert not any(bucket.is_pinned() for bucket in snapshot.buckets)
+    assert for_device(snapshot.buckets[0], device_of(tensors.values())) is snapshot.buckets[0]
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    snapshot.restore(target)
+    assert all(torch.equal(target[name], tensors[name]) for name in tensors)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flowrt.controller.events import Command, End, Gone, Tick
+from flowrt.controller.events import Command, End, Gone, Joined, Tick
 from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, whole
 from flowrt.testing.talk import Talk
@@ -66,6 +66,51 @@ def test_what_came_whole_from_a_holder_that_is_gone_can_be_fetched_and_retired()
     talk.say(SECOND, m.Staged(MODEL, 1))
     retired = talk.heard(talk.say(SECOND, m.Staged(MODEL, 2)), m.Retire)
     assert (SECOND, 1) in [(who, order.version) for who, order in retired]
+
+
+def test_a_version_that_died_with_its_publisher_is_not_waited_for() -> None:
+    talk = Talk(bound=1)
+    published(talk)
+    for receiver in (FIRST, SECOND):
+        talk.say(receiver, m.Staged(MODEL, 1))
+        talk.say(receiver, m.Applied(MODEL, 1))
+    [(_, order), _] = talk.heard(talk.say("trainer0", m.Publish((whole(2),), ())), m.Fetch)
+    talk.event(Gone(WorkerId("trainer0"), ""))
+    weights = talk.core.weights
+    assert (weights.latest, weights.newest) == (1, 2)
+    talk.say(FIRST, failed(order))
+    talk.event(Joined(WorkerId("rollout2"), "rollout", "host"))
+    assert fetches(talk, talk.say("rollout2", m.Applied(MODEL, 0))) == [("rollout2", SECOND)]
+    talk.offer()
+    assert talk.pull("rollout2", "rollout") is None  # it came in the middle: it begins with what it fetches
+    talk.say("rollout2", m.Staged(MODEL, 1))
+    granted = talk.heard(talk.say("rollout2", m.Applied(MODEL, 1)), m.Grant)
+    assert [who for who, _ in granted] == ["rollout2"]
+
+
+def test_who_needs_a_version_that_is_gone_waits_for_the_next_and_says_so() -> None:
+    talk = Talk()
+    published(talk)
+    talk.event(Gone(WorkerId("trainer0"), ""))
+    talk.event(Joined(WorkerId("trainer1"), "trainer", "host"))
+    talk.offer(at_least=1)
+    assert talk.pull(FIRST, "rollout") is None
+    [wait] = [edge for edge in talk.core.wait_graph(talk.now, wait_s=600.0).waits if edge.who == FIRST]
+    assert (wait.limit_s, wait.what.partition(", and ")[2]) == (
+        600.0,
+        "version 1 is gone with who published it: the next one has to be published",
+    )
+    talk.assert_illegal("trainer1", m.Publish((whole(1),), ()))
+    assert (FIRST, "trainer1") in fetches(talk, talk.say("trainer1", m.Publish((whole(2),), ())))
+
+
+def test_what_came_whole_just_before_its_publisher_died_is_the_latest_again() -> None:
+    talk = Talk()
+    published(talk)
+    talk.event(Gone(WorkerId("trainer0"), ""))
+    assert talk.core.weights.latest == 0
+    assert fetches(talk, talk.say(FIRST, m.Staged(MODEL, 1))) == []  # the second still waits for it on its broken lane
+    assert talk.core.weights.latest == 1
 
 
 def test_a_transfer_that_fails_for_ever_is_no_progress() -> None:

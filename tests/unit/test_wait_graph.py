@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+from io import StringIO
 
 import pytest
+from flowrt.launch.status import draw
+from rich.console import Console
 
 from flowrt.controller.events import End, Gone, Tick
 from flowrt.controller.knots import Edge, WaitGraph, find_knots
@@ -101,17 +104,31 @@ def test_each_waiting_for_the_others_next_version_is_a_knot() -> None:
     talk.say("trainer0", m.Pull(6, "train", 1, 0, 1))
     assert graph(talk).knots == (("rollout0", "trainer0"),)
     assert "these wait for each other: rollout0, trainer0" in graph(talk).sentences(10)
+    assert "these wait for each other: rollout0, trainer0" in printed(talk)
     talk.say("trainer0", m.Publish((whole(1),), ()))
     assert graph(talk).knots == ()
+    assert "wait for each other" not in printed(talk)
+
+
+def printed(talk: Talk) -> str:
+    """What ``flowrt status`` shows of it where there are no colours, every stretch of white space made one space."""
+    console = Console(width=200, file=StringIO(), color_system=None)
+    console.print(draw(json.loads(json.dumps(status(talk.core, talk.now, 600.0, {}, {})))))
+    assert isinstance(console.file, StringIO)
+    return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
 def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> None:
     talk = Talk()
     talk.say("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
     assert not wait_of(talk, "trainer0").overdue
+    assert "over its" not in printed(talk)
     talk.now = 2.0
     edge = wait_of(talk, "trainer0")
     assert (edge.turn, edge.age_s, edge.overdue) == (("rollout0",), 11.0, True)
+    overdue = "trainer0 waits 11 s for a piece over lane rollout0>trainer0, over its 10 s: it is the turn of rollout0"
+    assert printed(talk).startswith(overdue)
+    assert "trainer0 a piece over lane rollout0>trainer0 11.0 s 10 s rollout0" in printed(talk)
     talk.say("trainer0", m.Report((), (), ()))
     assert not [edge for edge in graph(talk).waits if edge.who == "trainer0"]
     talk.say("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))

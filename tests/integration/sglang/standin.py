@@ -35,6 +35,7 @@ class Standin:
         self.fail_next = ""  # route: the next request for it is refused
         self.status = 400  # 0: it is never answered
         self.asked: list[str] = []
+        self.said: list[tuple[str, Any]] = []
         self.loaded: dict[str, list[int]] = {}
         self.changed = asyncio.Event()
 
@@ -42,8 +43,9 @@ class Standin:
         route = request.path
         self.asked.append(route)
         body = await request.json() if request.can_read_body else {}
-        if route in ("/health", "/server_info", "/asked", "/loaded", "/fail_next"):
+        if route in ("/health", "/server_info", "/asked", "/said", "/loaded", "/fail_next"):
             return self.tell(route, body)
+        self.said.append((route, {name: one for name, one in body.items() if isinstance(one, str | bool)}))
         wrong = self.wrong(route, body)
         if wrong:
             return web.json_response({"success": False, "message": wrong}, status=400)
@@ -64,6 +66,8 @@ class Standin:
             self.fail_next, self.status = body["route"], body.get("status", 400)
         if route == "/asked":
             return web.json_response(self.asked)
+        if route == "/said":
+            return web.json_response(self.said)
         if route == "/loaded":
             return web.json_response(self.loaded)
         return web.json_response({"version": self.release, "tp_size": 1, "device": self.device, "dtype": "float32"})

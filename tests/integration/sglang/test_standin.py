@@ -1,5 +1,6 @@
 """The engine against a process that keeps to SGLang's protocol: releases, failures, recovery; no SGLang is needed."""
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from flowrt.workers.engines import sglang_engine
 
 from flowrt.engines.checkpoint import load_model, named_parameters
 from flowrt.errors import ConfigError, EngineError, TransferError
+from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
 from .playing import TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
@@ -46,6 +49,29 @@ def test_weights_change_under_running_sequences(
     change = asked[asked.index("/generate") :]
     update = f"/update_weights_from_{weights}"
     assert change.index("/pause_generation") < change.index(update) < change.index("/continue_generation")
+
+
+@pytest.mark.parametrize(("pause", "flush"), [("retract", True), ("in_place", False), ("abort", True)])
+def test_what_the_configuration_chooses_is_what_the_server_is_told(
+    pause: str, flush: bool, play: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Computed again, kept or cut; only what is kept needs the keys that are in the cache."""
+    one = play("0.5.23")
+    flags = ["--model", str(checkpoint), "--run-dir", str(tmp_path), "--rollout.engine", "sglang"]
+    server = ["--rollout.sglang.url", f"http://127.0.0.1:{one.port}", "--rollout.sglang.pause", pause]
+    many = ["--rollout.workers", "1", "--rollout.rows", "4", "--rollout.max-new-tokens", "40"]
+    with contextlib.closing(sglang_engine(parse(["arithmetic", *flags, *server, *many]), "rollout")) as engine:
+        engine.start()
+        engine.add(prompts(4))
+        until_some_are_made(one)
+        before = len(one.ask("/said"))
+        engine.swap(snapshot(checkpoint, 1))
+        engine.swap(snapshot(checkpoint, 2))
+        assert len(drain(engine)) == 4
+    said = [(route, body) for route, body in one.ask("/said")[before:] if route != "/generate"]
+    assert [body["mode"] for route, body in said if route == "/pause_generation"] == [pause] * 2
+    updates = [body["flush_cache"] for route, body in said if route == "/update_weights_from_disk"]
+    assert updates == [flush] * 2
 
 
 @pytest.mark.parametrize("shared", [False, True])

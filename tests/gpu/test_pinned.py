@@ -1,0 +1,40 @@
+"""Weights to a GPU and back: through pinned memory, whole, and not before the GPU has done what it was told."""
+
+import pytest
+import torch
+
+from flowrt.transport.weights import Snapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this has not run on one yet"),
+]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    shapes = {"a": (3000, 4001), "bias": (7,), "b": (30_000_000,)}
+    return {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in shapes.items()}
+
+
+def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it() -> None:
+    tensors = weights()
+    for _ in range(50):  # the GPU is still at work on this when the snapshot is asked for
+        tensors["a"].mul_(1.01).add_(0.01)
+    snapshot = Snapshot.take(1, tensors)
+    expected = Snapshot.take(1, {name: tensor.cpu() for name, tensor in tensors.items()})
+    tensors["a"].zero_()
+    assert all(bucket.is_pinned() for bucket in snapshot.buckets)
+    assert not any(bucket.is_pinned() for bucket in expected.buckets)
+    assert all(map(torch.equal, snapshot.buckets, expected.buckets))
+    assert snapshot.checksum() == expected.checksum()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_version_is_whole_on_the_device_when_it_is_used(pinned: bool) -> None:
+    new = weights()
+    on_host = {name: tensor.cpu() for name, tensor in new.items()}
+    snapshot = Snapshot.take(1, new if pinned else on_host)
+    target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
+    snapshot.restore(target)
+    found = {name: tensor * 1 for name, tensor in target.items()}  # what is told next sees all of it
+    assert all(torch.equal(found[name].cpu(), on_host[name]) for name in on_host)

@@ -1,0 +1,96 @@
+"""Peers that fill the controller's memory without ever saying a whole message."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowrt import api
+from flowrt.errors import RemoteProtocolError
+from flowrt.wire.arrears import MOST_BYTES, received_bytes
+
+FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
+ENDS_S = 30.0
+ENDLESS = """
+import socket, sys, time
+host, _, port = sys.argv[1].removeprefix("tcp://").rpartition(":")
+peer = socket.create_connection((host, int(port)))
+# ZMTP 3.0 (rfc.zeromq.org/spec/23): the greeting, READY, then parts that say that more will follow.
+peer.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32))
+ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+peer.sendall(b"\\x04" + bytes([len(ready)]) + ready)
+part, sent = b"\\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20), 0
+try:
+    while sent < 4096:
+        peer.sendall(part)
+        sent += 1
+        time.sleep(0.005)  # about 200 MB/s
+except OSError:
+    print(sent << 20)
+else:
+    sys.exit("4 GB are there, and nobody minds")
+"""
+MANY = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.LINGER, 0)
+events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+socket.connect(sys.argv[1])
+socket.send_multipart([b"x"] * 300_000)
+assert events.poll(20_000), "still connected after 20 s"
+print(0, flush=True)
+"""
+
+
+async def peak_of(address: str, program: str) -> tuple[int, int]:
+    """What the program prints, and the most memory that this process, the controller's, has grown by meanwhile."""
+    before, most = psutil.Process().memory_info().rss, 0
+    command = [sys.executable, "-c", program, address]
+    work = asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=ENDS_S)
+    told = asyncio.create_task(work)
+    while not told.done():
+        await asyncio.wait([told], timeout=0.02)
+        most = max(most, psutil.Process().memory_info().rss - before)
+    ended = await told
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stdout), most
+
+
+async def test_a_message_without_end_costs_the_connection_and_disturbs_nobody(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        sent, grown = await peak_of(address, ENDLESS)
+        assert grown < 5 * MOST_BYTES, f"{grown >> 20} MB of {sent >> 20} were kept"
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        await session.close()
+        assert server.ended is None
+        assert server.refused_connections == 1
+
+
+async def test_a_message_of_many_parts_costs_the_connection(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        _, grown = await peak_of(address, MANY)
+        assert grown < MOST_BYTES
+        assert server.refused_messages == 1
+        assert server.ended is None
+
+
+async def test_much_that_is_delivered_is_no_harm(tmp_path: Path) -> None:
+    """More than a connection may owe, in messages that have an end: each is answered."""
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        arrears = server._link.gate.arrears
+        (descriptor,) = arrears._descriptors
+        note = "n" * (1 << 20)
+        for _ in range(2 * (MOST_BYTES >> 20)):
+            session.report({note: 1.0})
+            await asyncio.sleep(0)
+        with pytest.raises(RemoteProtocolError):  # the last is answered when all before it are read
+            await session.pull("no such stage", slots=1)
+        assert received_bytes(descriptor) > 2 * MOST_BYTES
+        assert arrears.excessive() == arrears.excessive() == []
+        assert server.ended is None
+        await session.close()

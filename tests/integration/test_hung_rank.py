@@ -1,0 +1,56 @@
+"""A trainer of two ranks, one of which hangs: the run says which, and goes back to its last checkpoint."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flowrt.recipes.paths import checkpoint_steps
+
+pytestmark = pytest.mark.slow
+STEPS, PROMPTS = 6, 4
+NOTICED_S = 5.0
+DEADLINE_S = 2.0
+SMALL = [
+    *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"),
+    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--checkpoint.every", "2", "--trainer.ranks", "2"),
+]
+
+
+def rank_of(run: Any, rank: int) -> psutil.Process:
+    [found] = [one for one in run.find("flowrt.workers.trainer") if one.environ().get("RANK") == str(rank)]
+    return found
+
+
+def test_a_stopped_rank_sends_the_run_back_to_its_checkpoint(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), *SMALL)
+    run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint")
+    stopped = rank_of(run, 1)
+    run.signal(signal.SIGSTOP, stopped)
+    began_s = time.monotonic()
+    run.wait_for(lambda: "the run ends: trainer-1: its connection is closed" in run.log("controller"), "notice")
+    assert time.monotonic() - began_s < NOTICED_S + 0.5
+    assert run.wait(90.0) == 0, run.output
+    run.assert_gone(10.0)
+    assert "restart 1 of 3" in run.words
+    assert not stopped.is_running()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
+    assert summary["resumed_from"] >= 2
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
+    """Its heartbeats go on: the other one knows by the deadline of the ranks, and says who was missed, and where."""
+    script = [str(Path(__file__).with_name("hanging_rank.py")), str(DEADLINE_S)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1, ended.stderr
+    [said] = ended.stdout.splitlines()
+    assert said == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not come"

@@ -1,0 +1,152 @@
+"""Terminated with SIGTERM, and resumed: what was trained is saved first, and the run goes on as if nothing had been."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowrt.controller.ledger_reader import LedgerReader
+from flowrt.recipes.paths import checkpoint_steps
+
+pytestmark = pytest.mark.slow
+BEFORE, STEPS, PROMPTS = 3, 12, 4
+WITHIN_S = 15.0
+SMALL = [
+    *("--prompts-per-step", str(PROMPTS), "--group-size", "4", "--trainer.micro-batch-tokens", "100"),
+    *("--rollout.workers", "1", "--trainer.lr", "0.002", "--loss.kl-coef", "0", "--data.eval-prompts", "0"),
+    *("--checkpoint.every", "1000", "--supervisor.restarts", "0", "--restarts", "0"),
+]
+EXACT = [*SMALL, "--steps", str(STEPS), "--staleness", "0", "--deterministic", "True"]
+TIMES = {"wall_s", "samples_per_s"}
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines(run_dir)]
+
+
+def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "final", dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def taken_back(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Prompts that were trained, and had to be trained again."""
+    with LedgerReader(run_dir / "ledger.sqlite") as ledger:
+        return ledger.read("SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
+
+
+def terminate(run: Any, others: Sequence[psutil.Process] = ()) -> int:
+    """Once some steps are trained; returns how many the checkpoint has that the run ends with."""
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    assert checkpoint_steps(run.run_dir) == []
+    run.signal(signal.SIGTERM)
+    for process in others:
+        run.signal(signal.SIGTERM, process)
+    assert run.wait(WITHIN_S) == 130, run.output
+    run.assert_gone(WITHIN_S)
+    assert "Traceback" not in run.output
+    [saved] = checkpoint_steps(run.run_dir)
+    assert saved == len(lines(run.run_dir)) >= BEFORE
+    assert f"interrupted (SIGTERM); saved after {saved} steps" in run.words
+    assert not (run.run_dir / "final").exists()
+    return saved
+
+
+def assert_gone_on(run: Any, saved: int, steps: int) -> None:
+    assert run.wait(90.0) == 0, run.output
+    assert f"going on after step {saved - 1}" in run.log("controller")
+    assert [line["step"] for line in lines(run.run_dir)] == list(range(steps))
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["resumed_from"], summary["steps"]) == (saved, steps)
+    assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
+    assert summary["prompts"]["trained"] == steps * PROMPTS
+    assert taken_back(run.run_dir) == []
+
+
+def test_it_ends_with_the_same_bits_as_a_run_that_was_not_terminated(
+    launch: Callable[..., Any], taught_model: Path
+) -> None:
+    plain = launch("--model", str(taught_model), *EXACT)
+    assert plain.wait(90.0) == 0, plain.output
+    run = launch("--model", str(taught_model), *EXACT)
+    saved, run_dir = terminate(run), run.run_dir
+    assert_gone_on(launch(resume=run_dir), saved, STEPS)
+    assert numbers(run_dir) == numbers(plain.run_dir)
+    assert len({line["reward"] for line in numbers(run_dir)}) > 1
+    mine = parameters(run_dir)
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in parameters(plain.run_dir).items())
+
+
+def test_all_ranks_save_the_same_step(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
+    saved = terminate(run)
+    assert_gone_on(launch("--steps", str(saved + 2), resume=run.run_dir), saved, saved + 2)
+
+
+def test_a_job_of_which_every_process_is_terminated_saves_too(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
+    run.wait_for(lambda: lines(run.run_dir), "a step")
+    terminate(run, [process for process in run.processes() if process.pid != run.pid])
+
+
+def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL[:-1], "1", "--steps", "100000")
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    [trainer] = run.find("flowrt.workers.trainer")
+    run.signal(signal.SIGTERM, trainer)
+    run.wait_for(lambda: "restart 1 of 1" in run.words, "another life")
+    [saved] = checkpoint_steps(run.run_dir)
+    assert saved == len(lines(run.run_dir)) >= BEFORE
+    assert f"trainer was terminated (SIGTERM); saved after {saved} steps" in run.words
+    assert f"from step {saved}" in run.words
+
+
+def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000")
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    [trainer] = run.find("flowrt.workers.trainer")
+    os.kill(trainer.pid, signal.SIGSTOP)
+    run.signal(signal.SIGTERM)
+    assert run.wait(2 * WITHIN_S) == 130, run.output
+    run.assert_gone(2 * WITHIN_S)
+    assert "what was trained since the last checkpoint is not saved: trainer: " in run.words
+    assert checkpoint_steps(run.run_dir) == []
+
+
+def test_patience_can_be_short(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--checkpoint.drain-s", "1")
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    [trainer] = run.find("flowrt.workers.trainer")
+    os.kill(trainer.pid, signal.SIGSTOP)
+    run.signal(signal.SIGTERM)
+    assert run.wait(WITHIN_S) == 130, run.output
+    assert "is not saved: no end of it within 1 s (checkpoint.drain_s): trainer has not saved" in run.words
+
+
+def test_an_interrupt_after_it_ends_the_run_at_once(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--controller.silence-s", "300")
+    run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
+    [trainer] = run.find("flowrt.workers.trainer")
+    os.kill(trainer.pid, signal.SIGSTOP)
+    run.signal(signal.SIGTERM)
+    run.wait_for(lambda: "is saved first" in run.log("controller"), "word of the controller")
+    run.signal(signal.SIGINT)
+    assert run.wait(WITHIN_S) == 130, run.output
+    assert "interrupted (SIGINT)" in run.words

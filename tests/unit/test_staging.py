@@ -1,0 +1,76 @@
+"""A version that comes late: it never takes the place of a newer one."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt.client.params import Params
+from flowrt.transport.weights import Snapshot
+from flowrt.wire.messages import Fetch, Message, Retire, Staged
+from flowrt.wire.records import NO_BASE, LaneTurn, Weights
+
+WAIT_S = 20.0
+
+
+class Delivered:
+    """Lanes over which everything comes at once: each byte is the version's number."""
+
+    def receive_each(self, turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
+        for tensor in tensors:
+            tensor.fill_(turn.sequence)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_but_not_used(in_use: bool) -> None:
+    said: list[Message] = []
+    spawned: list[asyncio.Task[None]] = []
+
+    def spawn(work: Coroutine[Any, Any, None]) -> None:
+        spawned.append(asyncio.create_task(work))
+
+    params = Params(Delivered(), said.append, spawn, WAIT_S)  # type: ignore[arg-type]
+    params.applied("policy", 0)
+    for version in (2, 1):
+        buckets = [torch.full((100,), version, dtype=torch.uint8)]
+        weights = Weights("policy", version, NO_BASE, (100,), Snapshot(version, buckets).checksum())
+        params.fetch(Fetch(LaneTurn("trainer", "rollout0", "weights", 0, version, "shm"), weights))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*spawned)
+        if in_use and version == 2:
+            params.applied("policy", 2)
+    assert [one.version for one in said if isinstance(one, Staged)] == [2, 1]
+    staged = params.staged("policy")
+    assert (staged is None) if in_use else (staged is not None and staged.snapshot.version == 2)
+    assert {one.version for one in params.whole()} == {1, 2}
+
+
+async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it() -> None:
+    spawned: list[asyncio.Task[None]] = []
+    params = Params(Delivered(), lambda _: None, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)  # type: ignore[arg-type]
+    params.applied("policy", 0)
+    places, kept = [], []
+    for version in range(1, 7):
+        buckets = [torch.full((100_000,), version, dtype=torch.uint8)]
+        weights = Weights("policy", version, NO_BASE, (100_000,), Snapshot(version, buckets).checksum())
+        params.fetch(Fetch(LaneTurn("trainer", "rollout0", "weights", 0, version, "shm"), weights))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*spawned)
+        staged = params.staged("policy")
+        assert staged is not None
+        assert torch.equal(staged.snapshot.buckets[0], buckets[0])
+        places.append(staged.snapshot.buckets[0].data_ptr())
+        kept += [staged.snapshot] if version == 3 else []
+        params.applied("policy", version)
+        params.retire(Retire("policy", version - 1))
+        spawned.clear()
+        del staged
+    assert places[2] == places[0]
+    assert places[2] not in places[3:]
+    assert len(set(places)) == 3
+    assert kept[0].buckets[0].eq(3).all()
