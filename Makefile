@@ -19,7 +19,7 @@ run: $(STAMP)
 
 # What needs nothing but this machine, within 20 minutes: what works in its own process two at a time, whole runs one after
 # the other. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
-REAL := sglang or slurm or netns
+REAL := sglang or slurm or netns or gpu
 PURE := tests/unit tests/property tests/architecture
 LONG := $(addprefix tests/integration/test_,$(addsuffix .py,fsdp_run full_disk learning resume untold))
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flowrt.launch.facts import PACKAGES, Facts
-from flowrt.launch.memory import Needs
+from flowrt.launch.memory import Needs, device_bytes, host_bytes
+
+from flowrt.recipes.config import RunConfig
 
 OLDEST_PYTHON = (3, 11)
 FEWEST_FILES = 4096
@@ -48,10 +50,13 @@ class Wanted:
     controller: bool = False
 
 
-def wanted(needs: Needs, host_bytes: int, device: str, controller: bool) -> Wanted:
+def wanted(config: RunConfig, needs: Needs, all_facts: Sequence[Facts], controller: bool) -> Wanted:
+    """What the run needs of nodes like these: with ``auto`` it takes the accelerators that there are."""
+    there = any(facts.devices for facts in all_facts)
+    device = config.trainer.fsdp.device if config.trainer.engine == "fsdp" else ""
     return Wanted(
-        host_bytes=host_bytes,
-        device_bytes=needs.trainer_device if device in ("cuda", "npu") else 0,
+        host_bytes=host_bytes(config, needs, len(all_facts), there),
+        device_bytes=device_bytes(config, needs, there),
         device=device if device in ("cuda", "npu") else "",
         disk_bytes=needs.disk,
         controller=controller,
@@ -84,8 +89,11 @@ def devices(facts: Facts, want: Wanted) -> Finding:
 
 def device_memory(facts: Facts, want: Wanted) -> Finding:
     free = min((int(device["free_bytes"]) for device in facts.devices), default=0)
-    found = f"{_gib(free)} free on the fullest, a trainer rank needs about {_gib(want.device_bytes)}"
-    fix = "lower trainer.forward_tokens, use more ranks with --trainer.engine fsdp, or --trainer.fsdp.recompute True"
+    found = f"{_gib(free)} free on the fullest, the largest process on one needs about {_gib(want.device_bytes)}"
+    fix = (
+        "lower trainer.forward_tokens, use more ranks with --trainer.engine fsdp, --trainer.fsdp.gather pass, "
+        "or --trainer.fsdp.recompute True"
+    )
     return _line("device memory", facts, free < want.device_bytes, found, fix)
 
 

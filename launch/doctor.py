@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.launch.checks import Finding, State, Wanted, is_well, judge, wanted
+from flowrt.launch.checks import Finding, State, is_well, judge, wanted
 from flowrt.launch.facts import PROBE_S, START_S, Facts, collect, from_json
-from flowrt.launch.memory import Shape, estimate, host_bytes, shape_of
+from flowrt.launch.memory import estimate, shape_of
 from rich.console import Console
 from rich.table import Table
 
@@ -72,7 +72,8 @@ def doctor(arguments: Sequence[str], console: Console) -> int:
         all_facts = run_loop(_look_everywhere(order))
     else:
         all_facts = [_look(order)]
-    findings = judge(sorted(all_facts, key=lambda facts: facts.node), _wanted(order, shape, len(all_facts)))
+    want = wanted(config, estimate(config, shape), all_facts, bool(order.controller or order.on))
+    findings = judge(sorted(all_facts, key=lambda facts: facts.node), want)
     return report(findings, console)
 
 
@@ -128,14 +129,6 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", nargs="+", default=[], metavar="FILE", help="judge what --json has printed on each node"
     )
     return parser
-
-
-def _wanted(order: Order, shape: Shape, nodes: int) -> Wanted:
-    needs = estimate(order.config, shape)
-    trainer = order.config.trainer
-    device = trainer.fsdp.device if trainer.engine == "fsdp" else ""
-    measured = bool(order.controller or order.on)
-    return wanted(needs, host_bytes(order.config, needs, nodes), device, measured)
 
 
 def _look(order: Order) -> Facts:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.launch.commands import check_programs, worker_commands
+from flowrt.launch.devices import environments
 from flowrt.launch.missing import Missing
 from flowrt.launch.observer import Observer
 from flowrt.launch.picture import draw
@@ -98,6 +99,7 @@ class LocalRun:
                 "HF_HUB_OFFLINE": "1",
                 KEYS_VARIABLE: config.controller.keys,
             },
+            environments(config, os.environ),
         )
         keys = config.controller.keys
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None

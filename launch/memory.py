@@ -16,13 +16,16 @@ from flowrt.recipes.config import RunConfig
 PROCESS_BYTES = 700 * 10**6
 """A process with torch and transformers in it, before it has loaded anything."""
 SMALL_PROCESS_BYTES = 200 * 10**6
-FLOAT_BYTES, ADAM_BYTES, TOKEN_BYTES = 4, 8, 12
+FLOAT_BYTES, HALF_BYTES, ADAM_BYTES, TOKEN_BYTES = 4, 2, 8, 12
+DTYPE_BYTES = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
 HEAD_DIM = 32
 """Of the embedded model."""
 LAYER_TENSORS = 16
 """Activations of about the model's width that a layer keeps for the backward pass."""
 DELTA_SNAPSHOTS = 2
 """The newest version, and the one before it, from which it is published as changes."""
+SERVED_COPIES = 3
+"""Of a version in a worker with an SGLang server: the one in use, the one that comes, the one that is handed over."""
 LONGEST_HEADER = 100 * 10**6
 
 
@@ -36,6 +39,7 @@ class Shape:
     kv_size: int  # of the keys (or values) of one token in one layer
     vocab_size: int
     max_length: int
+    intermediate_size: int
 
     @property
     def weight_bytes(self) -> int:
@@ -48,8 +52,10 @@ class Needs:
     """Bytes for each process of a role, and for what the run writes."""
 
     trainer_rank: int
-    trainer_device: int  # of the above, what is on the rank's accelerator where it has one
+    trainer_first: int  # rank 0, beside that
+    trainer_device: int  # each rank, on its accelerator; in host memory where it has none
     rollout: int
+    server: int  # of a rollout worker that starts one, on its accelerator; in host memory where it has none
     reference: int
     small: int  # controller, source and reward together, with the samples that are under way
     disk: int
@@ -62,7 +68,15 @@ def built_shape(config: RunConfig) -> Shape:
     attention = hidden * HEAD_DIM * (2 * heads + 2 * kv_heads) + 2 * HEAD_DIM
     layer = attention + 3 * hidden * build.intermediate_size + 2 * hidden
     parameters = build.vocab_size * hidden + build.layers * layer + hidden
-    return Shape(parameters, build.layers, hidden, kv_heads * HEAD_DIM, build.vocab_size, build.max_length)
+    return Shape(
+        parameters,
+        build.layers,
+        hidden,
+        kv_heads * HEAD_DIM,
+        build.vocab_size,
+        build.max_length,
+        build.intermediate_size,
+    )
 
 
 def read_shape(path: Path) -> Shape:
@@ -78,6 +92,7 @@ def read_shape(path: Path) -> Shape:
             int(table.get("num_key_value_heads") or heads) * head_dim,
             int(table["vocab_size"]),
             int(table.get("max_position_embeddings", 0)),
+            int(table.get("intermediate_size") or 4 * hidden),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} has no config.json of a causal LM: {type(error).__name__} {error}") from None
@@ -88,40 +103,116 @@ def shape_of(config: RunConfig) -> Shape:
     return read_shape(Path(config.model)) if config.model else built_shape(config)
 
 
+def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
+    """Whether trainer ranks, and SGLang servers, work on an accelerator; ``there``: nodes have some."""
+    trainer, sglang = config.trainer, config.rollout.sglang
+    training = trainer.fsdp.device if trainer.engine == "fsdp" else "cpu"
+    # A server that is running somebody else has made room for.
+    generating = sglang.device if config.rollout.engine == "sglang" and not sglang.url else "cpu"
+    return _is_accelerated(training, there), _is_accelerated(generating, there)
+
+
+def _is_accelerated(device: str, there: bool) -> bool:
+    return there if device in ("", "auto") else device != "cpu"
+
+
+def model_bytes(config: RunConfig, shape: Shape) -> int:
+    """Of parameters, gradients and optimiser on each rank: the tables in docs/engines.md."""
+    trainer = config.trainer
+    if trainer.engine != "fsdp":
+        return shape.parameters * (2 * FLOAT_BYTES + ADAM_BYTES)
+    narrow, wide = _narrow_bytes(config), _wide_bytes(config)
+    adapters = _adapters(config, shape)
+    held, trained = shape.parameters + adapters, adapters or shape.parameters
+    shards = wide * held + 3 * wide * trained  # their gradients, both moments
+    whole = narrow * held + wide * trained  # and their gradients
+    return shards // trainer.ranks + (whole if trainer.fsdp.gather == "step" else whole // max(shape.layers, 1))
+
+
 def estimate(config: RunConfig, shape: Shape) -> Needs:
     """What each process of this run will hold at its fullest."""
-    weights, trainer = shape.weight_bytes, config.trainer
+    weights, trainer, rollout = shape.weight_bytes, config.trainer, config.rollout
     logits = 2 * shape.vocab_size * FLOAT_BYTES  # and their gradient, or their softmax
-    token = logits + shape.layers * LAYER_TENSORS * shape.hidden_size * FLOAT_BYTES
-    state = 2 * weights + shape.parameters * ADAM_BYTES  # parameters, gradients, both moments
-    if trainer.engine == "fsdp":
-        state = state // trainer.ranks + (weights if trainer.fsdp.gather == "step" else weights // max(shape.layers, 1))
-    device = state + trainer.forward_tokens * token
+    recompute = trainer.engine == "fsdp" and trainer.fsdp.recompute
+    kept = shape.layers + LAYER_TENSORS if recompute else shape.layers * LAYER_TENSORS
+    token = logits + kept * shape.hidden_size * _narrow_bytes(config)
     length = min(shape.max_length or config.build.max_length, config.build.max_length)
-    cache = config.rollout.rows * length * shape.layers * 2 * shape.kv_size * FLOAT_BYTES
+    cache = rollout.rows * length * shape.layers * 2 * shape.kv_size
     live = (config.staleness + 1) * config.prompts_per_step * config.group_size
-    samples = live * (config.rollout.max_new_tokens + length) * TOKEN_BYTES
-    kept = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
+    adapters = _adapters(config, shape)
+    published = _narrow_bytes(config) * _published(config, shape)
+    # Swapped in flight, a second copy goes over what runs while the first goes on.
+    copies = 2 if rollout.swap == "inflight" and rollout.recompute else 1
+    generating = copies * (shape.parameters + adapters) * _narrow_bytes(config) + published
+    server = 0
+    if rollout.engine == "sglang":
+        generating = SERVED_COPIES * published
+        width = FLOAT_BYTES if rollout.sglang.dtype == "float32" else HALF_BYTES
+        server = 0 if rollout.sglang.url else (shape.parameters + cache) * width
+    else:
+        generating += copies * cache * _narrow_bytes(config) + rollout.rows * logits
+    # The whole model is read, and written, by rank 0 alone where the others have shards.
+    whole = _wide_bytes(config) * (shape.parameters + adapters) if trainer.engine == "fsdp" else 0
+    saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     return Needs(
-        trainer_rank=PROCESS_BYTES + device + DELTA_SNAPSHOTS * weights,
-        trainer_device=device,
-        rollout=PROCESS_BYTES + 2 * weights + cache + config.rollout.rows * logits + samples,
+        trainer_rank=PROCESS_BYTES,
+        trainer_first=max(whole, DELTA_SNAPSHOTS * published),
+        trainer_device=model_bytes(config, shape) + trainer.forward_tokens * token,
+        rollout=PROCESS_BYTES + generating + samples,
+        server=server,
         reference=PROCESS_BYTES + weights + trainer.forward_tokens * logits,
         small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
-        disk=kept * (weights + shape.parameters * ADAM_BYTES) + 2 * weights,
+        disk=saved * (adapters or shape.parameters) * (FLOAT_BYTES + ADAM_BYTES) + 2 * weights,
     )
 
 
-def host_bytes(config: RunConfig, needs: Needs, nodes: int) -> int:
-    """What the fullest node holds: all of the run where its workers start here, else the largest part of it."""
+def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = False) -> int:
+    """What the fullest node holds: all of the run where its workers start here, else the largest part of it.
+
+    ``devices``: nodes have accelerators. What lies on one does not lie in host memory.
+    """
     trainer, reference = config.trainer, needs.reference if config.loss.kl_coef > 0 else 0
-    part = trainer.ranks // trainer.nodes * needs.trainer_rank
+    training, serving = accelerated(config, devices)
+    rank = needs.trainer_rank + (0 if training else needs.trainer_device)
+    part = trainer.ranks // trainer.nodes * rank + needs.trainer_first
+    rollout = needs.rollout + (0 if serving else needs.server)
     head = needs.small + reference
-    generating = math.ceil(config.rollout.workers / max(nodes - trainer.nodes, 1)) * needs.rollout
+    generating = math.ceil(config.rollout.workers / max(nodes - trainer.nodes, 1)) * rollout
     away = bool(config.launch.rollout), bool(config.launch.trainer)
-    here = head + (0 if away[0] else config.rollout.workers * needs.rollout) + (0 if away[1] else part)
+    here = head + (0 if away[0] else config.rollout.workers * rollout) + (0 if away[1] else part)
     # With trainers elsewhere, the controller's host is most often one of theirs.
     return max(here + part if away[1] else here, generating if away[0] else 0)
+
+
+def device_bytes(config: RunConfig, needs: Needs, devices: bool) -> int:
+    """What the largest process on an accelerator needs of it; 0 where none works on one."""
+    training, serving = accelerated(config, devices)
+    return max(needs.trainer_device if training else 0, needs.server if serving else 0)
+
+
+def _narrow_bytes(config: RunConfig) -> int:
+    """Of a parameter in passes, and published."""
+    return DTYPE_BYTES[config.trainer.fsdp.dtype] if config.trainer.engine == "fsdp" else FLOAT_BYTES
+
+
+def _wide_bytes(config: RunConfig) -> int:
+    """Of the optimiser's own parameter, and of a gradient."""
+    return max(_narrow_bytes(config), FLOAT_BYTES)
+
+
+def _adapters(config: RunConfig, shape: Shape) -> int:
+    """How many numbers the adapters have, at most: one at each linear layer; 0 where there are none."""
+    rank = config.trainer.lora.rank if config.trainer.engine == "fsdp" else 0
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    attention = 2 * (hidden + hidden) + 2 * (hidden + shape.kv_size)
+    return rank * shape.layers * (attention + 3 * (hidden + wide))
+
+
+def _published(config: RunConfig, shape: Shape) -> int:
+    """How many numbers a version has."""
+    adapters = _adapters(config, shape)
+    return adapters if adapters and config.trainer.lora.publish == "adapters" else shape.parameters
 
 
 def _parameters(path: Path) -> int:

@@ -46,8 +46,12 @@ class Child:
 class Children:
     """Everything a launcher has started; none of it outlives `end`, or the launcher itself."""
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, log_dir: Path, environment: Mapping[str, str], own: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """``own`` is what is added to the environment of some, by their names."""
         self._log_dir = log_dir
+        self._own = own or {}
         self._environment = {**os.environ, **environment, LAUNCHER: this_launcher()}
         self._all: list[Child] = []
 
@@ -61,7 +65,7 @@ class Children:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=self._environment,
+                    env={**self._environment, **self._own.get(name, {})},
                     # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
                     start_new_session=True,
                     preexec_fn=die_with_parent,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from flowrt.errors import EXIT_OK, FlowError, LocalProtocolError, WaitExpired
-from flowrt.transport.devices import has_cuda, has_npu
+from flowrt.transport.devices import cuda_is_here, npu_is_here, torch_npu
 from flowrt.transport.lane import LaneSet
 from flowrt.transport.pieces import Run
 from flowrt.transport.transports import abilities, transports
@@ -42,12 +42,12 @@ Heard = TypeVar("Heard", bound=m.Message)
 def devices() -> list[dict[str, Any]]:
     """Name and memory of each accelerator."""
     found: list[dict[str, Any]] = []
-    if has_cuda():
+    if cuda_is_here():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             found.append({"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total})
-    elif has_npu():
-        npu: Any = torch.npu  # type: ignore[attr-defined]
+    elif npu_is_here():
+        npu = torch_npu().npu
         for index in range(npu.device_count()):
             free, total = npu.mem_get_info(index)
             found.append({"name": npu.get_device_name(index), "free_bytes": free, "total_bytes": total})

@@ -66,9 +66,14 @@ class Lanes:
         return LaneTurn(sender, receiver, kind, incarnation, sequence, transport)
 
     def _choose(self, sender: WorkerId, receiver: WorkerId) -> str:
-        theirs = self._able.get(receiver, ())
-        both = [_name(one) for one in self._able.get(sender, ()) if one in theirs]
+        theirs = self._willing(receiver)
+        both = [_name(one) for one in self._willing(sender) if one in theirs]
         return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
+
+    def _willing(self, worker: WorkerId) -> tuple[str, ...]:
+        """What it does without being forced is what it names before that which everybody can do."""
+        able = self._able.get(worker, ())
+        return able[: able.index(EVERYWHERE)] if self._forced == AUTO and EVERYWHERE in able else able
 
     def best(self, owners: Collection[WorkerId], receiver: WorkerId, serving: Collection[WorkerId]) -> WorkerId:
         """Who of these shall serve: whose lanes there have failed least; rather one that serves the receiver now."""

@@ -65,6 +65,18 @@ def put_in_place(aside: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def written_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
+    """The type in which a model that began as the checkpoint there is written: ``wanted``, or the checkpoint's own.
+
+    That is what its config.json says; float32 where it says nothing.
+    """
+    if wanted != "source":
+        found: torch.dtype = getattr(torch, wanted)
+        return found
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    return config.dtype or torch.float32
+
+
 def without_dropout(model: Any) -> Any:
     """The model with every dropout at 0: what is trained has to be the policy that was sampled, which has none.
 

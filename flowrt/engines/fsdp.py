@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharded_state, sharding
-from flowrt.engines.checkpoint import without_dropout
+from flowrt.engines.checkpoint import without_dropout, written_dtype
 from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.passes import LossPasses, step_metrics
@@ -67,6 +67,7 @@ class FsdpTrainer:
             weight_decay=options.weight_decay,
         )
         self._steps = 0
+        self._final_dtype = written_dtype(source, options.final_dtype)
         self._begin()
 
     def accumulate(self, batch: TrainingBatch) -> None:
@@ -106,13 +107,16 @@ class FsdpTrainer:
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """What rollout workers need: whole weights, or adapters alone; on the other ranks than 0, nothing."""
         self._device.use()
-        alone = self._lora.rank and self._lora.publish == "adapters"
+        alone = bool(self._lora.rank) and self._lora.publish == "adapters"
+        merging = bool(self._lora.rank) and not alone
         dtype = getattr(torch, self._fsdp.dtype)
         tensors = {}
-        for name, tensor in sharding.whole_tensors(self.model, trained_only=bool(alone)):
+        for name, tensor in sharding.whole_tensors(self.model, trained_only=alone):
             if dist.get_rank() == 0:
-                tensors[name] = tensor.to(dtype) if self._lock_step else tensor
-        return merged(tensors, self._lora) if self._lora.rank and not alone else tensors
+                # What is made here goes to the host at once: there need not be room for all of it on the device.
+                tensors[name] = tensor.to("cpu", dtype) if self._lock_step or merging else tensor
+            del tensor
+        return merged(tensors, self._lora) if merging else tensors
 
     def save(self, directory: Path) -> None:
         self._device.use()
@@ -127,7 +131,7 @@ class FsdpTrainer:
     def export(self, directory: Path) -> None:
         self._device.use()
         sharding.scatter(self.model)
-        sharding.export(self.model, self._source, directory, self._fsdp, self._lora)
+        sharding.export(self.model, self._source, directory, self._fsdp, self._lora, self._final_dtype)
         self._begin()
 
     @property

@@ -30,6 +30,8 @@ class TrainOptions:
     """Gradients are clipped to this norm."""
     forward_tokens: int = 8192
     """Most padded tokens in one forward pass; a larger micro-batch is cut."""
+    final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"
+    """Type of the trained model that is written; source: that of the model that training began with."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_server import SglangServer
 from flowrt.engines.sglang_weights import WeightWay, weight_way
-from flowrt.errors import EngineError, EngineGone, WaitExpired
+from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
 from flowrt.waiting import until
 
@@ -133,10 +133,22 @@ class SglangHost:
             server.is_up()
         else:
             await self._link.post(said.pause("abort"), options.update_s)  # requests of an earlier life end here
+            if self.can.update_session:
+                await self._end_session()
         if self._snapshot is not None:
             await self._load(self._snapshot, flush=True)
         if server is None:
             await self._link.post(said.resume(), options.update_s)
+
+    async def _end_session(self) -> None:
+        """A change of weights that was given up, by us or by a worker before us, may have left its session open."""
+        assert self._link is not None
+        try:
+            await self._link.post(said.end_session(), self._options.update_s)
+        except EngineGone:
+            raise
+        except EngineError as refused:
+            log.debug("no session was open: %s", refused)
 
     async def _probe(self) -> None:
         """What the server can, how many of its processes hold weights, and whether we know how it sums them up."""
@@ -150,6 +162,11 @@ class SglangHost:
                     f"the SGLang server at {self._link.url} has {name} {about[name]}: weights can be changed "
                     "in one part only; use 1, and more rollout workers"
                 )
+        if about.get("device") == "npu" and self._options.weights == "broadcast":
+            raise ConfigError(
+                f"the SGLang server at {self._link.url} works on an NPU, and rollout.sglang.weights broadcast goes by "
+                "gloo, which takes nothing from NPUs; use disk or tensor"
+            )
         self._way = weight_way(self._options, self._layout, ranks)
         self._sums_up = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
         log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._link.url)

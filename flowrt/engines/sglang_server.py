@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -26,7 +27,10 @@ CPU_ARGUMENTS = (
     "--disable-overlap-schedule",
 )
 """What needs neither kernels nor a second core."""
-OURS_ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+OURS_ALONE = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*|FLOWRT_.*|PYTHONPATH)"
+)
+"""Environment variables that say where this worker stands, and with what keys: the server has ranks of its own."""
 
 
 class SglangServer:
@@ -112,7 +116,7 @@ class SglangServer:
         return command + shlex.split(options.arguments)
 
     def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+        environment = {name: value for name, value in os.environ.items() if not OURS_ALONE.fullmatch(name)}
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads)}
         if self._options.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

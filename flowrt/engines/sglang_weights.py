@@ -38,10 +38,6 @@ class WeightWay(Protocol):
         """Put all of the snapshot into the server. Raises EngineError when that failed, wherever it stands then."""
         ...
 
-    async def forget(self) -> None:
-        """The server that was loaded last is gone, or is to be joined anew."""
-        ...
-
 
 def weight_way(options: SglangOptions, layout: Layout, ranks: int) -> WeightWay:
     """As the options say; ``ranks`` is how many processes of the server hold weights."""
@@ -91,9 +87,6 @@ class DiskWeights:
                 calls = said.load_from_disk(str(directory), snapshot.version, flush=flush)
                 await run_calls(link, calls, self._deadline_s)
 
-    async def forget(self) -> None:
-        """Nothing is kept."""
-
     def _write(self, snapshot: Snapshot, file: Path) -> None:
         tensors = {one.name: view for bucket in self._layout.buckets(snapshot) for one, view in bucket}
         save_file(tensors, file, metadata={"format": "pt"})
@@ -134,9 +127,6 @@ class TensorWeights:
         calls = said.load_from_tensors(can, buckets, self._ranks, snapshot.version, flush=flush)
         await run_calls(link, calls, self._deadline_s)
 
-    async def forget(self) -> None:
-        """Nothing is kept."""
-
     def _serialize(self, snapshot: Snapshot) -> list[str]:
         return [serialized([(one.name, view) for one, view in bucket]) for bucket in self._layout.buckets(snapshot)]
 
@@ -163,9 +153,6 @@ class BroadcastWeights:
             raise
         finally:
             sending.add_done_callback(_seen)
-
-    async def forget(self) -> None:
-        self._group = None
 
     async def _joined(self, link: SglangLink) -> "_Group":
         if self._group is None:

@@ -1,5 +1,6 @@
 """A causal LM in shards over the ranks of a job: made, filled from a checkpoint, gathered, written again."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from flowrt.engines.checkpoint import load_model
 from flowrt.engines.lora import add_adapters, merged
 from flowrt.engines.options import FsdpOptions, LoraOptions
 from flowrt.transport.devices import Device
+
+GENERATION = "generation_config.json"
 
 
 def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOptions, seed: int) -> Any:
@@ -97,22 +100,30 @@ def whole_tensors(model: Any, *, trained_only: bool = False) -> Iterator[tuple[s
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def export(model: Any, source: Path, directory: Path, options: FsdpOptions, lora: LoraOptions) -> None:
+def export(
+    model: Any, source: Path, directory: Path, options: FsdpOptions, lora: LoraOptions, dtype: torch.dtype
+) -> None:
     """Write the model, adapters added, where `from_pretrained` finds it; all ranks take part, rank 0 writes.
 
-    On rank 0 the whole model is in host memory meanwhile.
+    On rank 0 the whole model is in host memory meanwhile. What is said of generating is that of ``source``.
     """
     first = dist.get_rank() == 0
-    tensors = {}
+    tensors = {name: buffer.to("cpu") for name, buffer in model.named_buffers()}
     for name, tensor in whole_tensors(model):
         if first:
             tensors[name] = tensor.to("cpu")
     if not first:
         return
-    plain = skeleton(source, wide(options))
-    plain.load_state_dict(merged(tensors, lora) if lora.rank else tensors, assign=True, strict=False)
+    whole = merged(tensors, lora) if lora.rank else tensors
+    plain = skeleton(source, dtype)
+    for name, _ in plain.named_parameters():
+        if name in whole:
+            whole[name] = whole[name].to(dtype)
+    plain.load_state_dict(whole, assign=True, strict=False)
     plain.tie_weights()
     plain.save_pretrained(directory, max_shard_size=int(options.file_gb * 1e9))
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, directory / GENERATION)
 
 
 def _fill(model: Any, source: Any, device: Device) -> None:

@@ -4,6 +4,7 @@ Every micro-batch adds the gradient of a *sum* of token losses; only the step di
 micro-batches of all ranks. How a step was cut therefore cannot change its gradient.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flowrt.algorithms import GrpoLoss
-from flowrt.engines.checkpoint import named_parameters, without_dropout
+from flowrt.engines.checkpoint import named_parameters, without_dropout, written_dtype
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import LossPasses, ranks, step_metrics
 from flowrt.engines.protocols import TrainingBatch
@@ -36,6 +37,11 @@ class TorchTrainer:
         )
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # sees each step's global gradient
         self._steps = 0
+        # Read now: what it was loaded from may be gone when training ends.
+        origin = str(getattr(model, "name_or_path", ""))
+        from_files = bool(origin) and (Path(origin) / "config.json").is_file()
+        as_it_is = options.final_dtype == "source" and not from_files
+        self._final_dtype = model.dtype if as_it_is else written_dtype(origin, options.final_dtype)
 
     def accumulate(self, batch: TrainingBatch) -> None:
         for rows in self._passes.cut(batch):
@@ -106,8 +112,14 @@ class TorchTrainer:
         restore_rng(tensors)
 
     def export(self, directory: Path) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self.model.save_pretrained(directory)
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        # A copy of everything but the weights, which are shared where their type is right; tied ones stay tied.
+        weights = {
+            id(one): torch.nn.Parameter(one.detach().to(self._final_dtype), requires_grad=False)
+            for one in self.model.parameters()
+        }
+        copy.deepcopy(self.model, weights).save_pretrained(directory)
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -173,7 +173,8 @@ class ControllerConfig:
     wait_s: float = 3600.0
     """How long a worker waits for one answer before it gives up."""
     lanes: str = "auto"
-    """How tensors move: auto (shared memory on one host, else by device, else TCP), or gloo, shm, nccl or hccl."""
+    """How tensors move: auto (shared memory on one host, else by devices already in use, else TCP), or gloo, shm,
+    nccl or hccl."""
     lane_s: float = 60.0
     """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
     lane_mb_per_s: float = 1.0
@@ -201,6 +202,9 @@ class LaunchConfig:
     """Words before the trainer's command (torchrun, where there are several ranks)."""
     others: str = ""
     """Words before the commands of source, reward and reference."""
+    devices: str = "auto"
+    """Accelerators of this machine, by commas: a trainer rank each for the first, rollout workers go round the others;
+    auto: those that there are; none: every worker sees all of them."""
 
 
 @dataclass(frozen=True)

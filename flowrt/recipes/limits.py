@@ -140,3 +140,7 @@ def _check_hosts(config: RunConfig) -> None:
             f"launch.rollout_hosts is {config.launch.rollout_hosts!r}, and launch.rollout has no $HOST for them: "
             f"{config.launch.rollout!r}; put it where the host belongs, as in 'ssh $HOST'"
         )
+    if not all(name.strip() for name in config.launch.devices.split(",")):
+        raise ConfigError(
+            f"launch.devices is {config.launch.devices!r}; use auto, none, or devices by commas, as in 0,1,2"
+        )

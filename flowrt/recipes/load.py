@@ -142,6 +142,10 @@ def check_sglang(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.workers is {config.rollout.workers}: two workers cannot change the weights of one server; use 1"
         )
+    if server.device == "npu" and server.weights == "broadcast":
+        raise ConfigError(
+            "rollout.sglang.weights broadcast goes by gloo, which takes nothing from NPUs; use disk or tensor"
+        )
     try:
         shlex.split(server.arguments)
     except ValueError as error:

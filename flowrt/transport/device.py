@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import TransferError, WaitExpired
-from flowrt.transport.devices import has_cuda, has_npu, torch_npu
+from flowrt.errors import ConfigError, TransferError, WaitExpired
+from flowrt.transport.devices import Kind, has_cuda, has_npu, own_index, torch_npu
 from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import PIECE_BYTES, Piece, Run, cut
 from flowrt.transport.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
@@ -36,29 +36,26 @@ _environment = threading.Lock()
 
 
 class NcclTransport:
-    """Groups on the CUDA device that is current where this is made, if any is."""
+    """Groups on the CUDA device that is current where this is made; else on the one that an engine here would take."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device() if has_cuda() else None
 
     def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
-        if self._device is None:
-            raise TransferError(
-                f"lane {store.lane}: nccl needs a CUDA device that is in use before the worker connects"
-            )
+        device = _own_index("cuda", store) if self._device is None else self._device
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch.distributed.ProcessGroupNCCL
         options = kind.Options()
         options._timeout = timedelta(seconds=pace.deadline_s * GROUP_PATIENCE)
         # A lane's thread has a current device of its own.
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(device)
         with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("cuda", self._device), pace)
+        return DeviceChannel(group, store, torch.device("cuda", device), pace)
 
 
 class HcclTransport:
-    """Groups on the NPU that is current where this is made, if any is."""
+    """Groups on the NPU that is current where this is made; else on the one that an engine here would take."""
 
     def __init__(self) -> None:
         self._device: int | None = None
@@ -66,8 +63,7 @@ class HcclTransport:
             self._device = torch_npu().npu.current_device()
 
     def open(self, store: SignalStore, sending: bool, pace: Pace) -> "DeviceChannel":
-        if self._device is None:
-            raise TransferError(f"lane {store.lane}: hccl needs an NPU that is in use before the worker connects")
+        device = _own_index("npu", store) if self._device is None else self._device
         rank = SENDER_RANK if sending else RECEIVER_RANK
         kind: Any = torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = kind.Options()
@@ -76,10 +72,17 @@ class HcclTransport:
         options.global_ranks_in_group = [SENDER_RANK, RECEIVER_RANK]
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
-        torch_npu().npu.set_device(self._device)
+        torch_npu().npu.set_device(device)
         with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("npu", self._device), pace)
+        return DeviceChannel(group, store, torch.device("npu", device), pace)
+
+
+def _own_index(kind: Kind, store: SignalStore) -> int:
+    try:
+        return own_index(kind)
+    except ConfigError as error:
+        raise TransferError(f"lane {store.lane}: {error}") from None
 
 
 @contextmanager

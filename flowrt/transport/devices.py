@@ -80,7 +80,7 @@ def choose(name: str, local_rank: int = 0) -> Device:
     Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError when there are too few.
     """
     if name == AUTO:
-        name = "cuda" if torch.cuda.is_available() else "npu" if _npu_plugged_in() else "cpu"
+        name = "cuda" if cuda_is_here() else "npu" if npu_is_here() else "cpu"
     if name == "cpu":
         return Device("cpu")
     if name not in BACKENDS:
@@ -89,6 +89,16 @@ def choose(name: str, local_rank: int = 0) -> Device:
     if local_rank >= count:
         raise ConfigError(f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here")
     return Device("cuda" if name == "cuda" else "npu", local_rank)
+
+
+def cuda_is_here() -> bool:
+    """A process of this machine could work on a CUDA device; nothing is made on one to find out."""
+    return torch.cuda.is_available()
+
+
+def npu_is_here() -> bool:
+    """A process of this machine could work on an NPU; torch_npu is not imported to find out."""
+    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
 
 
 def has_cuda() -> bool:
@@ -102,6 +112,11 @@ def has_npu() -> bool:
     return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
 
 
+def own_index(kind: Kind) -> int:
+    """The device that an engine of this process works on, or would. Raises ConfigError where there is none for it."""
+    return choose(kind, int(os.environ.get("LOCAL_RANK", "0"))).index
+
+
 def torch_npu() -> Any:
     """The module torch_npu, imported when first asked for. Raises ConfigError when it is not installed."""
     try:
@@ -110,7 +125,3 @@ def torch_npu() -> Any:
         raise ConfigError(
             f"an NPU needs torch_npu of the same version as torch {torch.__version__}: {error}"
         ) from error
-
-
-def _npu_plugged_in() -> bool:
-    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None

@@ -33,6 +33,8 @@ EXACT = {"dtype": "float64"}
 LORA = {"rank": 4}
 OTHERS = ["gemma2", "gpt2", "llama"]
 """Tied weights and capped logits; another naming of everything, and dropout; neither."""
+NARROW = "llama"
+"""It is stored in bfloat16, and has several end tokens."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -54,8 +56,15 @@ class Ranks:
         if not path.exists():
             kind, config = DECODERS[name]
             torch.manual_seed(5)
-            kind(config).save_pretrained(path)
+            made = kind(config)
+            if name == NARROW:
+                made.to(torch.bfloat16).generation_config.eos_token_id = [1, 2]
+            made.save_pretrained(path)
         return str(path)
+
+    def written(self, name: str) -> str:
+        """Where it is once it has been trained."""
+        return str(self.directory / f"written-{name}")
 
     def plan(self, ranks: int, **orders: dict[str, Any]) -> None:
         """Have a trainer of so many ranks carry out the orders, one after the other; each is known by its name."""
@@ -104,11 +113,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         two={"fsdp": EXACT},
         lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass", "recompute": True}},
         # A fraction of the model's size: several files.
-        until_4={"steps": [0, 4], "fsdp": {**EXACT, "file_gb": 2e-4}, "save": made.path("at_4"), "export": exported},
+        until_4={
+            "steps": [0, 4],
+            "fsdp": {**EXACT, "file_gb": 2e-4},
+            "save": made.path("at_4"),
+            "export": exported,
+            "options": {"final_dtype": "float64"},
+        },
         adapters={"steps": [0, 2], "fsdp": EXACT, "lora": LORA, "export": str(made.directory / "adapted")},
         added={"steps": [0, 2], "fsdp": EXACT, "lora": {**LORA, "publish": "merged"}},
         narrow={"steps": [0, 2], "fsdp": {"dtype": "bfloat16"}},
-        **{name: {"steps": [0, 3], "fsdp": EXACT, "model": made.decoder(name)} for name in OTHERS},
+        **{
+            name: {"steps": [0, 3], "fsdp": EXACT, "model": made.decoder(name), "export": made.written(name)}
+            for name in OTHERS
+        },
     )
     made.plan(
         1,
@@ -220,6 +238,21 @@ def test_a_directory_without_a_checkpoint_is_refused_and_nothing_changes(ranks: 
 def test_the_model_is_written_in_files_that_transformers_loads(ranks: Ranks) -> None:
     assert len(list((ranks.directory / "exported").glob("model-*.safetensors"))) > 1
     assert apart(ranks.exported("exported"), ranks.weights("until_4")) == 0.0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_model_is_written_as_it_was_read(ranks: Ranks, name: str) -> None:
+    """In the type that it had, with what it says of generating; tied weights once."""
+    kept = {}
+    for place in (Path(ranks.decoder(name)), Path(ranks.written(name))):
+        config, generation = (
+            json.loads((place / f"{one}.json").read_text()) for one in ("config", "generation_config")
+        )
+        tensors = load_file(place / "model.safetensors")
+        kept[place] = config["dtype"], generation["eos_token_id"], {key: t.dtype for key, t in tensors.items()}
+    before, after = kept.values()
+    assert before == after
+    assert before[:2] == (("bfloat16", [1, 2]) if name == NARROW else ("float32", 1))
 
 
 def test_adapters_alone_are_published_and_added_to_the_model_at_the_end(ranks: Ranks) -> None:

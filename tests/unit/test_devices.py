@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrt.workers.probe import devices
 
 from flowrt.errors import ConfigError
+from flowrt.transport import transports
 from flowrt.transport.devices import Device, choose
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +57,30 @@ def test_a_rank_without_a_device_says_how_many_there_are() -> None:
 def test_an_npu_without_its_package_is_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="an NPU needs torch_npu of the same version as torch"):
         choose("npu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CUDA devices as torch tells of them to a process that works on neither yet."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 20))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_that_has_just_begun_sees_the_devices_of_its_machine() -> None:
+    assert devices() == [{"name": f"GPU {one}", "free_bytes": 10 + one, "total_bytes": 20} for one in range(2)]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_lanes_between_devices_are_offered_last_by_who_works_on_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transports.abilities()[-2:] == ("gloo", "nccl")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert transports.abilities()[-2:] == ("nccl", "gloo")
+    monkeypatch.setattr(transports, "npu_is_here", lambda: True)
+    assert transports.abilities()[-2:] == ("gloo", "hccl")
 
 
 def test_only_the_layer_imports_torch_npu() -> None:

@@ -11,7 +11,7 @@ from flowrt.launch import checks
 from flowrt.launch.checks import Finding, State, Wanted, judge
 from flowrt.launch.doctor import folded
 from flowrt.launch.facts import Facts, from_json
-from flowrt.launch.memory import Shape, built_shape, estimate, host_bytes, read_shape
+from flowrt.launch.memory import built_shape, read_shape
 from flowrt.workers.probe import rounds
 
 from flowrt.engines.build import build_model
@@ -227,40 +227,3 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no config\.json of a causal LM"):
         read_shape(tmp_path)
-
-
-SEVEN_B = Shape(7 * 10**9, 32, 4096, 1024, 150_000, 32768)
-
-
-def test_a_large_model_needs_what_is_known_of_it() -> None:
-    needs = estimate(parse([]), SEVEN_B)
-    weights = 28 * 10**9
-    assert needs.trainer_rank > 4 * weights + 2 * weights  # parameters, gradients, two moments; two snapshots
-    assert 2 * weights < needs.rollout < 3 * weights
-    assert weights < needs.reference < 2 * weights
-
-
-@pytest.mark.parametrize(
-    ("flags", "role", "more"),
-    [
-        (["--trainer.forward-tokens", "65536"], "trainer_rank", True),
-        (["--rollout.rows", "512"], "rollout", True),
-        (["--checkpoint.keep", "5"], "disk", True),
-        (["--checkpoint.every", "0"], "disk", False),
-        (["--staleness", "400", "--group-size", "512"], "small", True),
-        (["--trainer.engine", "fsdp", "--trainer.ranks", "8"], "trainer_rank", False),
-        (["--trainer.engine", "fsdp", "--trainer.ranks", "8"], "trainer_device", False),
-    ],
-)
-def test_needs_follow_the_configuration(flags: list[str], role: str, more: bool) -> None:
-    usual, changed = (getattr(estimate(parse(words), SEVEN_B), role) for words in ([], flags))
-    assert changed > usual if more else changed < usual
-
-
-def test_the_fullest_node() -> None:
-    srun = ["--launch.rollout", "srun", "--launch.trainer", "srun", "--rollout.workers", "8"]
-    here, away = parse(["--rollout.workers", "8"]), parse(srun)
-    needs = estimate(here, SEVEN_B)
-    assert host_bytes(here, needs, 1) == needs.small + needs.reference + 8 * needs.rollout + needs.trainer_rank
-    assert host_bytes(away, needs, 9) == needs.small + needs.reference + needs.trainer_rank  # one generates on each
-    assert host_bytes(away, needs, 2) == max(needs.small + needs.reference + needs.trainer_rank, 8 * needs.rollout)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.build import build_model
+from flowrt.engines.checkpoint import load_model
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import AGES
 from flowrt.engines.protocols import TrainingBatch
@@ -52,6 +54,25 @@ def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
     theirs = other.parameters()
     for name, tensor in one.parameters().items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_the_model_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """In the type that it had, with all its end tokens; training goes on in float32."""
+    begun = trainer().model.to(torch.bfloat16)
+    begun.generation_config.eos_token_id = [1, 2]
+    begun.save_pretrained(tmp_path / "begun")
+    options, loss = TrainOptions(), GrpoLoss(kl_coef=0.0)
+    for final_dtype, expected in (("source", torch.bfloat16), ("float32", torch.float32)):
+        options = dataclasses.replace(options, final_dtype=final_dtype)
+        model = load_model(tmp_path / "begun")
+        engine = TorchTrainer(model, options, loss, correction_cap=2.0, temperature=1.0)
+        train(engine, range(1))
+        engine.export(tmp_path / final_dtype)
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / final_dtype, dtype="auto")
+        assert written.generation_config.eos_token_id == [1, 2]
+        for name, tensor in written.named_parameters():
+            assert torch.equal(tensor, engine.parameters()[name].to(expected)), name
+        assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.float32}
 
 
 def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:

@@ -7,6 +7,7 @@ from flowrt.ids import WorkerId
 
 CUDA_A, CUDA_B = ("shm:a", "nccl", "gloo"), ("shm:b", "nccl", "gloo")
 NPU_A, NPU_B = ("shm:a", "hccl", "gloo"), ("shm:b", "hccl", "gloo")
+IDLE_A, IDLE_B = ("shm:a", "gloo", "nccl"), ("shm:b", "gloo", "nccl")
 PLAIN_A, PLAIN_B = ("shm:a", "gloo"), ("shm:b", "gloo")
 SENDER, RECEIVER = WorkerId("sender"), WorkerId("receiver")
 
@@ -29,6 +30,8 @@ def chosen(sender: tuple[str, ...], receiver: tuple[str, ...], forced: str = "au
         (CUDA_A, NPU_B, "gloo"),
         (CUDA_A, PLAIN_B, "gloo"),
         (PLAIN_A, PLAIN_B, "gloo"),
+        (CUDA_A, IDLE_B, "gloo"),
+        (IDLE_A, IDLE_B, "gloo"),
         (CUDA_A, CUDA_A, "shm"),
         (CUDA_A, NPU_A, "shm"),
         (CUDA_A, PLAIN_A, "shm"),
@@ -43,7 +46,14 @@ def test_a_lane_gets_the_best_that_both_ends_can_do(
 
 @pytest.mark.parametrize(
     ("sender", "receiver", "forced"),
-    [(CUDA_A, CUDA_A, "gloo"), (CUDA_A, CUDA_A, "nccl"), (CUDA_A, CUDA_A, "shm"), (NPU_A, CUDA_B, "gloo")],
+    [
+        (CUDA_A, CUDA_A, "gloo"),
+        (CUDA_A, CUDA_A, "nccl"),
+        (CUDA_A, CUDA_A, "shm"),
+        (NPU_A, CUDA_B, "gloo"),
+        (IDLE_A, CUDA_B, "nccl"),
+        (IDLE_A, IDLE_A, "nccl"),
+    ],
 )
 def test_a_forced_transport_is_taken_where_a_better_one_would_be(
     sender: tuple[str, ...], receiver: tuple[str, ...], forced: str

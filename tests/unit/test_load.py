@@ -21,6 +21,7 @@ from flowrt.recipes.load import RECIPE_NAMES, check, defaults, from_toml, merge,
 from flowrt.recipes.subjects import subject
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
+PYTHON = ["--rollout.sglang.python", sys.executable]
 
 
 def write(path: Path, text: str) -> str:
@@ -192,14 +193,15 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
     ("settings", "words"),
     [
         ([], "name its Python"),
-        (["--rollout.sglang.python", sys.executable, "--rollout.sglang.url", "http://host:1"], "one of the two"),
+        ([*PYTHON, "--rollout.sglang.url", "http://host:1"], "one of the two"),
         (["--rollout.sglang.python", "/no/such/python"], "is no file"),
         (["--rollout.sglang.url", "host:1"], "begins with http"),
+        ([*PYTHON, "--rollout.sglang.device", "npu", "--rollout.sglang.weights", "broadcast"], "use disk or tensor"),
         (["--rollout.sglang.url", "http://host:1", "--rollout.workers", "2"], "two workers"),
-        (["--rollout.sglang.python", sys.executable, '--rollout.sglang.arguments=--name "x'], "arguments"),
-        (["--rollout.sglang.python", sys.executable, "--deterministic", "True"], "need --rollout.engine torch"),
-        (["--rollout.sglang.python", sys.executable, "--rollout.recompute", "False"], "pause in_place"),
-        (["--rollout.sglang.python", sys.executable, "--rollout.sglang.update-s", "0"], "above 0"),
+        ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
+        ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
+        ([*PYTHON, "--rollout.recompute", "False"], "pause in_place"),
+        ([*PYTHON, "--rollout.sglang.update-s", "0"], "above 0"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: list[str], words: str) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from flowrt.launch.templates import HERE, Site, fill, filled, placeholders, write
+from flowrt.workers.group import HCCL_TIMEOUTS_S, group_timeout_s
 
 from flowrt.cli import main
 from flowrt.errors import ConfigError
+from flowrt.transport.devices import Device
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["ascend.sbatch", "extra_rollout.sbatch", "hetjob.sbatch", "many_nodes.sbatch", "one_node.sbatch"]
@@ -59,6 +61,20 @@ def test_the_environment_is_that_of_this_python() -> None:
         assert "PYTHONSAFEPATH=1" in text
     quoted = placeholders(Site(runs="/a dir/it's"))["RUNS"]
     assert subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True).stdout == "/a dir/it's"
+
+
+def test_on_npus_whoever_waits_for_somebody_waits_longer_than_he_does() -> None:
+    """Else the error that is seen is not that of what went wrong."""
+    text = (HERE / "ascend.sbatch").read_text()
+    template = dict(re.findall(r"^export (HCCL_\w+_TIMEOUT)=(\d+)", text, re.MULTILINE))
+    assert template.keys() == HCCL_TIMEOUTS_S.keys()
+    for environment in (template, {}, {"HCCL_EXEC_TIMEOUT": "0", "HCCL_CONNECT_TIMEOUT": "7200"}):
+        connect, work, event = (int(environment.get(name, own)) for name, own in HCCL_TIMEOUTS_S.items())
+        assert event > work
+        group_s = group_timeout_s(Device("npu"), 300.0, environment)
+        assert group_s > max(connect, work, event)
+        assert group_timeout_s(Device("npu"), 9000.0, environment) == 9000.0
+        assert group_timeout_s(Device("cuda"), 300.0, environment) == 300.0
 
 
 def test_no_template_names_a_port_or_sleeps() -> None:

@@ -28,9 +28,9 @@ DEADLINE_S = 60.0  # engines and stand-ins import torch, which takes long on a b
 class Play:
     """One stand-in on its own, and engines that are given its address."""
 
-    def __init__(self, release: str) -> None:
+    def __init__(self, release: str, device: str) -> None:
         self.port = free_port()
-        self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), release])
+        self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), release, device])
         wait_until(self._answers, DEADLINE_S, lambda: f"the stand-in at {self.port} does not answer")
 
     def _answers(self) -> bool:
@@ -49,11 +49,11 @@ class Play:
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[[str], Play]]:
+def play() -> Iterator[Callable[..., Play]]:
     plays: list[Play] = []
 
-    def start(release: str) -> Play:
-        plays.append(Play(release))
+    def start(release: str, device: str = "none") -> Play:
+        plays.append(Play(release, device))
         return plays[-1]
 
     yield start

@@ -1,7 +1,7 @@
 """Stands in for an SGLang server where none is installed: a process that keeps to the protocol and its traps.
 
 It takes only what the release that it plays takes, generates the version of its weights over and over, and can be told
-to die or to fail at some request. ``python standin.py PORT RELEASE [DOWN_AT ROUTE]`` (or in place of SGLang's Python).
+to die or to fail at some request. ``python standin.py PORT RELEASE [DEVICE]`` (or in place of SGLang's Python).
 """
 
 import asyncio
@@ -23,16 +23,17 @@ TOKEN_S = 0.01
 class Standin:
     """One server's state."""
 
-    def __init__(self, release: str, wreck: str = "") -> None:
+    def __init__(self, release: str, wreck: str = "", device: str = "none") -> None:
         self.takes = RELEASES[release]
         self.release = release
         self.wreck = wreck  # route: the process kills itself when it is asked for this
+        self.device = device
         self.version = "0"
         self.session = False
         self.paused = ""
         self.cut = 0
         self.fail_next = ""  # route: the next request for it is refused
-        self.status = 400
+        self.status = 400  # 0: it is never answered
         self.asked: list[str] = []
         self.said: list[tuple[str, Any]] = []
         self.loaded: dict[str, list[int]] = {}
@@ -52,6 +53,8 @@ class Standin:
             os.kill(os.getpid(), signal.SIGKILL)
         if route == self.fail_next:
             self.fail_next = ""
+            if not self.status:
+                await asyncio.Event().wait()
             return web.json_response({"success": False, "message": f"{route} was told to fail"}, status=self.status)
         if route == "/generate":
             return await self.generate(body)
@@ -67,7 +70,7 @@ class Standin:
             return web.json_response(self.said)
         if route == "/loaded":
             return web.json_response(self.loaded)
-        return web.json_response({"version": self.release, "tp_size": 1, "device": "none", "dtype": "float32"})
+        return web.json_response({"version": self.release, "tp_size": 1, "device": self.device, "dtype": "float32"})
 
     def wrong(self, route: str, body: dict[str, Any]) -> str:
         """Why this release does not take the request."""
@@ -78,6 +81,10 @@ class Standin:
             return f"{route} has fields {sorted(body)}"
         if not set(body.get("sampling_params", {})) <= set(self.takes["sampling_params"]):
             return f"sampling_params has fields {sorted(body['sampling_params'])}"
+        if route == "/begin_weight_update" and self.session:
+            return "a weight-update session is already open; call end_weight_update() first"
+        if route == "/end_weight_update" and not self.session:
+            return "no weight-update session is open; call begin_weight_update() first"
         parts = route in ("/update_weights_from_tensor", "/update_weights_from_distributed")
         if route == "/update_weights_from_disk":
             return self.unreadable(Path(body["model_path"]))
@@ -131,8 +138,9 @@ def main() -> None:
         release, wreck = os.environ["STANDIN"].split(",")
     else:
         port, release, wreck = int(arguments[0]), arguments[1], ""
+    device = arguments[2] if "--port" not in arguments and len(arguments) > 2 else "none"
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, wreck).answer)
+    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, device).answer)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

@@ -93,6 +93,22 @@ def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path, in_place: Callabl
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} lives on")
 
 
+def test_where_its_worker_stands_is_not_told_to_the_server(
+    engine_of: Callable[..., Any], in_place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take itself for a rank of its worker's torchrun; and keys are nobody else's."""
+    ours = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"]
+    ours += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"]
+    ours += ["FLOWRT_RANKS_STORE", "FLOWRT_KEYS"]
+    for name in [*ours, "CUDA_VISIBLE_DEVICES"]:
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(EngineError, match="ended before it was ready"):
+        engine_of(python=str(in_place(f"env > {tmp_path / 'seen'}")))
+    seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert not seen & set(ours)
+    assert {"CUDA_VISIBLE_DEVICES", "PATH", "HF_HUB_OFFLINE"} <= seen
+
+
 def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:
     python = in_place("echo no such model >&2\nexit 7")
     with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):

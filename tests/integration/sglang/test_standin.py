@@ -13,11 +13,11 @@ import torch
 from flowrt.workers.engines import sglang_engine
 
 from flowrt.engines.checkpoint import load_model, named_parameters
-from flowrt.errors import EngineError, TransferError
+from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
-from .playing import drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
+from .playing import TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
 
 __all__ = ["engine_of", "play"]  # fixtures
 
@@ -115,9 +115,23 @@ def test_a_change_that_failed_is_made_whole_before_anything_goes_on(
     failed = len(asked) - 1 - asked[::-1].index("/update_weights_from_tensor")
     # The session was ended, what ran was cut, and the weights came again, all of them, before it continued.
     again = asked[asked.index("/pause_generation", 4) :]
-    assert again.count("/begin_weight_update") == again.count("/end_weight_update") == 2
+    assert again[again.index("/update_weights_from_tensor") + 1] == "/end_weight_update"
+    assert again.count("/begin_weight_update") == 2
     assert "/continue_generation" in asked[failed:]
     assert engine.room == 4
+
+
+def test_a_session_that_was_left_open_is_ended_before_the_next(
+    play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
+) -> None:
+    """By a change that took too long, or by a worker that was killed in the middle of one."""
+    one = play("0.5.21")
+    one.ask("/begin_weight_update", {})
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", weights="tensor", update_s=4.0)
+    one.ask("/fail_next", {"route": "/update_weights_from_tensor", "status": 0})
+    engine.swap(snapshot(checkpoint, 1))
+    engine.add(prompts(1))
+    assert all(is_whole(response) and response.spans == (1, TOKENS) for response in drain(engine).values())
 
 
 def test_a_server_that_breaks_gets_its_work_again_one_that_refuses_ends_the_engine(
@@ -154,6 +168,15 @@ def test_weights_of_another_model_are_refused_before_the_server_hears_of_them(
     with pytest.raises(TransferError, match="the same checkpoint"):
         engine.swap(Snapshot.take(1, {"weight": torch.zeros(5)}))
     assert one.ask("/asked").count("/update_weights_from_disk") == before
+
+
+def test_a_server_on_an_npu_is_given_no_weights_over_a_group_that_it_cannot_join(
+    play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    one = play("0.5.21", "npu")
+    with pytest.raises(ConfigError, match=r"works on an NPU.*use disk or tensor"):
+        engine_of(url=f"http://127.0.0.1:{one.port}", weights="broadcast")
+    engine_of(url=f"http://127.0.0.1:{one.port}")
 
 
 def test_a_server_that_does_not_answer_in_time_counts_as_gone(

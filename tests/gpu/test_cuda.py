@@ -1,0 +1,68 @@
+"""The FSDP2 engine on a CUDA device, against the engine on plain PyTorch on the CPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from flowrt.workers.group import meet
+
+from flowrt.algorithms import GrpoLoss
+from flowrt.engines.build import build_model
+from flowrt.engines.checkpoint import load_model
+from flowrt.engines.fsdp import FsdpTrainer
+from flowrt.engines.options import FsdpOptions
+from flowrt.engines.torch_train import TorchTrainer
+from flowrt.transport.devices import Device
+from tests.integration import fsdp_rank
+
+STEPS = 3
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """With a process group of this process alone."""
+    chosen = Device("cuda")
+    chosen.use()
+    meet(chosen, 120.0)
+    yield chosen
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    build_model(
+        vocab_size=32, hidden_size=64, layers=2, heads=2, intermediate_size=128, max_length=64, seed=3
+    ).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("gather", ["step", "pass"])
+def test_a_rank_on_a_device_finds_the_weights_of_the_cpu(
+    gather: Literal["step", "pass"], device: Device, model: Path
+) -> None:
+    options, loss = fsdp_rank.OPTIONS, GrpoLoss()
+    engine = FsdpTrainer(
+        model,
+        device,
+        options,
+        loss,
+        fsdp=FsdpOptions(gather=gather, dtype="float64"),
+        correction_cap=2.0,
+        temperature=1.0,
+    )
+    plain = TorchTrainer(load_model(model, dtype=torch.float64), options, loss, correction_cap=2.0, temperature=1.0)
+    metrics = [fsdp_rank.train(one, 0, STEPS) for one in (engine, plain)]
+    found, expected = engine.parameters(), plain.parameters()
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert float((found[name].cpu() - tensor).abs().max()) < 1e-6, name
+    for mine, theirs in zip(*metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+    assert device.memory().used_bytes > 0
