@@ -21,14 +21,13 @@ run: $(STAMP)
 # the other. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns or gpu
 PURE := tests/unit tests/property tests/architecture
-LONG := $(addprefix tests/integration/test_,$(addsuffix .py,fsdp_run full_disk learning resume untold))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
-	$(BIN)/python -m pytest -m "not ($(REAL))" $(addprefix --ignore=,$(LONG)) tests/integration tests/fault $(ARGS)
+	$(BIN)/python -m pytest -m "not ($(REAL) or long)" tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m "not ($(REAL))" $(LONG) $(ARGS)
+	$(BIN)/python -m pytest -m "long and not ($(REAL))" $(ARGS)
 
 test-real: $(STAMP)
 	$(BIN)/python -m pytest -m "$(REAL)" $(ARGS)

@@ -16,7 +16,7 @@ FSDP = [
     *("--trainer.micro-batch-tokens", "100", "--trainer.warmup-steps", "1"),
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

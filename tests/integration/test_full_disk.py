@@ -14,7 +14,10 @@ import pytest
 STEPS = 12
 LEDGER_BYTES = 1_500_000
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root only")]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.long),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root only"),
+]
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def rank_of(run: Any, rank: int) -> psutil.Process:
     return found
 
 
+@pytest.mark.long
 def test_a_stopped_rank_sends_the_run_back_to_its_checkpoint(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL)
     run.wait_for(lambda: checkpoint_steps(run.run_dir), "a checkpoint")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
 COMMAND = [sys.executable, "-m", "flowrt.cli", "run", "--seed", "0"]
 
 

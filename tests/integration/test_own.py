@@ -51,6 +51,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_own_words(launch: Callable[..
     assert "Traceback" not in launched.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("threshold", "often"), [(0.0, True), (1e9, False)])
 def test_weights_are_taken_when_the_policy_has_moved(
     launch: Callable[..., Any], flags: list[str], threshold: float, often: bool

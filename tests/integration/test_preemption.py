@@ -90,12 +90,14 @@ def test_it_ends_with_the_same_bits_as_a_run_that_was_not_terminated(
     assert all(torch.equal(tensor, mine[name]) for name, tensor in parameters(plain.run_dir).items())
 
 
+@pytest.mark.long
 def test_all_ranks_save_the_same_step(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--trainer.ranks", "2")
     saved = terminate(run)
     assert_gone_on(launch("--steps", str(saved + 2), resume=run.run_dir), saved, saved + 2)
 
 
+@pytest.mark.long
 def test_a_job_of_which_every_process_is_terminated_saves_too(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_job_of_which_every_process_is_terminated_saves_too(
     terminate(run, [process for process in run.processes() if process.pid != run.pid])
 
 
+@pytest.mark.long
 def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
     assert f"from step {saved}" in run.words
 
 
+@pytest.mark.long
 def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
@@ -130,6 +134,7 @@ def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any],
     assert checkpoint_steps(run.run_dir) == []
 
 
+@pytest.mark.long
 def test_patience_can_be_short(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--checkpoint.drain-s", "1")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
@@ -140,6 +145,7 @@ def test_patience_can_be_short(launch: Callable[..., Any], untrained_model: Path
     assert "is not saved: no end of it within 1 s (checkpoint.drain_s): trainer has not saved" in run.words
 
 
+@pytest.mark.long
 def test_an_interrupt_after_it_ends_the_run_at_once(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--controller.silence-s", "300")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")

@@ -17,7 +17,7 @@ from flowrt.cli import main
 from flowrt.controller.ledger_reader import LedgerReader
 from flowrt.recipes.paths import checkpoint_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 SEED = 20261121
 STEPS, EVERY, PROMPTS = 30, 3, 4
 SMALL = [

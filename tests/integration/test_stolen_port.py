@@ -73,6 +73,7 @@ def test_one_that_goes_again_costs_no_more_than_time(launch: Callable[..., Any],
     assert run.log("trainer").count(" has joined the run ") == 1
 
 
+@pytest.mark.long
 def test_one_that_stays_ends_the_run_in_words_and_it_can_go_on(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:

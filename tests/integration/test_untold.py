@@ -11,7 +11,7 @@ import pytest
 
 PROMPTS = 4
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def steps_of(run: Any) -> int:
