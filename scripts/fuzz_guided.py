@@ -17,12 +17,12 @@ import atheris
 with atheris.instrument_imports(include=["flowrt.wire", "flowrt.controller"]):
     from flowrt.testing import targets
     from flowrt.testing.noise import Noise
-    from flowrt.wire import codec
+    from flowrt.wire import fields
     from flowrt.wire.codec import encode
 
 # Encoders and decoders are compiled from each message's declaration, where no import is seen.
-_compile = codec._compiled
-codec._compiled = lambda *what: atheris.instrument_func(_compile(*what))
+_compile = fields._compiled
+fields._compiled = lambda *what: atheris.instrument_func(_compile(*what))
 
 CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
 SEEDS = 200

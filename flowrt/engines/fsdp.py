@@ -23,7 +23,7 @@ from flowrt.engines import sharded_state, sharding
 from flowrt.engines.checkpoint import without_dropout, written_dtype
 from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
-from flowrt.engines.passes import LossPasses, step_metrics
+from flowrt.engines.passes import LossPasses, finite, step_metrics
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.schedules import learning_rate
 from flowrt.transport.devices import Device
@@ -87,7 +87,7 @@ class FsdpTrainer:
         gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
         for gradient in gradients:
             gradient /= sums["tokens"]
-        norm = self._norm(gradients)
+        norm = finite(self._norm(gradients), self._steps)
         if norm > self._options.max_grad_norm:
             for gradient in gradients:
                 gradient *= self._options.max_grad_norm / norm

@@ -4,6 +4,7 @@ A pass gives the *sum* of its token losses; only a step divides, by the token co
 a step was cut therefore cannot change its gradient.
 """
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowrt.algorithms import GrpoLoss, cut_by_tokens, grpo_token_loss_sum, mism
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import response_logprobs
+from flowrt.errors import EngineError
 
 SUMS = (
     "tokens",
@@ -107,6 +109,16 @@ class LossPasses:
         if ranks() > 1:
             dist.all_reduce(totals)
         return dict(zip((*SUMS, *K3_OF_AGE, *TOKENS_OF_AGE), totals.tolist(), strict=True))
+
+
+def finite(grad_norm: float, steps: int) -> float:
+    """The norm, when a step can be made with it. Raises EngineError before anything that is not a number is learned."""
+    if math.isfinite(grad_norm):
+        return grad_norm
+    raise EngineError(
+        f"the gradient of step {steps} has norm {grad_norm}: the weights are as they were before it. Look at "
+        "the rewards and log-probabilities of its samples; resume from the last checkpoint, with a lower trainer.lr"
+    )
 
 
 def step_metrics(sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.checkpoint import named_parameters, without_dropout, written_dtype
 from flowrt.engines.options import TrainOptions
-from flowrt.engines.passes import LossPasses, ranks, step_metrics
+from flowrt.engines.passes import LossPasses, finite, ranks, step_metrics
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.schedules import learning_rate
 from flowrt.engines.state import gather_rng, read_tensors, restore_rng, write_tensors
@@ -57,7 +57,7 @@ class TorchTrainer:
         gradient /= sums["tokens"]
         if self.on_gradient is not None:
             self.on_gradient(gradient)
-        norm = float(gradient.norm())
+        norm = finite(float(gradient.norm()), self._steps)
         if norm > self._options.max_grad_norm:
             gradient *= self._options.max_grad_norm / norm
         offset = 0

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from flowrt.wire.keys import controller_keys, raw_key, worker_keys
 from tests.integration.conftest import wait_until
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
-SMALL = "--steps 2 --prompts-per-step 2 --group-size 2 --data.eval-prompts 0 --rollout.workers 1 --loss.kl-coef 0"
+SMALL = "--steps 100000 --prompts-per-step 2 --group-size 2 --data.eval-prompts 0 --rollout.workers 1 --loss.kl-coef 0"
 WORKER_S = 60.0
 
 
@@ -153,10 +154,22 @@ def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], 
 
 
 @pytest.mark.slow
-def test_a_run_with_keys_completes(folder: Path, launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_run_with_keys_trains_and_is_looked_at_with_keys_only(
+    folder: Path, launch: Callable[..., Any], untrained_model: Path
+) -> None:
     run = launch("--model", str(untrained_model), "--controller.keys", str(folder / "ours"), *SMALL.split())
-    assert run.wait(120) == 0, run.output
+    run.wait_for_training()
+    seen = flowrt("status", run.run_dir)
+    assert (seen.returncode, "rollout-0" in seen.stdout) == (0, True), seen.stderr
+    address = (run.run_dir / "address").read_text().strip()
+    strange = flowrt("status", "--controller", address, "--deadline-s", "30")
+    assert strange.returncode == 2
+    assert "lets nobody in without keys" in " ".join(strange.stderr.split())
+    asked = flowrt("drain", "nobody", "--run", run.run_dir)
+    assert (asked.returncode, "nobody" in asked.stderr) == (2, True)  # let in, and told that there is no such worker
+    run.signal(signal.SIGINT)
+    assert run.wait(20) == 130, run.output
     assert "for the keys of" in run.log("controller")
-    assert "refused" not in run.log("controller")
+    assert run.log("controller").count("refused") == 1  # the one without keys
     assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
     run.assert_gone(10)

@@ -1,10 +1,14 @@
 """Everything that ever taught the coverage-guided fuzzer something new (scripts/fuzz_guided.py), played again."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from flowrt.errors import RemoteProtocolError
 from flowrt.testing import targets
+from flowrt.wire.codec import decode
+from flowrt.wire.messages import MESSAGES
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 LEAST = 100
@@ -16,6 +20,15 @@ def test_the_corpus_finds_nothing(target: str) -> None:
     assert len(lines) > LEAST, "the corpus is empty: run scripts/fuzz_guided.py"
     for line in lines:
         getattr(targets, target)(bytes.fromhex(line))
+
+
+def test_every_kind_of_message_is_in_it() -> None:
+    """Else it is of another version of the wire: what it once reached is refused at the door."""
+    reached = set()
+    for line in (CORPUS / "codec.hex").read_text().split():
+        with contextlib.suppress(RemoteProtocolError):
+            reached.add(type(decode(bytes.fromhex(line))))
+    assert {kind.__name__ for kind in set(MESSAGES) - reached} == set()
 
 
 @pytest.mark.parametrize("seed", range(20))
