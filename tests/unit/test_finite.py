@@ -20,7 +20,6 @@ def batch(logprob: float) -> TrainingBatch:
 
 def test_a_log_probability_that_is_no_number_changes_no_weight() -> None:
     model = build_model(vocab_size=24, hidden_size=32, layers=1, heads=2, intermediate_size=48, max_length=64, seed=1)
-    loss = GrpoLoss(kl_coef=0.0)
     engine = TorchTrainer(
         model, TrainOptions(warmup_steps=0), GrpoLoss(kl_coef=0.0), correction_cap=2.0, temperature=1.0
     )
