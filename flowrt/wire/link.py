@@ -31,7 +31,6 @@ _WAITING = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
 # within 17 s: a link that was cut for 5 s speaks after up to 7 s. Of stopped processes `silence` knows within 5 s.
 _HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 15000}
 _SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, **_WAITING, **_HEARTBEATS}
-_FRAMES_AT_MOST = 9  # kept of a message, and one more: ZeroMQ asks in nine for each key, peers say two
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failure.UNKNOWN_KEY,
@@ -109,7 +108,7 @@ class _Socket:
             frames.append(frame.bytes)
             while frame.more:
                 frame = receive_whole()
-                frames[_FRAMES_AT_MOST:] = [frame.bytes]  # what has more is wrong, however many they are
+                frames[9:] = [frame.bytes]  # ZeroMQ asks for a key in nine, peers say two: more are too many
             self.latest = frame
             receive(frames)
             if self._closed:
