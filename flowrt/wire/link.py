@@ -108,7 +108,7 @@ class _Socket:
             frames.append(frame.bytes)
             while frame.more:
                 frame = receive_whole()
-                frames[4:] = [frame.bytes]  # more than two are too many, however many they are
+                frames[9:] = [frame.bytes]  # ZeroMQ asks for a key in nine, peers say two: more are too many
             self.latest = frame
             receive(frames)
             if self._closed:
