@@ -80,7 +80,9 @@ async def look(address: str, keys: WorkerKeys | None, deadline_s: float, where: 
             "look at its log"
         ) from None
     finally:
-        link.send(m.Bye(""))
+        # Where nobody let us in there is nobody to say goodbye to, and no connection to say it over.
+        if found.done() and not found.cancelled() and found.exception() is None:
+            link.send(m.Bye(""))
         link.close()
 
 

@@ -130,6 +130,10 @@ class ModelVersions:
     def staged(self, worker: WorkerId, version: int) -> None:
         if worker not in self.receivers:
             raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
+        if version > self.newest:
+            raise RemoteProtocolError(
+                f"{worker} staged version {version}, but {self.newest} is the newest of {self.model}"
+            )
         fetch = self._end_fetch(worker, version)
         receiver = self.receivers[worker]
         self._received(Receiver(worker, receiver.applied, max(receiver.staged, version)))
