@@ -50,7 +50,10 @@ def main() -> int:
             for number, data in enumerate(inputs):
                 (folder / str(number)).write_bytes(data)
         ended = subprocess.run([sys.executable, __file__, "--here", target, kept, begun, *options], check=False)
-        inputs = sorted({one.read_bytes() for one in kept.iterdir()}, key=lambda data: (len(data), data))
+        # What was begun with is kept only where it was changed: so one message of each kind, as it is.
+        whole = {data[:2]: data for data in seeds(target)} if target == "codec" else {}
+        found = {one.read_bytes() for one in kept.iterdir()} | set(whole.values())
+        inputs = sorted(found, key=lambda data: (len(data), data))
     CORPUS.mkdir(exist_ok=True)
     path.write_text("".join(f"{data.hex()}\n" for data in inputs if data))
     return ended.returncode
