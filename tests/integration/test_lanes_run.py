@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -103,6 +104,19 @@ async def test_rows_of_an_owner_that_is_gone_are_made_again(tmp_path: Path, lane
             await lane_maker.make(spare, ROWS)
             check(await pulling)
         assert time.monotonic() - begin_s < (SILENCE_S + 3.0 if number == signal.SIGSTOP else 3.0)
+
+
+async def test_an_owner_that_may_open_no_more_files_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Over shared memory: gloo ends the process of whoever cannot accept a connection, and what it had is made again."""
+    async with running(tmp_path, "shm") as run:
+        reward, owner = await run.join("reward"), psutil.Process(run.maker.pid)
+        before = owner.rlimit(psutil.RLIMIT_NOFILE)
+        owner.rlimit(psutil.RLIMIT_NOFILE, (owner.num_fds(), before[1]))
+        async with asyncio.timeout(60):
+            with pytest.raises(TransferError, match="its tensors never came: lane a-maker>reward/samples"):
+                await reward.pull("reward", ROWS, deadline_s=30)
+            owner.rlimit(psutil.RLIMIT_NOFILE, before)
+            check(await reward.pull("reward", ROWS, deadline_s=30))
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
