@@ -107,7 +107,7 @@ async def test_rows_of_an_owner_that_is_gone_are_made_again(tmp_path: Path, lane
 
 
 async def test_an_owner_that_may_open_no_more_files_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Over shared memory: gloo ends the process of whoever cannot accept a connection, and what it had is made again."""
+    """By shared memory: gloo ends the process of whoever cannot accept a connection; what it had is made again."""
     async with running(tmp_path, "shm") as run:
         reward, owner = await run.join("reward"), psutil.Process(run.maker.pid)
         before = owner.rlimit(psutil.RLIMIT_NOFILE)
