@@ -6,11 +6,12 @@ seconds, a `Lifesign` that somebody has to give again and again, or a `Guard`: a
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
@@ -116,6 +117,16 @@ async def until(work: Awaitable[Result], deadline: Deadline, what: str, turn: st
             if not timer.expired():
                 raise  # of the work itself
             raise expired(what, turn, deadline) from None
+
+
+@contextlib.asynccontextmanager
+async def held(lock: asyncio.Lock, deadline: Deadline, what: str, turn: str) -> AsyncIterator[None]:
+    """The lock, for the length of a block; raises WaitExpired when others do not let go of it in time."""
+    await until(lock.acquire(), deadline, what, turn)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 async def _while_alive(work: Awaitable[Result], sign: Lifesign, what: str, turn: str) -> Result:

@@ -19,9 +19,10 @@ from flowrt.engines.sglang_server import SglangServer
 from flowrt.engines.sglang_weights import WeightWay, weight_way
 from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
-from flowrt.waiting import until
+from flowrt.waiting import Guard, held, until
 
 log = logging.getLogger("flowrt")
+BEFORE = Guard("start_s, request_s or update_s of rollout.sglang, each time there is a server left to try")
 
 
 class SglangHost:
@@ -57,7 +58,7 @@ class SglangHost:
 
     async def start(self) -> None:
         """A server that has the checkpoint's weights, whatever it had before."""
-        async with self._lock:
+        async with held(self._lock, BEFORE, "what is done to the SGLang server before this", "this worker"):
             if self._server is None:
                 model = await asyncio.to_thread(load_model, self._model)
                 self._snapshot = await asyncio.to_thread(Snapshot.take, 0, named_parameters(model))
@@ -75,7 +76,7 @@ class SglangHost:
 
     async def swap(self, snapshot: Snapshot) -> None:
         """Have the server use these weights, for what it runs, too. Raises EngineError when it cannot be made to."""
-        async with self._lock:
+        async with held(self._lock, BEFORE, "what is done to the SGLang server before this", "this worker"):
             self.serving.clear()
             self._snapshot = snapshot
             try:
@@ -87,7 +88,7 @@ class SglangHost:
 
     async def revive(self, life: int, reason: EngineGone) -> None:
         """The server of this life is gone: the first to see it brings the next one, the others wait for that."""
-        async with self._lock:
+        async with held(self._lock, BEFORE, "what is done to the SGLang server before this", "this worker"):
             if self.lives == life:
                 self.serving.clear()
                 await self._restore(reason)

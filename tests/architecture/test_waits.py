@@ -60,6 +60,10 @@ def waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _waits(node) and id(node) not in handed:
             yield node.lineno, ast.unparse(node.func)
+        if isinstance(node, ast.AsyncWith):  # a lock stands there by its name
+            for item in node.items:
+                if isinstance(item.context_expr, ast.Name | ast.Attribute):
+                    yield node.lineno, ast.unparse(item.context_expr)
 
 
 def _is_primitive(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -169,6 +173,7 @@ def test_every_wait_goes_through_the_primitive() -> None:
         "await asyncio.wait_for(x, 5)",
         "await asyncio.wait({a, b})",
         "async with asyncio.timeout(3): pass",
+        "async with self._lock: pass",
         "await asyncio.sleep(1)",
         "await asyncio.gather(a, b)",
         "await event.wait()",
