@@ -80,8 +80,7 @@ class Core:
             case _:
                 self._tick(now)
         if self.ended is None and self.regroup.close(now):
-            for worker, message in self.regroup.deferred():
-                self._said_rarely(worker, message, now)
+            self._hear_deferred(now)
         if self.ended is None and not self.regroup.is_open:
             self.samples.settle(now)
             self.models.move(self.samples.gated, now)
@@ -90,6 +89,14 @@ class Core:
             if self.suspension.is_asked:
                 self.suspension.look(now)
         return list(self._out)
+
+    def _hear_deferred(self, now: float) -> None:
+        """Each by itself: what one has no right to say must not take along what the others have said."""
+        for worker, message in self.regroup.deferred():
+            try:
+                self._said_rarely(worker, message, now)
+            except RemoteProtocolError as error:
+                self._end(f"{worker}: {error}", EXIT_FAILED)
 
     def _said(self, worker: WorkerId, message: m.Message, now: float) -> None:
         if not self.roster.heard(worker, now):

@@ -192,19 +192,21 @@ async def test_noise_of_a_stranger_changes_nothing(keys: Path) -> None:
     async with controller(keys) as (server, address):
         worker = await api.connect(address, "reward0", "reward", 5, worker_keys(keys, "reward0"))
         before = server.status() | {"waits": [], "graph": {}}
-        grown = psutil.Process().memory_info().rss
+        grown, kinds = psutil.Process().memory_info().rss, set()
         for _ in range(60):
             peer, seen = Peer(address, keys), server.refused_messages
             for _ in range(20):
                 message = noise.message()
                 data = encode(message) if noise.random.random() < 0.3 else noise.mangled(encode(message))
                 with contextlib.suppress(RemoteProtocolError):
-                    if isinstance(decode(data), m.Hello):
+                    if isinstance(whole_one := decode(data), m.Hello):
                         continue
+                    kinds.add(type(whole_one))
                 peer.socket.send(data)
             await until(lambda seen=seen: server.refused_messages > seen)
             peer.close()
         assert server.ended is None
+        assert kinds == set(m.MESSAGES) - {m.Hello}
         assert server.status() | {"waits": [], "graph": {}} == before
         assert psutil.Process().memory_info().rss - grown < GROWN_BYTES
         await worker.close()
@@ -245,3 +247,22 @@ async def test_noise_of_a_worker_ends_the_run_by_name_or_is_taken(keys: Path) ->
                 peer.socket.send(encode(noise.message()))
             await until(lambda server=server: server.ended is not None or "liar" not in server.status()["workers"])
             peer.close()
+
+
+@pytest.mark.parametrize("kind", m.MESSAGES, ids=lambda kind: kind.__name__)
+async def test_each_kind_of_message_of_a_worker_is_taken_or_refused(
+    keys: Path, caplog: pytest.LogCaptureFixture, kind: type[m.Message]
+) -> None:
+    """Nothing that a worker can say is a mistake of the controller's, which would end the run for it."""
+    noise = Noise(7)
+    async with controller(keys) as (server, address):
+        peer = Peer(address, keys)
+        peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
+        await until(lambda: "liar" in server.status()["workers"])
+        for _ in range(12):
+            peer.socket.send(encode(noise.message((kind,))))
+        peer.socket.send(encode(m.Bye("")))
+        await until(lambda: server.ended is not None or "liar" not in server.status()["workers"])
+        assert server.ended is None or "the controller failed" not in server.ended.reason
+        peer.close()
+    assert "Traceback" not in caplog.text
