@@ -106,16 +106,17 @@ class Regroup:
         if stage.whole_groups:
             self._renew_step(worker, message)
             return
+        version = self._models.policy.applied_version(worker)
         slots = [
             slot
             for slot_id, attempt in zip(message.slots, message.attempts, strict=True)
             if (slot := self._board.slots.get(SlotId(slot_id))) is not None
             and slot.attempt == attempt
             and stage.generates
+            and version >= slot.group.at_least
             and self._board.is_ready(slot, stage)
         ]
         if slots:
-            version = self._models.policy.applied_version(worker)
             deadline_s = now + self._settings.lease_s
             for slot in slots:
                 self._board.ready[stage.name].discard(slot)

@@ -130,7 +130,7 @@ class ModelVersions:
     def staged(self, worker: WorkerId, version: int) -> None:
         if worker not in self.receivers:
             raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
-        if version > self.newest:
+        if not 0 <= version <= self.newest:
             raise RemoteProtocolError(
                 f"{worker} staged version {version}, but {self.newest} is the newest of {self.model}"
             )
@@ -207,10 +207,16 @@ class ModelVersions:
             self._find_latest()
 
     def _forget_unheld(self) -> None:
-        """What is newer than the latest is kept in mind: somebody who has all of it may be about to say so."""
+        """What is newer than what some receiver has is kept in mind: it may be about to say that it has all of it.
+
+        That may come to be the latest, when who has newer ones is gone.
+        """
         held = {version for version, _ in self.holders}
+        oldest = min((one.staged for one in self.receivers.values()), default=self.latest)
         self.published = {
-            version: forms for version, forms in self.published.items() if version in held or version > self.latest
+            version: forms
+            for version, forms in self.published.items()
+            if version in held or version > min(oldest, self.latest)
         }
 
     # ---- who fetches what from whom

@@ -14,5 +14,10 @@ def snapshot(core: Core) -> str:
     ready = [[slot in queue for slot in board.slots.values()] for queue in board.ready.values()]
     waits = [(parked.worker, parked.request) for parked in samples.room.all()]
     parts = (members, slots, groups, leases, ready, board.undone, board.rows, board.bytes, waits)
-    window = (samples.window.step, list(samples.window.taken), samples.window.waiting)
-    return repr((parts, window, samples.lanes._state, dict(samples.retreat.dropped), weights, core.ended))
+    window = (samples.window.step, list(samples.window.taken), samples.window.waiting, samples.window.exhausted)
+    opening, training, regroup = samples.opening, samples.training, core.regroup
+    ends = (opening._exhausted, opening._ender, training._told, training._last, sorted(samples.leaving))
+    back = (regroup._until_s, regroup._awaited, sorted(regroup._returned), regroup._deferred)
+    others = (core.models.of, sorted(core.departures._released), core.suspension.__dict__.get("_order"))
+    rest = (samples.lanes._state, dict(samples.retreat.dropped), weights, core.ended)
+    return repr((parts, window, ends, back, others, *rest))
