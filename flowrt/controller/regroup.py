@@ -104,7 +104,8 @@ class Regroup:
         if stage is None or len(message.slots) != len(message.attempts) or used:
             raise RemoteProtocolError(f"{worker} renews lease {message.lease} on stage {message.stage!r}: malformed")
         if stage.whole_groups:
-            self._renew_step(worker, message)
+            if message.slots:
+                self._renew_step(worker, message)
             return
         version = self._models.policy.applied_version(worker)
         slots = [
