@@ -16,6 +16,7 @@ MOST_BYTES = 128 << 20
 """Twice the largest message there may be."""
 OVERHEAD_BYTES = 64
 """Of a message on the wire at most: headers, and what encryption adds."""
+LARGE_BYTES = 1 << 20
 AT_ONCE = 256
 """Connections that are looked at in one go: a millisecond or two."""
 _RECEIVED = struct.Struct("=128xQ")  # Linux 4.1 and later
@@ -39,13 +40,19 @@ class Arrears:
         self._descriptors.pop(descriptor, None)
         self._delivered.pop(self._peers.pop(descriptor, b""), None)
 
-    def deliver(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> None:
-        """A message of so many bytes is here; ``descriptor`` is asked at the first one."""
+    def deliver(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> int:
+        """A message of so many bytes is here; ``descriptor`` is asked at the first one, and at large ones.
+
+        Returns the descriptor when too much is behind this one, else -1: who sends large ones fills memory in no time.
+        """
         before = self._delivered.get(peer)
         if before is None:
             before = 0
             self._peers[descriptor()] = peer
-        self._delivered[peer] = before + size + OVERHEAD_BYTES
+        self._delivered[peer] = delivered = before + size + OVERHEAD_BYTES
+        if size > LARGE_BYTES and received_bytes(at := descriptor()) - delivered > MOST_BYTES:
+            return at
+        return -1
 
     def excessive(self) -> list[int]:
         """Descriptors over which too much has come that is not delivered; each call looks at the next few."""

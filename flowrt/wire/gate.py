@@ -85,7 +85,8 @@ class Gate:
 
         ZeroMQ's own word of the first would come without end.
         """
-        self._end_greedy()
+        for descriptor in self.arrears.excessive():
+            self._end_greedy(descriptor)
         try:
             os.close(os.dup(0))
         except OSError as error:
@@ -138,11 +139,15 @@ class Gate:
         look = look_at(descriptor) if address and self.address(descriptor) == address else None
         return float("inf") if look is None else look.heard_ms / 1000
 
-    def _end_greedy(self) -> None:
-        for descriptor in self.arrears.excessive():
-            address = self._knocking.get(descriptor, "an unknown address")
-            self.refused.say("ended the connection from %s: it sends messages without end", address)
-            _shut(descriptor)
+    def delivered(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> None:
+        """A message of a peer is here; ``descriptor`` says over which connection it came."""
+        if (greedy := self.arrears.deliver(peer, size, descriptor)) >= 0:
+            self._end_greedy(greedy)
+
+    def _end_greedy(self, descriptor: int) -> None:
+        address = self._knocking.get(descriptor, "an unknown address")
+        self.refused.say("ended the connection from %s: it sends more than can be read", address)
+        _shut(descriptor)
 
     def end_stopped(self) -> None:
         """End the connections of processes that are stopped; called again and again."""

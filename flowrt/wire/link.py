@@ -240,7 +240,7 @@ class ServerLink:
         self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        self.gate.arrears.deliver(frames[0], len(frames[1]), self.source)
+        self.gate.delivered(frames[0], len(frames[1]), self.source)
         if self.gate.is_shunned(frames[0]):
             return
         if len(frames) != 2:

@@ -94,6 +94,7 @@ def test_one_joins_takes_over_and_leaves_again(run: Any, start: Start) -> None:
     assert other.wait(WITHIN_S) == 0
 
 
+@pytest.mark.long
 def test_one_that_was_given_up_is_told_so_when_it_wakes(run: Any, start: Start, tmp_path: Path) -> None:
     """Nobody but its own exit code can say to whoever started it that its place is free."""
     extra = start("extra")

@@ -174,7 +174,7 @@ def test_a_broken_ledger_is_refused_and_left_alone(tmp_path: Path) -> None:
     ledger.write_bytes(b"this is no database at all, but somebody may want it back" * 100)
     before = ledger.read_bytes()
     said = fails_to_start(Controller(tmp_path))
-    assert f"ledger {ledger} cannot be opened: file is not a database" in said
+    assert f"ledger {ledger} cannot be read: file is not a database; it is left as it is" in said
     assert ledger.read_bytes() == before
 
 

@@ -41,6 +41,7 @@ def test_the_reward_is_the_function_that_was_named(launch: Callable[..., Any], f
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_ends_the_run_with_its_own_words(launch: Callable[..., Any], flags: list[str]) -> None:
     broken = [flag.replace("more_sevens", "broken") for flag in flags]
     launched = launch(*broken, "--supervisor.restarts", "1", "--supervisor.backoff-s", "0.1")

@@ -76,6 +76,7 @@ def assert_gone_on(run: Any, saved: int, steps: int) -> None:
     assert taken_back(run.run_dir) == []
 
 
+@pytest.mark.long
 def test_it_ends_with_the_same_bits_as_a_run_that_was_not_terminated(
     launch: Callable[..., Any], taught_model: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_killed_and_resumed_at_staleness_two(launch: Callable[..., Any], one_epo
     assert rolled_back == [(saved,)]
 
 
+@pytest.mark.long
 def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint(
     launch: Callable[..., Any], one_epoch: list[str]
 ) -> None:

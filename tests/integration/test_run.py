@@ -211,6 +211,7 @@ def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tm
     assert any(not torch.equal(start[name], end[name]) for name in start)
 
 
+@pytest.mark.long
 def test_two_trainer_ranks(run: Any, launch: Callable[..., Any]) -> None:
     model = str(run.run_dir / "final")
     two = launch("--model", model, "--steps", "2", *SMALL, "--rollout.workers", "1", "--trainer.ranks", "2")

@@ -11,6 +11,7 @@ import pytest
 ROWS, HELD_OUT, PER_STEP = 20, 2, 8
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_epoch_trains_every_prompt_once_and_ends(launch: Callable[..., Any], tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"

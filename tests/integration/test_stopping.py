@@ -99,7 +99,12 @@ def test_interrupt_while_training(training, number: signal.Signals) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "name"), [("workers.rollout", "rollout-0"), ("workers.trainer", "trainer"), ("workers.source", "source")]
+    ("module", "name"),
+    [
+        pytest.param("workers.rollout", "rollout-0", marks=pytest.mark.long),
+        ("workers.trainer", "trainer"),
+        pytest.param("workers.source", "source", marks=pytest.mark.long),
+    ],
 )
 def test_killed_worker_ends_the_run_with_its_name(training, module: str, name: str) -> None:
     training.signal(signal.SIGKILL, role(training, module))
@@ -136,7 +141,9 @@ def heard_from_outside(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)], ids=["SIGINT", "SIGKILL"]
+)
 def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: signal.Signals) -> None:
     run = training_on_two_ranks
     assert len(run.find("flowrt.workers.ranks")) == 1
@@ -146,6 +153,7 @@ def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: sign
     run.assert_gone(WITHIN_S)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch, untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")

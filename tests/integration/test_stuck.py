@@ -148,6 +148,7 @@ def test_a_stopped_worker_is_noticed_in_5_s_and_replaced(launch: Callable[..., A
     run.assert_gone(WITHIN_S)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_stalls_ends_with_its_graph_and_code_3(launch: Callable[..., Any], untrained_model: Path) -> None:
     """Its only rollout worker is stopped for good, and is not replaced: the command says who waited for whom."""
