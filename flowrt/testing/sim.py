@@ -14,7 +14,7 @@ from typing import Any
 from flowrt.clock import DrivenClock
 from flowrt.controller.admission import StrictLag
 from flowrt.controller.core import Core
-from flowrt.controller.events import Command, End, Event, Keep, Persist, Record, Send, StepClosed, Tick
+from flowrt.controller.events import Command, Event, Keep, Persist, Record, Send, StepClosed, Tick
 from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.walk import Remains
 from flowrt.errors import FlowError
@@ -197,7 +197,9 @@ class Cluster:
     # ---- what happens
 
     def _deliver(self, worker: Worker) -> None:
-        self.handle(worker.outbox.popleft())
+        event = worker.outbox.popleft()
+        if self.core.ended is None or worker.id in self.core.roster:  # nobody is let in after the end
+            self.handle(event)
 
     def handle(self, event: Event) -> list[Command]:
         """Let the core take one event and carry out what it commands."""
@@ -225,8 +227,6 @@ class Cluster:
                 case Persist(worker, request):
                     self.durable = len(self.records)
                     self._send(worker, m.Committed(request, (), ""))
-                case End():
-                    pass
         if isinstance(event, Tick):
             overdue = [one.id for one in self.core.samples.board.leases.values() if one.deadline_s <= self.clock.now()]
             assert not overdue, f"leases {overdue} are past their deadlines, and go on"
