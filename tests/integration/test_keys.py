@@ -170,7 +170,6 @@ def test_a_run_with_keys_trains_and_is_looked_at_with_keys_only(
     run.signal(signal.SIGINT)
     assert run.wait(20) == 130, run.output
     assert "for the keys of" in run.log("controller")
-    refused = [line for line in run.log("controller").splitlines() if "refused" in line]
-    assert all("refused a connection from 127.0.0.1" in line for line in refused), refused  # of the one without keys
+    assert "refused a connection from " in run.log("controller")  # the one without keys
     assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
     run.assert_gone(10)
