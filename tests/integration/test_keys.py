@@ -153,6 +153,7 @@ def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], 
     assert "for the keys of" in log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_with_keys_trains_and_is_looked_at_with_keys_only(
     folder: Path, launch: Callable[..., Any], untrained_model: Path

@@ -185,6 +185,7 @@ def test_nothing_half_written_is_left(run: Any) -> None:
 # ---- what a run can start from
 
 
+@pytest.mark.long
 def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tmp_path: Path) -> None:
     """The tokenizer is the directory's own: here one with the ids of two digits exchanged.
 

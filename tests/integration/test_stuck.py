@@ -129,6 +129,7 @@ def test_a_stalled_run_ends_with_its_graph_and_code_3(lonely: Lonely) -> None:
     assert "Traceback" not in after.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stopped_worker_is_noticed_in_5_s_and_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
     """A process that is stopped for good holds nobody up: it is noticed by its silence, killed, and started anew."""
