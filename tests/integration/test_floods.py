@@ -21,7 +21,7 @@ FLOOD_S, PULL_S = 2.0, 0.01
 MEDIAN_S, LONGEST_S, GROWN_BYTES = 0.25, 2.0, 4 * MOST_BYTES
 """Of a machine that others use too; a quiet one answers in a millisecond, and in ten at most.
 
-So much may be behind that is not read yet; in memory it is held once more while it is decoded, and not all is given back.
+So much may be behind, not read yet; it is held once more while it is decoded, and not all of it is given back.
 """
 
 
