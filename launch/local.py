@@ -123,7 +123,7 @@ class LocalRun:
                 self._leave_nothing()
             raise
         finally:
-            await self._children.end(0.0)
+            await self._children.close()
         self._farewell(code)
         return code
 
@@ -134,6 +134,8 @@ class LocalRun:
         return self._controller is not None
 
     async def _work(self, view: LiveView) -> int:
+        if self._config.launch.forked and not all(one.behind for one in worker_commands(self._config, "")):
+            await self._children.begin_nursery()
         if not self._config.model and not model_dir(self._config).is_dir():
             command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", self._toml]
             prepare = await self._children.start("prepare", command)

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from flowrt.launch.nursery import Nursery, Nursling
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.lifeline import LAUNCHER, die_with_parent, this_launcher
@@ -21,7 +24,7 @@ class Child:
     """A started process and its log."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Nursling
     log: Path
 
     def how(self) -> str:
@@ -54,28 +57,43 @@ class Children:
         self._own = own or {}
         self._environment = {**os.environ, **environment, LAUNCHER: this_launcher()}
         self._all: list[Child] = []
+        self._nursery: Nursery | None = None
+
+    async def begin_nursery(self) -> None:
+        """From now on fork what can be forked: workers of this host."""
+        if sys.platform == "linux":
+            self._nursery = await Nursery.begin(self._log_dir / "nursery.log", self._environment)
 
     async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
         """Start a command with its output in ``logs/NAME.log``. Raises ConfigError when there is no such program."""
         path = self._log_dir / f"{name}.log"
+        environment = {**self._environment, **self._own.get(name, {})}
+        process: asyncio.subprocess.Process | Nursling | None = None
         with path.open("ab") as log:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**self._environment, **self._own.get(name, {})},
-                    # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                    pass_fds=tuple(pass_fds),
-                )
-            except OSError as error:
-                raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
+            if self._nursery is not None and self._nursery.suits(words):
+                process = await self._nursery.fork(words, environment, log.fileno(), pass_fds)
+            process = process or await self._execute(name, words, environment, log.fileno(), pass_fds)
         child = Child(name, process, path)
         self._all.append(child)
         return child
+
+    async def _execute(
+        self, name: str, words: Sequence[str], environment: Mapping[str, str], output: int, pass_fds: Sequence[int]
+    ) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                pass_fds=tuple(pass_fds),
+            )
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
 
     def running(self) -> list[Child]:
         return [child for child in self._all if child.process.returncode is None]
@@ -121,6 +139,12 @@ class Children:
             return
         self._signal_groups(signal.SIGKILL)
         await self.wait_all(5.0)
+
+    async def close(self) -> None:
+        """`end`, at once, and with the nursery."""
+        await self.end(0.0)
+        if self._nursery is not None:
+            await self._nursery.close()
 
     def signal_group(self, child: Child, number: signal.Signals) -> None:
         """To it and all that it started; to it alone where it was stopped before it had a group of its own."""

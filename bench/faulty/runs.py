@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
+from flowrt.workers.nursery import SHARED
 from flowrt.workers.prepare import prepare as build
 from rich.console import Console
 
 from faulty.faults import Fault
-from faulty.nursery import PIDS, Nursery
+from faulty.nursery import PIDS, Forked
 from faulty.trial import Trial
 from faulty.verdict import account
 from flowrt.lifeline import die_with_parent
@@ -40,9 +42,8 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from flowrt.launch import controller  # noqa: F401
-    from flowrt.workers import engines, entry  # noqa: F401
-
+    for module in (*SHARED, "flowrt.launch.controller"):
+        importlib.import_module(module)
     # Whoever is forked shares these pages for as long as no collector writes to them.
     gc.collect()
     gc.freeze()
@@ -214,8 +215,8 @@ def _live(config: RunConfig, folder: Path, fault: Fault | None) -> NoReturn:
     try:
         run_dir = folder / "run"
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        nursery = Nursery(run_dir / "logs")
-        trial = Trial(config, Console(width=200), nursery, fault, folder / OUTPUT)
+        forked = Forked(run_dir / "logs")
+        trial = Trial(config, Console(width=200), forked, fault, folder / OUTPUT)
         code = asyncio.run(trial.run())
         notes = trial.notes.to_table() | {"code": code}
         (folder / NOTES).write_text(json.dumps(notes))

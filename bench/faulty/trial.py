@@ -12,7 +12,7 @@ from flowrt.launch.progress import LiveView
 from rich.console import Console
 
 from faulty.faults import FOR_EVER_S, Fault
-from faulty.nursery import Nursery
+from faulty.nursery import Forked
 from faulty.relay import Relay
 from flowrt.recipes.config import RunConfig
 
@@ -38,17 +38,15 @@ class Notes:
 class Trial(LocalRun):
     """`flowrt run` with forked processes and a fault."""
 
-    def __init__(
-        self, config: RunConfig, console: Console, nursery: Nursery, fault: Fault | None, output: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, console: Console, forked: Forked, fault: Fault | None, output: Path) -> None:
         super().__init__(config, console)
-        nursery.adopt(self._children)
-        self._children = self._nursery = nursery
+        forked.adopt(self._children)
+        self._children = self._forked = forked
         self._fault = fault
         self._output = output
         self._relay = Relay()
         self._proxy = ""
-        nursery.rewrite = self._through_relay
+        forked.rewrite = self._through_relay
         self.notes = Notes()
 
     async def _work(self, view: LiveView) -> int:
@@ -127,7 +125,7 @@ class Trial(LocalRun):
 
     def _victim(self, name: str) -> Child | None:
         """Its present process, which may be a later one than the first."""
-        return next((child for child in self._nursery.running() if child.name == name), None)
+        return next((child for child in self._forked.running() if child.name == name), None)
 
     def _steps(self) -> int:
         path = self._run_dir / "metrics.jsonl"

@@ -205,6 +205,8 @@ class LaunchConfig:
     devices: str = "auto"
     """Accelerators of this machine, by commas: a trainer rank each for the first, rollout workers go round the others;
     auto: those that there are; none: every worker sees all of them."""
+    forked: bool = True
+    """Workers of this machine are forked from a process that has imported torch once (Linux without accelerators)."""
 
 
 @dataclass(frozen=True)

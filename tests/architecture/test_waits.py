@@ -18,6 +18,9 @@ ELSEWHERE = {
     # Posts a receive and returns at once; `blocking` waits for its end.
     ("flowrt/transport/gloo.py", "group.recv"),
     ("flowrt/transport/device.py", "self._group.recv"),
+    # Called when there is something to read.
+    ("launch/nursery.py", "self._orders.recv"),
+    ("workers/nursery.py", "socket.recv_fds"),
     # Whether a process has ended; returns at once.
     ("flowrt/engines/sglang_server.py", "self._process.poll"),
     # zmq's own thread is told to end within LINGER.

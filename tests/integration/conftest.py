@@ -85,7 +85,7 @@ class Launch:
         found = []
         for process in self.processes():
             try:
-                line = process.cmdline()
+                line = " ".join(process.cmdline()).split()  # one word, of those that were forked
             except psutil.NoSuchProcess:
                 continue
             if all(word in line for word in words):
