@@ -27,12 +27,15 @@ from faulty.verdict import account
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import defaults
+from flowrt.wire.keys import write_keys
+from flowrt.wire.link import new_pair
 
 STEPS, PROMPTS, MEMBERS = 8, 4, 2
 HELD_OUT = 3
 """Problems on which a run is evaluated before its first step and after its last."""
 SILENCE_S = 3.0
 NOTES = "notes.json"
+KEYS = "keys"
 OUTPUT = "output.txt"
 LEAVE_S = 3.0
 
@@ -85,6 +88,7 @@ def prepare(folder: Path) -> RunConfig:
         supervisor=dataclasses.replace(base.supervisor, backoff_s=0.05, hung_s=1.0, absence_s=10.0),
         checkpoint=dataclasses.replace(base.checkpoint, every=2, keep=2),
     )
+    write_keys(folder / KEYS, [], new_pair)
     pid = os.fork()
     if pid == 0:
         Path(config.run_dir).mkdir()
@@ -195,7 +199,10 @@ class Pending:
 
 def begin(config: RunConfig, folder: Path, seed: int, fault: Fault, deadline_s: float) -> Pending:
     folder.mkdir()
-    config = dataclasses.replace(config, seed=seed, run_dir=str(folder / "run"))
+    # Every second run keeps strangers out: whoever comes back has to prove who it is.
+    keys = str(Path(config.run_dir).with_name(KEYS)) if seed % 2 else ""
+    controller = dataclasses.replace(config.controller, keys=keys)
+    config = dataclasses.replace(config, seed=seed, run_dir=str(folder / "run"), controller=controller)
     return Pending(config, folder, seed, fault, deadline_s)
 
 
