@@ -5,8 +5,8 @@
 Every trial is a whole run of `flowrt run`'s own launcher with its supervision: controller, source, two rollout workers,
 reward, reference and trainer are processes with the real engines and a tiny model, over the real wire. Only their start
 is cheaper: each is forked from a process that has imported everything. The data has exactly as many prompts as the
-run trains, so that each must be trained once. Every second run (odd seeds) has keys. A run whose victim is lost for ever and cannot be replaced may end with
-an error that names it; it is then resumed, and must complete.
+run trains, so that each must be trained once. Every second run (odd seeds) has keys. A run whose victim is lost for
+ever and cannot be replaced may end with an error that names it; it is then resumed, and must complete.
 
     lost      prompts that were not trained        doubled   prompts that were trained twice
     hung      no end within the deadline           wrong     another exit code, count, step or leftover process

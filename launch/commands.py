@@ -74,10 +74,9 @@ def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
     ranks, nodes, behind = config.trainer.ranks, config.trainer.nodes, _words(config, "trainer")
     if ranks == 1:
         return Command("trainer", ("-m", "flowrt.workers.trainer", *worker), behind)
-    if nodes == 1:
-        return Command("trainer", ("-m", "flowrt.workers.ranks", "--ranks", str(ranks), *worker), behind)
-    # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
-    store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "is_host=0")
-    together = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes), *store, "--rdzv-id", "trainer")
-    torchrun = ("-m", "torch.distributed.run", *together, "-m", "flowrt.workers.trainer")
-    return Command("trainer", (*torchrun, *worker), behind)
+    together: tuple[str, ...] = ("-m", "flowrt.workers.ranks", "--ranks", str(ranks // nodes))
+    if (
+        nodes > 1
+    ):  # the store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known
+        together = (*together, "--hosts", str(nodes), "--meeting", meeting)
+    return Command("trainer", (*together, *worker), behind)

@@ -1,12 +1,13 @@
 """Where the torchruns of a trainer on several hosts find each other: a TCPStore on a port that the kernel chose.
 
 ``python -m flowrt.workers.meeting --host HOST --ready-fd FD`` writes HOST:PORT to the descriptor and stays until it is
-ended. Whoever reaches the port can take part in the rendezvous, as with any torchrun on several hosts.
+ended. Whoever reaches the port can disturb the rendezvous; nothing in it is ever unpickled (`flowrt.workers.agents`).
 """
 
 import argparse
 import os
 import signal
+import socket
 import sys
 
 from torch.distributed import TCPStore
@@ -19,7 +20,10 @@ def main() -> int:
     parser.add_argument("--host", required=True, help="address of this host, as the others know it")
     parser.add_argument("--ready-fd", type=int, required=True, help="file descriptor to write HOST:PORT to")
     arguments = parser.parse_args()
-    store = TCPStore(arguments.host, 0, is_master=True, wait_for_workers=False)
+    # Bound here, to one address: left to itself the store listens on all interfaces.
+    listener = socket.create_server((arguments.host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(arguments.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     os.write(arguments.ready_fd, f"{arguments.host}:{store.port}\n".encode())
     os.close(arguments.ready_fd)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -64,16 +64,14 @@ def test_one_torchrun_a_host_and_none_needs_a_known_port() -> None:
         *("--trainer.ranks", "8", "--trainer.nodes", "2", "--launch.trainer", "srun --nodes=2"),
         meeting="10.1.2.3:5",
     )["trainer"]
-    assert words[words.index("--nnodes") + 1] == "2"
-    assert words[words.index("--nproc-per-node") + 1] == "4"
-    assert words[words.index("--rdzv-endpoint") + 1] == "10.1.2.3:5"
-    assert words[words.index("--rdzv-conf") + 1] == "is_host=0"
+    at = words.index("flowrt.workers.ranks")
+    assert words[at + 1 : at + 7] == ["--ranks", "4", "--hosts", "2", "--meeting", "10.1.2.3:5"]
 
 
 def test_the_ranks_of_one_host_meet_where_nobody_else_can() -> None:
     words = commands("--trainer.ranks", "2")["trainer"]
     assert words[1:5] == ["-m", "flowrt.workers.ranks", "--ranks", "2"]
-    assert "--rdzv-endpoint" not in words
+    assert "--meeting" not in words
 
 
 @pytest.mark.parametrize(
