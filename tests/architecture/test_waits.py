@@ -28,6 +28,25 @@ ELSEWHERE = {
 }
 """Waits that are no calls of the primitive, each with its reason."""
 
+TASKS = {
+    ("flowrt/client/asking.py", "one.reply"): "`noted` around it; a timer of the loop ends it",
+    ("flowrt/client/params.py", "arrived"): "a lane's receipt, which the lane ends",
+    ("flowrt/client/session.py", "task"): "done: it was waited for with `first_of`",
+    ("flowrt/client/stream.py", "following"): "a pull, which has a deadline",
+    ("flowrt/client/stream.py", "committing"): "a commit, which has a deadline",
+    ("flowrt/controller/server.py", "task"): "a server that was told to end gives its workers up after a while",
+    ("flowrt/engines/sglang_weights.py", "sending"): "a broadcast within the timeout of its group",
+    ("flowrt/wire/loops.py", "work"): "the whole of a process, which is no wait",
+    (
+        "workers/entry.py",
+        "ended",
+    ): "the end of the session, within the silence of the controller",
+    ("workers/probe.py", "coming"): "a lane's receipt, which the lane ends",
+    ("workers/rollout.py", "running"): "the engine at its own work, told to come back",
+    ("workers/trainer.py", "following"): "a pull, which has a deadline",
+}
+"""Tasks and futures that are awaited by their names: what ends each."""
+
 RANKS = "trainer.ranks_s: the timeout of the group that `workers.engines.meet` makes; `workers.together` says who"
 COLLECTIVES = {
     ("flowrt/engines/torch_train.py", "dist.all_reduce"): RANKS,
@@ -137,6 +156,25 @@ def test_every_call_of_an_engine_in_which_ranks_meet_has_a_deadline() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.to_thread":
                 words = " ".join(ast.unparse(argument) for argument in node.args)
                 assert "engine." not in words, f"workers/{name}.py:{node.lineno} {words}"
+
+
+def awaited(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Awaits of a task or a future that was made elsewhere: line, and its name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Await) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript):
+            yield node.lineno, ast.unparse(node.value)
+
+
+def test_what_is_awaited_by_name_has_an_end() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), name): line
+        for path in PRODUCT
+        if path != PRIMITIVE
+        for line, name in awaited(ast.parse(path.read_text()))
+    }
+    new = [f"{path}:{line} {name}" for (path, name), line in found.items() if (path, name) not in TASKS]
+    assert not new, f"use flowrt.waiting.until, or say what ends these: {new}"
+    assert not TASKS.keys() - set(found), "exceptions that are not needed any more"
 
 
 @pytest.mark.parametrize(
