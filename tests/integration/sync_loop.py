@@ -20,6 +20,7 @@ from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.engines.torch_train import TorchTrainer
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import from_toml
+from flowrt.recipes.paths import model_dir
 from flowrt.recipes.subjects import subject
 
 
@@ -50,11 +51,11 @@ def micro_batches(groups: list[dict], budget: int) -> list[list[dict]]:
     return cuts
 
 
-def sync_loop(config: RunConfig, model_dir: Path) -> dict[str, torch.Tensor]:
+def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
     """Train and return the final weights by name."""
     torch.set_num_threads(1)
-    problems, tokenizer = subject(config).training_problems(), load_tokenizer(model_dir)
-    policy, reference = load_model(model_dir), load_model(model_dir).eval()
+    problems, tokenizer = subject(config).training_problems(), load_tokenizer(model)
+    policy, reference = load_model(model), load_model(model).eval()
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     trainer = TorchTrainer(
         policy, config.trainer, loss, correction_cap=config.loss.correction_cap, temperature=config.rollout.temperature
@@ -98,4 +99,5 @@ def sync_loop(config: RunConfig, model_dir: Path) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     # In a process of its own: the thread settings of whoever calls must not reach the arithmetic.
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.save(sync_loop(from_toml((run_dir / "config.toml").read_text()), run_dir / "model"), out)
+    config = from_toml((run_dir / "config.toml").read_text())
+    torch.save(sync_loop(config, model_dir(config)), out)
