@@ -148,6 +148,7 @@ async def test_one_that_cannot_begin_is_done_without(tmp_path: Path) -> None:
         assert await forked(nursery, tmp_path, "leave", "0") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forks", [True, False])
 def test_workers_of_a_run_are_forked_unless_they_shall_not(launch: Callable[..., Launch], forks: bool) -> None:
     run = launch("--steps", "10", *TINY, "--launch.forked", str(forks))
@@ -159,6 +160,7 @@ def test_workers_of_a_run_are_forked_unless_they_shall_not(launch: Callable[...,
     run.assert_gone(5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before anybody is forked", "while it trains"])
 def test_a_run_outlives_its_nursery(launch: Callable[..., Launch], moment: str) -> None:
     run = launch("--steps", "30", "--checkpoint.every", "2", *TINY)
