@@ -8,7 +8,9 @@ import logging
 from flowrt.controller.events import Command, Keep, Record, StepClosed
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger, LedgerBusy
+from flowrt.controller.tally import unfit
 from flowrt.errors import FlowError
+from flowrt.wire.gate import Complaints
 from flowrt.wire.messages import Report
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ class Books:
         self._ledger = ledger
         self._journal = journal
         self._busy_since_s: float | None = None
+        self._complaints = Complaints()
 
     def enter(self, command: Command, now: float) -> None:
         """Write down what has happened; commands that order something are none of our business."""
@@ -36,8 +39,12 @@ class Books:
 
     def report(self, worker: str, role: str, report: Report, step: int) -> None:
         """What a worker did; its numbers are kept for whoever goes on with the run after ``step``."""
-        self._journal.report(worker, role, report)
-        for name, value in report.numbers:
+        numbers = report.numbers
+        if fault := unfit(numbers, self._journal.numbers):
+            self._complaints.say("left out the numbers that %s has reported: %s", worker, fault)
+            numbers = ()
+        self._journal.report(worker, role, report.spans, numbers)
+        for name, value in numbers:
             self._ledger.note(name, value, step)
 
     def tidy(self, ended: bool = False) -> None:

@@ -24,6 +24,8 @@ from flowrt.wire import messages as m
 SOURCE = "source"
 """The role of those that are told which prompts a resumed run is done with."""
 MOST_SENTENCES = 12
+LONGEST_WORDS = 4000
+"""Of a worker's own about why it, or the run, has ended."""
 """Of the wait-for graph in the reason of a stall; the log has all of it."""
 MAX_SIGNAL_BYTES = 4096
 TERM_BITS = 40
@@ -155,9 +157,9 @@ class Core:
             case m.Finished():
                 self.roster.finish(worker)
             case m.Stop():
-                self._end(message.reason, message.code)
+                self._end(message.reason[:LONGEST_WORDS], message.code)
             case m.Bye():
-                self._gone(worker, message.error, now)
+                self._gone(worker, message.error[:LONGEST_WORDS], now)
             case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
                 self.models.hear(worker, message)
                 if isinstance(message, m.Applied):

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,8 +16,7 @@ from flowrt.controller.events import StepClosed
 from flowrt.controller.ledger import Account
 from flowrt.errors import FlowError
 from flowrt.metrics import Span, busy_fraction
-from flowrt.wire.messages import Report
-from flowrt.wire.records import Position
+from flowrt.wire.records import BusySpan, Position
 
 ENDS = 10
 """Steps at either end of the run that `reward_first` and `reward_last` are means of."""
@@ -98,12 +97,12 @@ class Journal:
                 self._first.append(line["reward"])
             self._last.append(line["reward"])
 
-    def report(self, worker: str, role: str, report: Report) -> None:
+    def report(self, worker: str, role: str, spans: Iterable[BusySpan], numbers: Iterable[tuple[str, float]]) -> None:
         """Spans of work of one worker, and numbers for the summary."""
-        for span in report.spans:
+        for span in spans:
             line = {"worker": worker, "role": role, "kind": span.kind, "start_s": span.start_s, "end_s": span.end_s}
             self._write(self._timeline, line)
-        self.numbers.update(dict(report.numbers))
+        self.numbers.update(numbers)
 
     def _write(self, file: TextIO, line: Mapping[str, Any]) -> None:
         """Nothing more is written after a failure: half a line would be followed by a whole one."""

@@ -59,7 +59,8 @@ class Regroup:
         for name, versions in models.of.items():
             versions.newest = remains.numbers.get(LATEST + name, 0)
         self._awaited = {WorkerId(worker): role for worker, role in remains.crew.items()}
-        samples.retreat.dropped.update(remains.dropped)
+        for reason, times in remains.dropped.items():
+            samples.retreat.dropped.count(reason, times)
         samples.paused = samples.retreat.patient = True
 
     @property

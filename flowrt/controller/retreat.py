@@ -10,6 +10,7 @@ from flowrt.controller.events import Command, Keep, Record, Send
 from flowrt.controller.settings import Dataflow, LostMember, Settings
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
+from flowrt.controller.tally import LONGEST, Tally
 from flowrt.controller.transfers import Lanes, check_receiver, find_holding, lose_copies
 from flowrt.controller.walk import Left, Unmade
 from flowrt.errors import RemoteProtocolError
@@ -42,7 +43,7 @@ class Retreat:
         self._flow = flow
         self._out = out
         self._makers = {column: stage.name for stage in flow.stages for column in stage.makes}
-        self.dropped: dict[str, int] = defaultdict(int)
+        self.dropped = Tally()
         self.patient = False  # whoever has what nobody owns may come back: it is not lost yet
 
     # ---- samples that are no use any more
@@ -71,7 +72,7 @@ class Retreat:
         self._give_back_group(group)
         if slot.id not in self._board.slots:
             return  # giving it back has shown that it is lost, and dealt with it
-        self.dropped[reason] += 1
+        self.dropped.count(reason)
         slot.attempt += 1
         policy = self._settings.lost_member
         if policy is LostMember.REST and len(group.slots) > ALONE:
@@ -113,7 +114,7 @@ class Retreat:
                 continue
             self.give_back(slot, lease.stage)
             if message.lost:
-                self.lose(slot, f"{lease.stage} failed: {message.reason}", failed=True)
+                self.lose(slot, f"{lease.stage} failed: {message.reason[:LONGEST]}", failed=True)
 
     def expire_leases(self, now: float) -> None:
         """Give back what was not done by its deadline; what is begun again gets twice the time that it had."""
@@ -208,7 +209,7 @@ class Retreat:
         """Nobody can send this prompt any more, unless a trainer may just be receiving it."""
         owned = self.patient or all(one.owners for one in group.tensors.values())
         if not owned and group.id in self._board.groups and group.id not in self._window.taken:
-            self.dropped["its source left"] += 1
+            self.dropped.count("its source left")
             self._give_up(group, "its source left", "unread")
 
     def _make_again(self, slot: Slot) -> None:

@@ -13,6 +13,7 @@ from flowrt.controller.settings import Dataflow, Policies
 from flowrt.controller.sizes import Sizes
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.steps import TrainingWindow
+from flowrt.controller.tally import unfit
 from flowrt.controller.transfers import Lanes
 from flowrt.controller.waits import Parked
 from flowrt.controller.walk import STEP, Reached
@@ -138,6 +139,8 @@ class Training:
                 f"{worker} ended step {message.step}, but step {window.step} is in training with {window.places} "
                 "places open"
             )
+        if fault := unfit(message.metrics, {}):
+            raise RemoteProtocolError(f"{worker} ended step {message.step}, and {fault}")
         trained = window.close()
         slots = [slot for group in trained for slot in group.slots]
         lags = tuple(message.step - (slot.oldest_version() or 0) for slot in slots)

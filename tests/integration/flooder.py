@@ -18,6 +18,8 @@ SAID = {
     "offers": lambda number: m.Offer(number, "train", (number,), 0, 2, 0, (), ()),
     "signals": lambda _: m.Signal("calm", "lane", "key", b"z" * 4000),
     "large reports": lambda _: m.Report((), (), PIECES),
+    "numbers": lambda number: m.Report((), tuple((f"{number} {one}", 1.0) for one in range(1000)), ()),
+    "long names": lambda number: m.Report((), ((f"{number}" * 1_000_000, 1.0),), ()),
 }
 GARBAGE = "garbage"
 KINDS = (*SAID, GARBAGE)

@@ -1,5 +1,6 @@
 """A worker that was let in floods a live controller: the others are served, and nothing piles up."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from time import perf_counter
 
 import psutil
 import pytest
+from flowrt.launch.observer import look
 
 from flowrt import api
 from flowrt.errors import WaitExpired
@@ -18,6 +20,7 @@ from .flooder import KINDS
 
 HERE = Path(__file__).parent
 FLOOD_S, PULL_S = 2.0, 0.01
+STATUS_BYTES = 500_000
 MEDIAN_S, LONGEST_S, GROWN_BYTES = 0.25, 2.0, 4 * MOST_BYTES
 """Of a machine that others use too; a quiet one answers in a millisecond, and in ten at most.
 
@@ -70,4 +73,6 @@ async def test_the_others_are_served_and_nothing_piles_up(controller: tuple[psut
     assert max(trips_s) < LONGEST_S
     assert grown < GROWN_BYTES
     assert process.is_running()
+    seen = await look(address, None, 10.0, address)
+    assert len(json.dumps(seen)) < STATUS_BYTES
     await calm.close()
