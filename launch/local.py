@@ -20,15 +20,16 @@ from flowrt.launch.processes import Child, Children
 from flowrt.launch.progress import LiveView, summary_table
 from flowrt.launch.restarts import Restarts, read_summary
 from flowrt.launch.signals import Signals
+from flowrt.launch.still import computed
 from flowrt.launch.supervisor import RUN, Supervisor
 from rich.console import Console
 
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError, FlowError, WaitExpired
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import to_toml
 from flowrt.recipes.paths import address_file, model_dir, private, write_whole
 from flowrt.recipes.subjects import subject
-from flowrt.waiting import Guard, pause
+from flowrt.waiting import pause
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.wire.link import check_free
 
@@ -37,7 +38,6 @@ TRAINER = "trainer"
 READY_S = 30.0
 FAREWELL_S = 3.0
 GOODBYES_S = 15.0
-COMPUTES = Guard("its own end: it computes, and waits for nobody")
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -140,9 +140,13 @@ class LocalRun:
             command = [sys.executable, "-m", "flowrt.workers.prepare", "--config", self._toml]
             prepare = await self._children.start("prepare", command)
             view.say("building the model and warming it up")
-            if await prepare.ended(COMPUTES) != 0:
-                self._failure = prepare.last_words()
-                return EXIT_FAILED
+            try:
+                if await computed(prepare, self._config.supervisor.absence_s) != 0:
+                    self._failure = prepare.last_words()
+                    return EXIT_FAILED
+            except WaitExpired as still:
+                self._failure = str(still)
+                return EXIT_STALLED
         while True:
             code, trainer_code = await self._live(view)
             died = self._controller is not None and (self._controller.process.returncode or 0) < 0
@@ -166,7 +170,7 @@ class LocalRun:
         controller, address = await self._start_controller(READY_S, "--anew")
         self._controller, self._is_new = controller, False
         commands = worker_commands(self._config, address, await self._start_meeting(address))
-        missing = Missing(self._children, self._config.supervisor.hung_s, view.say)
+        missing = Missing(self._children, self._config.supervisor.hung_s, self._config.controller.join_s, view.say)
         ours = {command.name for command in commands if not command.behind and command.name != TRAINER}
 
         def show(status: dict[str, Any]) -> None:
@@ -242,7 +246,11 @@ class LocalRun:
     async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
         """A worker that dies for good, even without a word of its own, ends the run with its last words."""
         if supervisor is not None:
-            worker = await supervisor.keep(worker, words)
+            try:
+                worker = await supervisor.keep(worker, words)
+            except FlowError as error:
+                observer.cancel(str(error), EXIT_FAILED)
+                return
         code = await worker.ended(RUN)
         if self._signals.is_leaving and supervisor is not None:
             return  # terminated with the whole job, which ends when the trainer has saved

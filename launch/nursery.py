@@ -118,6 +118,8 @@ class Nursery:
             log.warning("workers are started by themselves from now on: %s", error)
             self._lose()
             return None
+        if "failed" in born:
+            log.warning("%s cannot be forked: %s; it is started by itself", " ".join(words[2:3]), born["failed"])
         return born.get("nursling")
 
     async def close(self) -> None:
@@ -136,7 +138,10 @@ class Nursery:
         return self._is_fit
 
     def _hear(self) -> None:
-        data = self._orders.recv(MOST_BYTES)
+        try:
+            data = self._orders.recv(MOST_BYTES)
+        except OSError:  # it died with an order unread
+            data = b""
         told = json.loads(data or b"{}")
         if not told:
             self._lose()

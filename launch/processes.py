@@ -65,35 +65,38 @@ class Children:
             self._nursery = await Nursery.begin(self._log_dir / "nursery.log", self._environment)
 
     async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
-        """Start a command with its output in ``logs/NAME.log``. Raises ConfigError when there is no such program."""
+        """Start a command with its output in ``logs/NAME.log``.
+
+        Raises ConfigError when that cannot be: there is no such program, the system has no room for another process.
+        """
         path = self._log_dir / f"{name}.log"
         environment = {**self._environment, **self._own.get(name, {})}
         process: asyncio.subprocess.Process | Nursling | None = None
-        with path.open("ab") as log:
-            if self._nursery is not None and self._nursery.suits(words):
-                process = await self._nursery.fork(words, environment, log.fileno(), pass_fds)
-            process = process or await self._execute(name, words, environment, log.fileno(), pass_fds)
+        try:
+            with path.open("ab") as log:
+                if self._nursery is not None and self._nursery.suits(words):
+                    process = await self._nursery.fork(words, environment, log.fileno(), pass_fds)
+                process = process or await self._execute(words, environment, log.fileno(), pass_fds)
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
         child = Child(name, process, path)
         self._all.append(child)
         return child
 
     async def _execute(
-        self, name: str, words: Sequence[str], environment: Mapping[str, str], output: int, pass_fds: Sequence[int]
+        self, words: Sequence[str], environment: Mapping[str, str], output: int, pass_fds: Sequence[int]
     ) -> asyncio.subprocess.Process:
-        try:
-            return await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                pass_fds=tuple(pass_fds),
-            )
-        except OSError as error:
-            raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
+        return await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            # A session of its own: Ctrl-C reaches the launcher alone, which ends the run in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            pass_fds=tuple(pass_fds),
+        )
 
     def running(self) -> list[Child]:
         return [child for child in self._all if child.process.returncode is None]

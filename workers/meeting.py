@@ -7,12 +7,13 @@ ended. Whoever reaches the port can disturb the rendezvous; nothing in it is eve
 import argparse
 import os
 import signal
-import socket
 import sys
-
-from torch.distributed import TCPStore
+from datetime import timedelta
 
 from flowrt.errors import EXIT_INTERRUPTED
+from flowrt.transport.stores import store_at
+
+DEADLINE = timedelta(minutes=5)
 
 
 def main() -> int:
@@ -20,10 +21,7 @@ def main() -> int:
     parser.add_argument("--host", required=True, help="address of this host, as the others know it")
     parser.add_argument("--ready-fd", type=int, required=True, help="file descriptor to write HOST:PORT to")
     arguments = parser.parse_args()
-    # Bound here, to one address: left to itself the store listens on all interfaces.
-    listener = socket.create_server((arguments.host, 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(arguments.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = store_at(arguments.host, DEADLINE)
     os.write(arguments.ready_fd, f"{arguments.host}:{store.port}\n".encode())
     os.close(arguments.ready_fd)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})

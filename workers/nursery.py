@@ -13,6 +13,7 @@ import os
 import random
 import runpy
 import selectors
+import signal
 import socket
 import sys
 import traceback
@@ -73,20 +74,39 @@ def nurse(orders: socket.socket) -> NoReturn:
                 data, fds, _, _ = socket.recv_fds(orders, MOST_BYTES, MOST_FDS)
                 if not data:
                     os._exit(0)
-                pid = os.fork()
-                if pid == 0:
+                order = json.loads(data)
+                came = len(fds) == 1 + len(order["fds"])
+                pid, end, failed = _fork() if came else (0, -1, "too many open files")
+                if pid == 0 and not failed:
                     orders.close()
                     selector.close()
-                    _become(json.loads(data), fds, me)
+                    _become(order, fds, me)
                 for fd in fds:
                     os.close(fd)
-                orders.send(json.dumps({"born": pid}).encode())
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                orders.send(json.dumps({"failed": failed} if failed else {"born": pid}).encode())
+                if not failed:
+                    selector.register(end, selectors.EVENT_READ, pid)
             else:
                 _, status = os.waitpid(key.data, 0)
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 orders.send(json.dumps({"pid": key.data, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _fork() -> tuple[int, int, str]:
+    """The child (in it: 0), what tells of its end, and why there is none: the others must not die of that."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return 0, -1, str(error.strerror)
+    if pid == 0:
+        return 0, -1, ""
+    try:
+        return pid, os.pidfd_open(pid), ""
+    except OSError as error:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return 0, -1, str(error.strerror)
 
 
 def _become(order: dict[str, Any], fds: list[int], nursery: int) -> NoReturn:

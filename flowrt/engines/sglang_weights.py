@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from flowrt.engines import sglang_protocol as said
 from flowrt.engines.options import SglangOptions
@@ -25,6 +25,7 @@ from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_tensors import serialized
 from flowrt.errors import EngineError
+from flowrt.transport.stores import store_at
 from flowrt.transport.weights import Snapshot
 from flowrt.waiting import blocking, first_of
 
@@ -188,8 +189,8 @@ class _Group:
         self._host = host
         self._deadline = timedelta(seconds=deadline_s)
         try:
-            self._store = TCPStore(host, 0, self._size, is_master=True, timeout=self._deadline, wait_for_workers=False)
-        except RuntimeError as error:
+            self._store = store_at(host, self._deadline, self._size)
+        except (OSError, RuntimeError) as error:
             raise EngineError(
                 f"no address for a broadcast: rollout.sglang.host {host!r} must be this host's: {error}"
             ) from error

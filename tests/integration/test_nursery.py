@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -134,6 +135,22 @@ async def test_one_that_is_stopped_hides_no_death_and_holds_up_nobody(
         assert nursery.process is not None
         nursery.process.send_signal(signal.SIGSTOP)
         assert await forked(nursery, tmp_path, "leave", "0") is None
+
+
+async def test_what_it_cannot_fork_costs_nobody_else(tmp_path: Path) -> None:
+    async with begun() as nursery:
+        staying = await forked(nursery, tmp_path, "stay")
+        assert staying is not None
+        assert nursery.process is not None
+        process = psutil.Process(nursery.process.pid)
+        for spare in (0, 1):  # what it is handed does not come; then it comes, and no end could be watched
+            taken = {int(fd) for fd in os.listdir(f"/proc/{process.pid}/fd")}
+            limit = next(limit for limit in itertools.count() if len({*range(limit)} - taken) > spare) - 1
+            process.rlimit(psutil.RLIMIT_NOFILE, (limit, 4096))
+            assert await forked(nursery, tmp_path, "leave", "0") is None
+        process.rlimit(psutil.RLIMIT_NOFILE, (4096, 4096))
+        assert await ended(await forked(nursery, tmp_path, "leave", "0")) == 0
+        assert staying.returncode is None
 
 
 async def test_nothing_is_forked_beside_other_threads(tmp_path: Path) -> None:

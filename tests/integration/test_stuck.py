@@ -168,3 +168,26 @@ def test_a_run_that_stalls_ends_with_its_graph_and_code_3(launch: Callable[..., 
     assert "nobody is there to act" in reason
     assert json.loads((run.run_dir / "summary.json").read_text())["exit_code"] == 3
     assert "Traceback" not in run.output
+
+
+@pytest.mark.slow
+def test_a_preparation_that_stands_still_ends_the_run(launch: Callable[..., Any]) -> None:
+    run = launch("--warm-start.steps", "100000", "--warm-start.until", "2", "--supervisor.absence-s", "3")
+    run.wait_for(lambda: run.find("flowrt.workers.prepare"), "preparation")
+    [prepare] = run.find("flowrt.workers.prepare")
+    run.signal(signal.SIGSTOP, prepare)
+    assert run.wait(30.0) == 3
+    assert "prepare has stood still for 3 s: it is stopped, or waits for a disk" in run.words
+    run.assert_gone(40.0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_never_comes_is_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
+    """Stopped before it could say hello: the controller knows nothing of it."""
+    slow_to_come = ("--launch.forked", "False", "--controller.join-s", "20", "--supervisor.hung-s", "1")
+    run = launch("--model", str(untrained_model), "--steps", "3", "--data.eval-prompts", "0", *slow_to_come)
+    run.wait_for(lambda: run.find("flowrt.workers.reward"), "reward worker")
+    [reward] = run.find("flowrt.workers.reward")
+    run.signal(signal.SIGSTOP, reward)
+    assert run.wait(120.0) == 0, run.output
+    assert "reward has not come to the run: it is killed" in run.words
