@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from flowrt.workers.group import choose_interface
 from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.client.greeting import connect
@@ -88,6 +89,8 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         address = await find_address(arguments.controller, arguments.join_s)
         session = await connect(address, name, role, arguments.join_s, keys)
         log.info("%s has joined the run of the controller at %s", name, address)
+        if role == TRAINER:
+            choose_interface(address, os.environ)
     except FlowError as refused:
         log.error("%s", refused)
         return EXIT_BAD_INPUT

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from flowrt.launch.commands import check_programs, worker_commands
+from flowrt.workers.group import INTERFACE, choose_interface
 from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.errors import ConfigError, WaitExpired
@@ -174,3 +175,26 @@ def test_a_launcher_is_looked_for_on_its_own_host_only(host: str, code: int) -> 
         timeout=60,
     )
     assert ended.returncode == code
+
+
+# ---- the ranks of a trainer
+
+
+def chosen(controller: str, **environment: str) -> str | None:
+    choose_interface(controller, environment)
+    return environment.get(INTERFACE)
+
+
+def test_ranks_meet_over_the_network_of_the_controller() -> None:
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    assert chosen("tcp://127.0.0.1:9", **two) == "lo"
+    own = own_address()
+    name = next(name for name, address in interfaces().items() if address == own)
+    assert chosen(f"tcp://{own}:9", **two) == name
+    assert chosen(f"tcp://{own}:9", **two, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+
+
+def test_ranks_of_one_host_need_no_network() -> None:
+    assert chosen("tcp://192.0.2.1:9", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == "lo"
+    assert chosen("tcp://192.0.2.1:9") is None
+    assert chosen("tcp://192.0.2.1:9", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", FLOWRT_RANKS_STORE="file") is None
