@@ -98,7 +98,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
-        check_reach(config)
+        check_reach(config, role == TRAINER)
         if drains and (drain_s := _drain_s(role, config)):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, drain_s)
         await _play(run(session, config), session)

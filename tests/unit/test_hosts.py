@@ -15,6 +15,7 @@ from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.errors import ConfigError, WaitExpired
 from flowrt.lifeline import LAUNCHER
+from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.load import parse
 from flowrt.recipes.paths import address_file, final_dir
 from flowrt.wire.hosts import interfaces, own_address, reachable
@@ -154,6 +155,14 @@ def test_a_host_without_the_model_says_so(tmp_path: Path) -> None:
     config = dataclasses.replace(parse([]), run_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=f"model {tmp_path}/model is not there on host '{socket.gethostname()}'"):
         check_reach(config)
+
+
+def test_a_host_without_the_controllers_directory_may_not_write_checkpoints(tmp_path: Path) -> None:
+    config = dataclasses.replace(parse([]), run_dir=str(tmp_path / "run"), model=str(tmp_path))
+    check_reach(config)
+    check_reach(dataclasses.replace(config, checkpoint=CheckpointConfig(every=0)), checkpoints=True)
+    with pytest.raises(ConfigError, match=f"run directory {tmp_path}/run is not that of the controller on host"):
+        check_reach(config, checkpoints=True)
 
 
 def test_the_trained_model_goes_where_the_configuration_says(tmp_path: Path) -> None:
