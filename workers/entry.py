@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from flowrt.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_STALLED,
     Drained,
     FlowError,
     Stopped,
@@ -107,8 +108,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         first = _first(raised)
         if isinstance(first, Stopped):
             log.info("stopped: %s", first.reason)
-            # Whoever started it shall see that it was not the run that ended.
-            code = first.code if first.code == EXIT_DISMISSED else EXIT_OK
+            code = _code(first, os.environ)
         else:
             error = f"{type(first).__name__}: {first}"
             log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
@@ -116,6 +116,15 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     finally:
         await session.close(error)
     _leave(EXIT_FAILED if error else code)
+
+
+def _code(stopped: Stopped, environment: Mapping[str, str]) -> int:
+    """How a worker leaves that was stopped: well, unless whoever started it has to act on it."""
+    if stopped.code == EXIT_DISMISSED:
+        return EXIT_DISMISSED  # it was not the run that ended
+    several = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+    # A torchrun whose ranks leave well waits five minutes for the others, whose rank may be why the run has failed.
+    return EXIT_FAILED if several and stopped.code in (EXIT_FAILED, EXIT_STALLED) else EXIT_OK
 
 
 def _look(work: asyncio.Task[None]) -> None:
