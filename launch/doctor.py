@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,17 @@ def doctor(arguments: Sequence[str], console: Console) -> int:
     else:
         all_facts = [_look(order)]
     want = wanted(config, estimate(config, shape), all_facts, bool(order.controller or order.on))
-    findings = judge(sorted(all_facts, key=lambda facts: facts.node), want)
+    findings = judge(sorted(told_apart(all_facts), key=lambda facts: facts.node), want)
     return report(findings, console)
+
+
+def told_apart(all_facts: Sequence[Facts]) -> list[Facts]:
+    """Nodes that have one name are called by their addresses too: machines made from one image often have."""
+    count = Counter(facts.node for facts in all_facts)
+    return [
+        dataclasses.replace(facts, node=f"{facts.node} ({facts.own_address})") if count[facts.node] > 1 else facts
+        for facts in all_facts
+    ]
 
 
 def report(findings: Sequence[Finding], console: Console) -> int:

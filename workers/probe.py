@@ -7,12 +7,13 @@ took by the two hosts' own clocks, which differ by half the difference of both d
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -30,8 +31,11 @@ from flowrt.wire.link import ClientLink
 from flowrt.wire.loops import run_loop
 from flowrt.wire.records import LaneTurn
 
-BULK_BYTES = 32 * 2**20
-BULKS = 3
+FIRST_BYTES, MOST_BYTES = 2**18, 2**25
+GROWTH = 8
+MOST_BULKS = 3
+LONG_S = 1.0
+"""A bulk that took longer says enough of the lane: over a slow link the largest would take the time of all others."""
 ROUND_TRIPS = 20
 MEASURED = Guard("the deadline of all measurements")
 PROBE = "probe"
@@ -66,6 +70,22 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return played
 
 
+def following(taken: Sequence[tuple[int, float]]) -> int:
+    """The bytes to ask for after bulks of so many bytes and seconds; 0 when they say enough."""
+    if not taken:
+        return FIRST_BYTES
+    size, took_s = taken[-1]
+    if took_s > LONG_S or len([one for one, _ in taken if one == MOST_BYTES]) == MOST_BULKS:
+        return 0
+    return min(size * GROWTH, MOST_BYTES)
+
+
+def speed(taken: Sequence[tuple[int, float]]) -> float:
+    """Bytes per second of the fastest of the largest bulks: small ones say how long the way is, and fill buffers."""
+    largest = taken[-1][0]
+    return largest / min(took_s for size, took_s in taken if size == largest)
+
+
 class Meeting:
     """Two probes and the lanes between them."""
 
@@ -73,13 +93,17 @@ class Meeting:
         self._own, self._peer, self._lanes = own, peer, lanes
 
     async def give(self) -> None:
-        """Greet; once the other end is ready, send the time, then a few bulks."""
+        """Greet; once the other end is ready, send the time, then as many bytes as it asks for, until it has enough."""
         await self._lanes.send(self._out("probe", 0), [Run.of(torch.zeros(8, dtype=torch.uint8))])
         await self._lanes.receive(self._in("ready", 0), [[8]])
         await self._lanes.send(self._out("probe", 1), [Run.of(torch.tensor([time.time()], dtype=torch.float64))])
-        bulk = torch.zeros(BULK_BYTES, dtype=torch.uint8)
-        for number in range(BULKS):
-            await self._lanes.send(self._out("probe", 2 + number), [Run.of(bulk)])
+        bulk = torch.zeros(MOST_BYTES, dtype=torch.uint8)
+        for number in itertools.count(1):
+            (wanted,) = await self._lanes.receive(self._in("ready", number), [[8]])
+            size = int(wanted.view(torch.int64).item())
+            if not 0 < size <= MOST_BYTES:
+                return
+            await self._lanes.send(self._out("probe", 1 + number), [Run.of(bulk[:size])])
 
     async def take(self) -> tuple[float, float]:
         """The other side: the seconds that the time took to come, by both clocks, and the best bytes per second."""
@@ -88,12 +112,19 @@ class Meeting:
         await self._lanes.send(self._out("ready", 0), [Run.of(torch.zeros(8, dtype=torch.uint8))])
         (sent,) = await coming
         delay_s = time.time() - float(sent.view(torch.float64).item())
-        taken = []
-        for number in range(BULKS):
+        taken: list[tuple[int, float]] = []
+        for number in itertools.count(1):
+            size = following(taken)
+            asked = [Run.of(torch.tensor([size], dtype=torch.int64))]
+            if size == 0:
+                await self._lanes.send(self._out("ready", number), asked)
+                break
+            coming = self._lanes.receive(self._in("probe", 1 + number), [[size]])
             begun_s = time.monotonic()
-            await self._lanes.receive(self._in("probe", 2 + number), [[BULK_BYTES]])
-            taken.append(time.monotonic() - begun_s)
-        return delay_s, BULK_BYTES / min(taken)
+            await self._lanes.send(self._out("ready", number), asked)
+            await coming
+            taken.append((size, time.monotonic() - begun_s))
+        return delay_s, speed(taken)
 
     def _out(self, kind: str, sequence: int) -> LaneTurn:
         return LaneTurn(self._own, self._peer, kind, 0, sequence, "gloo")
