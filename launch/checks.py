@@ -201,7 +201,7 @@ def lanes(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
                     f"{source.node} to {sink.node}",
                     "does a firewall stand between them? Lanes take free ports",
                 )
-                findings.append(Finding("lane", where, State.BAD, sink.peer_error or "nothing came", fix))
+                findings.append(Finding("lane", where, State.BAD, _why(source, sink), fix))
             else:
                 speeds[source.node, sink.node] = speed
     usual = statistics.median(speeds.values()) if speeds else 0.0
@@ -214,6 +214,12 @@ def lanes(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
             fix = f"transfers below controller.lane_mb_per_s ({least}) fail: lower that, or {fix}"
         findings.append(Finding("lane", f"{source_node} to {sink_node}", state, f"{speed / 1e6:.1f} MB/s", fix))
     return findings
+
+
+def _why(source: Facts, sink: Facts) -> str:
+    """What either end of a lane knows of why nothing was measured over it."""
+    met = sink.lane_errors.get(source.probe) or source.lane_errors.get(sink.probe)
+    return met or sink.peer_error or source.peer_error or "nothing came"
 
 
 def _pairs(all_facts: Sequence[Facts]) -> list[tuple[Facts, Facts]]:

@@ -12,7 +12,8 @@ from flowrt.launch.checks import Finding, State, Wanted, judge
 from flowrt.launch.doctor import folded, told_apart
 from flowrt.launch.facts import Facts, from_json
 from flowrt.launch.memory import built_shape, read_shape
-from flowrt.workers.probe import FIRST_BYTES, GROWTH, MOST_BYTES, following, rounds, speed
+from flowrt.workers.probe import FIRST_BYTES, GROWTH, MOST_BYTES, following, speed
+from flowrt.workers.rounds import rounds
 
 from flowrt.engines.build import build_model
 from flowrt.errors import ConfigError
@@ -148,6 +149,16 @@ def test_a_pair_that_did_not_meet() -> None:
     assert (line.check, line.where) == ("lane", "a to b")
     assert "waited 60 s" in line.found
     assert "firewall" in line.fix
+
+
+def test_a_pair_that_did_not_meet_is_no_matter_of_other_pairs() -> None:
+    one, two = pair()
+    unmet = {"bytes_per_s": {}, "delay_s": {}}
+    lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
+    assert {line.found for line in lines} == {"nothing came"}
+    told = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "gave it up", "probe-c-1": "not this"})
+    lines = bad(judge([told, dataclasses.replace(two, **unmet)], WANT))
+    assert {line.where: line.found for line in lines} == {"a to b": "gave it up", "b to a": "gave it up"}
 
 
 def test_a_slow_pair() -> None:

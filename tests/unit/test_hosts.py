@@ -18,6 +18,7 @@ from flowrt.lifeline import LAUNCHER
 from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.load import parse
 from flowrt.recipes.paths import address_file, final_dir
+from flowrt.transport.rendezvous import local_address
 from flowrt.wire.hosts import interfaces, own_address, reachable
 
 ADDRESS = "tcp://10.1.2.3:4567"
@@ -184,6 +185,13 @@ def test_a_launcher_is_looked_for_on_its_own_host_only(host: str, code: int) -> 
         timeout=60,
     )
     assert ended.returncode == code
+
+
+def test_a_controller_that_this_host_has_no_way_to() -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no way to the controller at tcp://nowhere.invalid:1: .*; is the address"
+    ):
+        local_address("tcp://nowhere.invalid:1")
 
 
 # ---- the ranks of a trainer
