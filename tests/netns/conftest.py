@@ -104,6 +104,8 @@ class Hosts:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
             shutil.rmtree(NAMED / name, ignore_errors=True)
+        if NAMED.is_dir() and not any(NAMED.iterdir()):
+            NAMED.rmdir()
 
 
 def _ip(*words: str) -> None:
