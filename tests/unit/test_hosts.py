@@ -14,7 +14,7 @@ from flowrt.workers.group import INTERFACE, choose_interface
 from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.errors import ConfigError, WaitExpired
-from flowrt.lifeline import LAUNCHER
+from flowrt.lifeline import LAUNCHER, where_ids_hold
 from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.load import parse
 from flowrt.recipes.paths import address_file, final_dir
@@ -174,14 +174,14 @@ def test_the_trained_model_goes_where_the_configuration_says(tmp_path: Path) -> 
 # ---- the launcher's process number
 
 
-@pytest.mark.parametrize(("host", "code"), [(socket.gethostname(), 1), ("elsewhere", 0)])
-def test_a_launcher_is_looked_for_on_its_own_host_only(host: str, code: int) -> None:
+@pytest.mark.parametrize(("place", "code"), [(where_ids_hold(), 1), (f"{socket.gethostname()}/another/4", 0)])
+def test_a_launcher_is_looked_for_on_its_own_host_only(place: str, code: int) -> None:
     """The environment comes along to other hosts, where its process number means nothing."""
     gone = subprocess.Popen(["true"])
     gone.wait(20)
     ended = subprocess.run(
         [sys.executable, "-c", "from flowrt.lifeline import die_with_parent as d; d()"],
-        env={**os.environ, LAUNCHER: f"{host} {gone.pid}"},
+        env={**os.environ, LAUNCHER: f"{place} {gone.pid}"},
         timeout=60,
     )
     assert ended.returncode == code
