@@ -48,6 +48,7 @@ class Wanted:
     device: str = ""  # cuda or npu, where the configuration names one
     disk_bytes: int = 0
     controller: bool = False
+    lane_bytes_per_s: float = 0.0
 
 
 def wanted(config: RunConfig, needs: Needs, all_facts: Sequence[Facts], controller: bool) -> Wanted:
@@ -60,6 +61,7 @@ def wanted(config: RunConfig, needs: Needs, all_facts: Sequence[Facts], controll
         device=device if device in ("cuda", "npu") else "",
         disk_bytes=needs.disk,
         controller=controller,
+        lane_bytes_per_s=config.controller.lane_mb_per_s * 1e6,
     )
 
 
@@ -185,8 +187,8 @@ def clocks(all_facts: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def lanes(all_facts: Sequence[Facts]) -> list[Finding]:
-    """Every pair reached each other, and no pair is much slower than the others."""
+def lanes(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
+    """Every pair reached each other, fast enough for a run, and no pair is much slower than the others."""
     speeds: dict[tuple[str, str], float] = {}
     findings = []
     for one, other in _pairs(all_facts):
@@ -199,7 +201,7 @@ def lanes(all_facts: Sequence[Facts]) -> list[Finding]:
                     f"{source.node} to {sink.node}",
                     "does a firewall stand between them? Lanes take free ports",
                 )
-                findings.append(Finding("lane", where, State.BAD, sink.peer_error or "nothing came", fix))
+                findings.append(Finding("lane", where, State.BAD, _why(source, sink), fix))
             else:
                 speeds[source.node, sink.node] = speed
     usual = statistics.median(speeds.values()) if speeds else 0.0
@@ -207,8 +209,17 @@ def lanes(all_facts: Sequence[Facts]) -> list[Finding]:
         slow = speed < max(SLOWEST_BYTES_PER_S, usual / UNEVEN)
         fix = "is this the fast network? See controller.host; else look at that link" if slow else ""
         state = State.WARN if slow else State.GOOD
-        findings.append(Finding("lane", f"{source_node} to {sink_node}", state, f"{speed / 1e6:.0f} MB/s", fix))
+        if speed < want.lane_bytes_per_s:
+            state, least = State.BAD, f"{want.lane_bytes_per_s / 1e6:g}"
+            fix = f"transfers below controller.lane_mb_per_s ({least}) fail: lower that, or {fix}"
+        findings.append(Finding("lane", f"{source_node} to {sink_node}", state, f"{speed / 1e6:.1f} MB/s", fix))
     return findings
+
+
+def _why(source: Facts, sink: Facts) -> str:
+    """What either end of a lane knows of why nothing was measured over it."""
+    met = sink.lane_errors.get(source.probe) or source.lane_errors.get(sink.probe)
+    return met or sink.peer_error or source.peer_error or "nothing came"
 
 
 def _pairs(all_facts: Sequence[Facts]) -> list[tuple[Facts, Facts]]:
@@ -229,7 +240,7 @@ def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
         if want.controller:
             findings.append(round_trip(facts, want))
     if len(all_facts) > 1:
-        findings += [*versions(all_facts), *clocks(all_facts), *lanes(all_facts)]
+        findings += [*versions(all_facts), *clocks(all_facts), *lanes(all_facts, want)]
     return findings
 
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from flowrt.launch.checks import Finding, State, is_well, judge, wanted
 from flowrt.launch.facts import PROBE_S, START_S, Facts, collect, from_json
 from flowrt.launch.memory import estimate, shape_of
+from flowrt.workers.rounds import longest_s
 from rich.console import Console
 from rich.table import Table
 
@@ -73,8 +75,17 @@ def doctor(arguments: Sequence[str], console: Console) -> int:
     else:
         all_facts = [_look(order)]
     want = wanted(config, estimate(config, shape), all_facts, bool(order.controller or order.on))
-    findings = judge(sorted(all_facts, key=lambda facts: facts.node), want)
+    findings = judge(sorted(told_apart(all_facts), key=lambda facts: facts.node), want)
     return report(findings, console)
+
+
+def told_apart(all_facts: Sequence[Facts]) -> list[Facts]:
+    """Nodes that have one name are called by their addresses too: machines made from one image often have."""
+    count = Counter(facts.node for facts in all_facts)
+    return [
+        dataclasses.replace(facts, node=f"{facts.node} ({facts.own_address})") if count[facts.node] > 1 else facts
+        for facts in all_facts
+    ]
 
 
 def report(findings: Sequence[Finding], console: Console) -> int:
@@ -136,7 +147,7 @@ def _look(order: Order) -> Facts:
     if order.controller:
         probe = ["--controller", order.controller, "--peers", str(order.peers)]
         probe += ["--keys", order.keys] if order.keys else []
-    return collect(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s)
+    return collect(Path(order.config.run_dir or "."), order.config.model, probe, order.deadline_s, order.peers)
 
 
 def _read(path: Path) -> list[Facts]:
@@ -174,7 +185,7 @@ async def _start_everywhere(order: Order, address: str) -> list[Facts]:
         )
     except OSError as error:
         raise ConfigError(f"--on {' '.join(order.on)} cannot be started: {error.strerror}") from None
-    deadline_s = START_S + order.deadline_s + SPARE_S
+    deadline_s = START_S + order.deadline_s + longest_s(order.nodes) + SPARE_S
     try:
         output, _ = await until(process.communicate(), deadline_s, "all nodes to answer", " ".join(order.on))
     except WaitExpired:

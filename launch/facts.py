@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flowrt.workers.rounds import longest_s
+
 from flowrt.errors import ConfigError
 from flowrt.waiting import blocking
 from flowrt.wire.hosts import interfaces, own_address
@@ -28,7 +30,7 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Facts:
-    """One node. Sizes in bytes; ``delay_s`` and ``bytes_per_s`` are of what came from each other probe."""
+    """One node. Sizes in bytes; ``delay_s``, ``bytes_per_s``, ``lane_errors`` are of what came from another probe."""
 
     node: str
     python: str
@@ -51,6 +53,7 @@ class Facts:
     delay_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: dict[str, float] = field(default_factory=dict)
     peer_error: str = ""
+    lane_errors: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -93,10 +96,10 @@ def _device(table: dict[str, Any]) -> bool:
     )
 
 
-def collect(directory: Path, model: str, probe: list[str], deadline_s: float) -> Facts:
+def collect(directory: Path, model: str, probe: list[str], deadline_s: float, peers: int = 1) -> Facts:
     """This node's facts. ``directory`` is where a run would write, ``probe`` what else to tell `workers/probe.py`.
 
-    ``deadline_s`` is for the controller and other nodes to answer.
+    ``deadline_s`` is for the controller and other nodes to answer; ``peers`` meet then, this one included.
     """
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), Path("/"))
     node = node_name()
@@ -115,7 +118,7 @@ def collect(directory: Path, model: str, probe: list[str], deadline_s: float) ->
         port_error=_port_error(),
         model_error="" if not model or Path(model).is_dir() else f"there is no directory {model}",
     )
-    return dataclasses.replace(facts, **_ask_torch(node, probe, deadline_s))
+    return dataclasses.replace(facts, **_ask_torch(node, probe, deadline_s, longest_s(peers)))
 
 
 def node_name() -> str:
@@ -147,10 +150,10 @@ def _port_error() -> str:
         return f"{own_address()}: {error.strerror}"
 
 
-def _ask_torch(node: str, probe: list[str], deadline_s: float) -> dict[str, Any]:
+def _ask_torch(node: str, probe: list[str], deadline_s: float, meetings_s: float) -> dict[str, Any]:
     """In a process of its own: torch may be broken, and this one does without it."""
     words = [sys.executable, "-m", "flowrt.workers.probe", "--node", node, "--deadline-s", str(deadline_s), *probe]
-    limit_s = START_S + deadline_s
+    limit_s = START_S + deadline_s + meetings_s
     ask = partial(subprocess.run, words, capture_output=True, text=True, timeout=limit_s, check=False)
     try:
         ended = blocking(ask, limit_s, "what torch says of this node", "the probe")

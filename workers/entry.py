@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from flowrt.workers.group import choose_interface
 from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.client.greeting import connect
@@ -21,6 +22,7 @@ from flowrt.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_STALLED,
     Drained,
     FlowError,
     Stopped,
@@ -88,6 +90,8 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         address = await find_address(arguments.controller, arguments.join_s)
         session = await connect(address, name, role, arguments.join_s, keys)
         log.info("%s has joined the run of the controller at %s", name, address)
+        if role == TRAINER:
+            choose_interface(address, os.environ)
     except FlowError as refused:
         log.error("%s", refused)
         return EXIT_BAD_INPUT
@@ -95,7 +99,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     try:
         config = from_toml(session.welcome.config)
         torch.set_num_threads(config.threads)
-        check_reach(config)
+        check_reach(config, role == TRAINER)
         if drains and (drain_s := _drain_s(role, config)):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, drain_s)
         await _play(run(session, config), session)
@@ -104,8 +108,7 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
         first = _first(raised)
         if isinstance(first, Stopped):
             log.info("stopped: %s", first.reason)
-            # Whoever started it shall see that it was not the run that ended.
-            code = first.code if first.code == EXIT_DISMISSED else EXIT_OK
+            code = _code(first, os.environ)
         else:
             error = f"{type(first).__name__}: {first}"
             log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
@@ -113,6 +116,15 @@ async def _live(arguments: argparse.Namespace, name: str, role: str, run: Role, 
     finally:
         await session.close(error)
     _leave(EXIT_FAILED if error else code)
+
+
+def _code(stopped: Stopped, environment: Mapping[str, str]) -> int:
+    """How a worker leaves that was stopped: well, unless whoever started it has to act on it."""
+    if stopped.code == EXIT_DISMISSED:
+        return EXIT_DISMISSED  # it was not the run that ended
+    several = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+    # A torchrun whose ranks leave well waits five minutes for the others, whose rank may be why the run has failed.
+    return EXIT_FAILED if several and stopped.code in (EXIT_FAILED, EXIT_STALLED) else EXIT_OK
 
 
 def _look(work: asyncio.Task[None]) -> None:

@@ -7,16 +7,18 @@ took by the two hosts' own clocks, which differ by half the difference of both d
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from flowrt.workers.rounds import ROUND_S, rounds
 
 from flowrt.errors import EXIT_OK, FlowError, LocalProtocolError, WaitExpired
 from flowrt.transport.devices import cuda_is_here, npu_is_here, torch_npu
@@ -30,8 +32,11 @@ from flowrt.wire.link import ClientLink
 from flowrt.wire.loops import run_loop
 from flowrt.wire.records import LaneTurn
 
-BULK_BYTES = 32 * 2**20
-BULKS = 3
+FIRST_BYTES, MOST_BYTES = 2**18, 2**25
+GROWTH = 8
+MOST_BULKS = 3
+LONG_S = 1.0
+"""A bulk that took longer says enough of the lane: over a slow link the largest would take the time of all others."""
 ROUND_TRIPS = 20
 MEASURED = Guard("the deadline of all measurements")
 PROBE = "probe"
@@ -54,16 +59,20 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Everybody meets everybody once, in rounds in which nobody is wanted twice (the circle method)."""
-    places: list[int] = list(range(count + count % 2))
-    played = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        played.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
-        places = [places[0], places[-1], *places[1:-1]]
-    return played
+def following(taken: Sequence[tuple[int, float]]) -> int:
+    """The bytes to ask for after bulks of so many bytes and seconds; 0 when they say enough."""
+    if not taken:
+        return FIRST_BYTES
+    size, took_s = taken[-1]
+    if took_s > LONG_S or len([one for one, _ in taken if one == MOST_BYTES]) == MOST_BULKS:
+        return 0
+    return min(size * GROWTH, MOST_BYTES)
+
+
+def speed(taken: Sequence[tuple[int, float]]) -> float:
+    """Bytes per second of the fastest of the largest bulks: small ones say how long the way is, and fill buffers."""
+    largest = taken[-1][0]
+    return largest / min(took_s for size, took_s in taken if size == largest)
 
 
 class Meeting:
@@ -73,13 +82,17 @@ class Meeting:
         self._own, self._peer, self._lanes = own, peer, lanes
 
     async def give(self) -> None:
-        """Greet; once the other end is ready, send the time, then a few bulks."""
+        """Greet; once the other end is ready, send the time, then as many bytes as it asks for, until it has enough."""
         await self._lanes.send(self._out("probe", 0), [Run.of(torch.zeros(8, dtype=torch.uint8))])
         await self._lanes.receive(self._in("ready", 0), [[8]])
         await self._lanes.send(self._out("probe", 1), [Run.of(torch.tensor([time.time()], dtype=torch.float64))])
-        bulk = torch.zeros(BULK_BYTES, dtype=torch.uint8)
-        for number in range(BULKS):
-            await self._lanes.send(self._out("probe", 2 + number), [Run.of(bulk)])
+        bulk = torch.zeros(MOST_BYTES, dtype=torch.uint8)
+        for number in itertools.count(1):
+            (wanted,) = await self._lanes.receive(self._in("ready", number), [[8]])
+            size = int(wanted.view(torch.int64).item())
+            if not 0 < size <= MOST_BYTES:
+                return
+            await self._lanes.send(self._out("probe", 1 + number), [Run.of(bulk[:size])])
 
     async def take(self) -> tuple[float, float]:
         """The other side: the seconds that the time took to come, by both clocks, and the best bytes per second."""
@@ -88,12 +101,19 @@ class Meeting:
         await self._lanes.send(self._out("ready", 0), [Run.of(torch.zeros(8, dtype=torch.uint8))])
         (sent,) = await coming
         delay_s = time.time() - float(sent.view(torch.float64).item())
-        taken = []
-        for number in range(BULKS):
+        taken: list[tuple[int, float]] = []
+        for number in itertools.count(1):
+            size = following(taken)
+            asked = [Run.of(torch.tensor([size], dtype=torch.int64))]
+            if size == 0:
+                await self._lanes.send(self._out("ready", number), asked)
+                break
+            coming = self._lanes.receive(self._in("probe", 1 + number), [[size]])
             begun_s = time.monotonic()
-            await self._lanes.receive(self._in("probe", 2 + number), [[BULK_BYTES]])
-            taken.append(time.monotonic() - begun_s)
-        return delay_s, BULK_BYTES / min(taken)
+            await self._lanes.send(self._out("ready", number), asked)
+            await coming
+            taken.append((size, time.monotonic() - begun_s))
+        return delay_s, speed(taken)
 
     def _out(self, kind: str, sequence: int) -> LaneTurn:
         return LaneTurn(self._own, self._peer, kind, 0, sequence, "gloo")
@@ -113,34 +133,50 @@ class Prober:
         self._keys = worker_keys(Path(arguments.keys), self._name) if arguments.keys else None
         self._awaited = f"the controller at {self._address}"
         self._heard: asyncio.Queue[m.Message | FlowError] = asyncio.Queue()
-        self._lanes = LaneSet(self._name, transports(self._address), self._deadline_s, self._signal)
+        self._lanes = LaneSet(self._name, transports(self._address), ROUND_S, self._signal)
         self._watching = self._connect(f"{self._name}-watching", "observer", self._heard.put_nowait)
         self._link: ClientLink | None = None
 
     async def run(self) -> Facts:
         """Everything there is to measure; what went wrong is one of the facts."""
         facts: Facts = {"probe": self._name, "delay_s": {}, "bytes_per_s": {}, "round_trip_s": None, "peer_error": ""}
+        facts["lane_errors"] = {}
         try:
-            await until(self._measure(facts), self._deadline_s, "all that is to be measured", "the others")
+            names = await until(self._gather(facts), self._deadline_s, "all others", "the others")
         except WaitExpired:
             facts["peer_error"] = f"waited {self._deadline_s:.0f} s for {self._awaited}"
         except FlowError as error:
             facts["peer_error"] = str(error)
+        else:
+            await self._meet_all(names, facts)
         return facts
 
-    async def _measure(self, facts: Facts) -> None:
+    async def _gather(self, facts: Facts) -> list[str]:
+        """The names of all who are to meet, in one order for all, once they are there."""
         await self._hear(m.Welcome)
         facts["round_trip_s"] = await self._round_trip_s()
         if self._peers == 1:
-            return
+            return []
         self._awaited = f"{self._peers - 1} other nodes"
-        names = await self._all_there()
-        for pairs in rounds(len(names)):
+        return await self._all_there()
+
+    async def _meet_all(self, names: list[str], facts: Facts) -> None:
+        """Meet one after the other; a pair that takes longer than a round is given up, and holds nobody else up."""
+        begun_s = time.monotonic()
+        for number, pairs in enumerate(rounds(len(names)), start=1):
             for pair in pairs:
                 first, second = (names[index] for index in pair)
-                if self._name in (first, second):
-                    self._awaited = f"its turn with {second if first == self._name else first}"
-                    await self._meet(first, second, facts)
+                if self._name not in (first, second):
+                    continue
+                peer = second if first == self._name else first
+                # By the clock of all: who was held up by another still comes in time for the next.
+                left_s = begun_s + number * ROUND_S - time.monotonic()
+                try:
+                    await until(self._meet(first, second, facts), left_s, "its turn", peer)
+                except WaitExpired:
+                    facts["lane_errors"][peer] = f"gave up {peer} after {left_s:.0f} s"
+                except FlowError as error:
+                    facts["lane_errors"][peer] = str(error)
 
     async def close(self) -> None:
         for link in (self._watching, self._link):
@@ -160,7 +196,7 @@ class Prober:
         return sorted(taken)[ROUND_TRIPS // 2]
 
     async def _all_there(self) -> list[str]:
-        """Join, and wait until as many probes as were announced have joined; their names, in one order for all."""
+        """Join, and wait until as many probes as were announced have joined."""
         self._link = self._connect(self._name, PROBE, self._deliver)
         while True:
             status = await self._hear(m.Status)
@@ -218,7 +254,7 @@ def main() -> NoReturn:
     parser.add_argument("--controller", default="", help="tcp://HOST:PORT")
     parser.add_argument("--keys", default="", help="directory of keys")
     parser.add_argument("--peers", type=int, default=1, help="how many probes there are, this one included")
-    parser.add_argument("--deadline-s", type=float, default=60.0, help="for everything that needs others")
+    parser.add_argument("--deadline-s", type=float, default=60.0, help="for the controller and the others to come")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     facts: Facts = {"lanes": [lane.partition(":")[0] for lane in abilities()], "devices": devices()}

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,7 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
     if first:
         load_tokenizer(model_dir(config)).save_pretrained(aside)
         put_in_place(aside, path)
+        log.info("the trained model is %s on host %s", path, socket.gethostname())
 
 
 if __name__ == "__main__":

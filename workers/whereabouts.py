@@ -11,6 +11,8 @@ from flowrt.recipes.paths import address_file, model_dir
 from flowrt.waiting import CONTROLLER, pause, until
 
 LOOK_S = 0.2
+WRITTEN = "metrics.jsonl"
+"""What every controller makes in its run directory before it listens."""
 
 
 def worker_name(role: str, given: str, environment: Mapping[str, str]) -> str:
@@ -42,11 +44,20 @@ async def _turns_true(condition: Callable[[], bool]) -> None:
         await pause(LOOK_S)
 
 
-def check_reach(config: RunConfig) -> None:
-    """Raises ConfigError when this host does not have the model under the path that the run has it under."""
-    path = model_dir(config)
+def check_reach(config: RunConfig, checkpoints: bool = False) -> None:
+    """Raises ConfigError when this host lacks what the run needs there, under the path that the run has it under.
+
+    That is the model and, where this worker writes ``checkpoints`` and the run wants them, the controller's directory.
+    """
+    host, path = socket.gethostname(), model_dir(config)
     if not path.is_dir():
         raise ConfigError(
-            f"model {path} is not there on host {socket.gethostname()!r}: every worker reads it under this path; "
+            f"model {path} is not there on host {host!r}: every worker reads it under this path; "
             "put it (or the run directory, for a model that is built) on a file system that all hosts mount"
+        )
+    if checkpoints and config.checkpoint.every and not Path(config.run_dir, WRITTEN).is_file():
+        raise ConfigError(
+            f"run directory {config.run_dir} is not that of the controller on host {host!r}: nobody could find a "
+            "checkpoint that is written there; put it on a file system that the controller and all trainers mount, "
+            "or do without (--checkpoint.every 0)"
         )

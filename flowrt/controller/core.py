@@ -190,7 +190,7 @@ class Core:
         if member.let_go or (not reason and member.finished):
             return
         self.samples.opening.failed(worker)
-        why = f"{worker}: {reason or 'left before its part was complete; see its log'}"
+        why = f"{worker}: {reason or 'left before its part was complete; see its log'} (on host {member.host!r})"
         if member.role in self.settings.vital_roles:
             self._end(why, EXIT_FAILED)
         elif member.role in self.settings.needed_roles:

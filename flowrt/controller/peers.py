@@ -94,6 +94,8 @@ class Peers:
     def left(self) -> list[WorkerId]:
         """Those whose connections were found closed since this was last asked."""
         left, self._left = self._left, []
+        for worker in left:
+            log.warning("%s is gone: its connection is closed", worker)
         return left
 
     def somebody_left(self) -> None:

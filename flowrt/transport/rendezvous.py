@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from flowrt.errors import TransferError, WaitExpired
+from flowrt.errors import ConfigError, TransferError, WaitExpired
 from flowrt.waiting import until_true
 
 SENDER_RANK = 0
@@ -89,9 +89,18 @@ class SignalStore(Store):
 
 
 def local_address(controller: str) -> str:
-    """This host's address on the route to ``tcp://HOST:PORT``: the one by which peers can reach it."""
+    """This host's address on the route to ``tcp://HOST:PORT``: the one by which peers can reach it.
+
+    Raises ConfigError when there is no such route, or no such host.
+    """
     host, _, port = controller.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only makes the kernel choose a route.
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket sends nothing; it only makes the kernel choose a route.
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"host {socket.gethostname()!r} has no way to the controller at {controller}: {error.strerror}; is the "
+            "address right (controller.host), and is there a route to its network?"
+        ) from error

@@ -108,7 +108,7 @@ def test_a_needed_role_that_stays_empty_ends_the_run_with_the_reason(talk: Talk)
 def test_a_vital_worker_ends_the_run_at_once(talk: Talk) -> None:
     talk.event(Gone(WorkerId("trainer0"), "killed"))
     assert talk.core.ended is not None
-    assert talk.core.ended.reason == "trainer0: killed"
+    assert talk.core.ended.reason == "trainer0: killed (on host 'host')"
 
 
 # ---- rollout workers that come late

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from flowrt.launch import checks
 from flowrt.launch.checks import Finding, State, Wanted, judge
-from flowrt.launch.doctor import folded
+from flowrt.launch.doctor import folded, told_apart
 from flowrt.launch.facts import Facts, from_json
 from flowrt.launch.memory import built_shape, read_shape
-from flowrt.workers.probe import rounds
+from flowrt.workers.probe import FIRST_BYTES, GROWTH, MOST_BYTES, following, speed
+from flowrt.workers.rounds import rounds
 
 from flowrt.engines.build import build_model
 from flowrt.errors import ConfigError
@@ -150,6 +151,16 @@ def test_a_pair_that_did_not_meet() -> None:
     assert "firewall" in line.fix
 
 
+def test_a_pair_that_did_not_meet_is_no_matter_of_other_pairs() -> None:
+    one, two = pair()
+    unmet = {"bytes_per_s": {}, "delay_s": {}}
+    lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
+    assert {line.found for line in lines} == {"nothing came"}
+    told = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "gave it up", "probe-c-1": "not this"})
+    lines = bad(judge([told, dataclasses.replace(two, **unmet)], WANT))
+    assert {line.where: line.found for line in lines} == {"a to b": "gave it up", "b to a": "gave it up"}
+
+
 def test_a_slow_pair() -> None:
     assert len(bad(judge(pair(speed=5e7), WANT), State.WARN)) == 2  # slow by itself
     names = ("a", "b", "c")
@@ -157,6 +168,29 @@ def test_a_slow_pair() -> None:
     three[2].bytes_per_s["probe-a-1"] = 2e8  # slow beside the others
     (line,) = bad(judge(three, WANT), State.WARN)
     assert line.where == "a to c"
+
+
+def test_a_lane_on_which_every_transfer_would_fail() -> None:
+    lines = bad(judge(pair(speed=5e5), dataclasses.replace(WANT, lane_bytes_per_s=1e6)))
+    assert [(line.where, line.found) for line in lines] == [("a to b", "0.5 MB/s"), ("b to a", "0.5 MB/s")]
+    assert "controller.lane_mb_per_s (1)" in lines[0].fix
+
+
+def test_nodes_of_one_name_are_told_apart() -> None:
+    one, two = (other("vm", own_address=f"10.0.0.{number}", protocol=number) for number in (1, 2))
+    apart = told_apart([one, two, other("c")])
+    assert [facts.node for facts in apart] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
+    (line,) = [line for line in bad(judge(apart[:2], Wanted())) if line.check.startswith("versions")]
+    assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
+
+
+def test_a_slow_lane_is_not_asked_for_much() -> None:
+    assert following([]) == FIRST_BYTES
+    assert following([(FIRST_BYTES, 0.01)]) == GROWTH * FIRST_BYTES
+    assert following([(FIRST_BYTES, 1.5)]) == 0
+    largest = [(FIRST_BYTES, 0.001), *[(MOST_BYTES, 0.5)] * 3]
+    assert (following(largest[:-1]), following(largest)) == (MOST_BYTES, 0)
+    assert speed([(FIRST_BYTES, 1e-6), (MOST_BYTES, 0.5), (MOST_BYTES, 0.25)]) == MOST_BYTES / 0.25
 
 
 def test_good_lines_are_folded_and_others_never() -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 from flowrt.launch.commands import check_programs, worker_commands
+from flowrt.workers.group import INTERFACE, choose_interface
 from flowrt.workers.whereabouts import check_reach, find_address, worker_name
 
 from flowrt.errors import ConfigError, WaitExpired
-from flowrt.lifeline import LAUNCHER
+from flowrt.lifeline import LAUNCHER, where_ids_hold
+from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.load import parse
 from flowrt.recipes.paths import address_file, final_dir
+from flowrt.transport.rendezvous import local_address
 from flowrt.wire.hosts import interfaces, own_address, reachable
 
 ADDRESS = "tcp://10.1.2.3:4567"
@@ -153,6 +156,14 @@ def test_a_host_without_the_model_says_so(tmp_path: Path) -> None:
         check_reach(config)
 
 
+def test_a_host_without_the_controllers_directory_may_not_write_checkpoints(tmp_path: Path) -> None:
+    config = dataclasses.replace(parse([]), run_dir=str(tmp_path / "run"), model=str(tmp_path))
+    check_reach(config)
+    check_reach(dataclasses.replace(config, checkpoint=CheckpointConfig(every=0)), checkpoints=True)
+    with pytest.raises(ConfigError, match=f"run directory {tmp_path}/run is not that of the controller on host"):
+        check_reach(config, checkpoints=True)
+
+
 def test_the_trained_model_goes_where_the_configuration_says(tmp_path: Path) -> None:
     assert final_dir(parse(["--trainer.final-dir", str(tmp_path / "out")])) == tmp_path / "out"
     assert final_dir(dataclasses.replace(parse([]), run_dir="run")) == Path("run/final")
@@ -161,14 +172,44 @@ def test_the_trained_model_goes_where_the_configuration_says(tmp_path: Path) -> 
 # ---- the launcher's process number
 
 
-@pytest.mark.parametrize(("host", "code"), [(socket.gethostname(), 1), ("elsewhere", 0)])
-def test_a_launcher_is_looked_for_on_its_own_host_only(host: str, code: int) -> None:
+@pytest.mark.parametrize(("place", "code"), [(where_ids_hold(), 1), (f"{socket.gethostname()}/another/4", 0)])
+def test_a_launcher_is_looked_for_on_its_own_host_only(place: str, code: int) -> None:
     """The environment comes along to other hosts, where its process number means nothing."""
     gone = subprocess.Popen(["true"])
     gone.wait(20)
     ended = subprocess.run(
         [sys.executable, "-c", "from flowrt.lifeline import die_with_parent as d; d()"],
-        env={**os.environ, LAUNCHER: f"{host} {gone.pid}"},
+        env={**os.environ, LAUNCHER: f"{place} {gone.pid}"},
         timeout=60,
     )
     assert ended.returncode == code
+
+
+def test_a_controller_that_this_host_has_no_way_to() -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no way to the controller at tcp://nowhere.invalid:1: .*; is the address"
+    ):
+        local_address("tcp://nowhere.invalid:1")
+
+
+# ---- the ranks of a trainer
+
+
+def chosen(controller: str, **environment: str) -> str | None:
+    choose_interface(controller, environment)
+    return environment.get(INTERFACE)
+
+
+def test_ranks_meet_over_the_network_of_the_controller() -> None:
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    assert chosen("tcp://127.0.0.1:9", **two) == "lo"
+    own = own_address()
+    name = next(name for name, address in interfaces().items() if address == own)
+    assert chosen(f"tcp://{own}:9", **two) == name
+    assert chosen(f"tcp://{own}:9", **two, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+
+
+def test_ranks_of_one_host_need_no_network() -> None:
+    assert chosen("tcp://192.0.2.1:9", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == "lo"
+    assert chosen("tcp://192.0.2.1:9") is None
+    assert chosen("tcp://192.0.2.1:9", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", FLOWRT_RANKS_STORE="file") is None
