@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from flowrt.controller.events import Alive
@@ -91,8 +91,10 @@ class Peers:
             self._changed.clear()
             await until(self._changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
-    def left(self) -> list[WorkerId]:
+    def left(self) -> Sequence[WorkerId]:
         """Those whose connections were found closed since this was last asked."""
+        if not self._left:
+            return ()
         left, self._left = self._left, []
         return left
 

@@ -33,6 +33,7 @@ TICK_S = 0.5
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
 STALLED = Guard("controller.stall_s")
+_FOR_US = (m.Hello, m.Report, m.Bye)  # what is said to the shell too; all the rest is the mind's alone
 
 
 class Server:
@@ -140,7 +141,9 @@ class Server:
     def _receive(self, peer: bytes, message: m.Message) -> None:
         self._peers.hurry()
         worker = self._peers.name(peer)
-        if isinstance(message, m.Hello):
+        if worker is not None and not isinstance(message, _FOR_US):
+            self._handle(Said(worker, message))
+        elif isinstance(message, m.Hello):
             self._greet(peer, message, self._link.source())
         elif worker is None:
             self._complain(peer, f"{type(message).__name__} from somebody who did not say hello")
@@ -218,7 +221,10 @@ class Server:
             self._broken(type(event).__name__, error)
             return
         for command in commands:
-            self._execute(command, now)
+            if type(command) is Send:  # nearly all of them
+                self._peers.send(command.worker, command.message)
+            else:
+                self._execute(command, now)
         self._see_off()
 
     def _see_off(self) -> None:
@@ -229,9 +235,6 @@ class Server:
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
-        if isinstance(command, Send):  # nearly all of them
-            self._peers.send(command.worker, command.message)
-            return
         match command:
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)

@@ -41,7 +41,7 @@ _EVENT = struct.Struct("=HI")
 OnEvent = Mapping[zmq.Event, Callable[[int], object]]
 
 # As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
-_NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
+_NOBLOCK, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 class _Socket:
@@ -74,9 +74,10 @@ class _Socket:
         self._loop.call_soon(self.drain)
 
     def send(self, frames: list[bytes]) -> None:
-        for frame in frames[:-1]:
-            self._send_frame(frame, _SNDMORE | _NOBLOCK)
-        self._send_frame(frames[-1], _NOBLOCK)
+        send, last = self._send_frame, len(frames) - 1
+        for frame in frames[:last]:
+            send(frame, _MORE)
+        send(frames[last], _NOBLOCK)
         # A look costs a system call; a drain that is under way will look anyway.
         if not self._draining and self._look():
             self._loop.call_soon(self.drain)
