@@ -37,7 +37,8 @@ class Promised:
     def _check(self, columns: Columns) -> None:
         for column, rows in columns.items():
             self._store.check(column, rows)
-        self._store.check_room(columns)
+        if columns:
+            self._store.check_room(columns)
 
     def opened(self, request: int, first: int) -> None:
         """The offer is open: its prompts are the groups from ``first`` on (none when it is negative)."""

@@ -68,7 +68,7 @@ class Peers:
 
     def all(self, role: str = "") -> list[WorkerId]:
         """Those of one role, or of every role."""
-        return [worker for worker in self._peer if role in ("", self._role[worker])]
+        return [worker for worker in self._peer if self._role[worker] == role] if role else [*self._peer]
 
     def forget(self, worker: WorkerId) -> None:
         peer = self._peer.pop(worker, None)

@@ -16,7 +16,7 @@ from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined,
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger, LedgerBusy
 from flowrt.controller.peers import FAREWELL_S, Peers
-from flowrt.controller.reception import NOT_IN, dismissal, refusal, turned_away
+from flowrt.controller.reception import NOT_FOR_THE_MIND_ALONE, NOT_IN, dismissal, refusal, turned_away
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, MISTAKES, FlowError, RemoteProtocolError
@@ -33,7 +33,6 @@ TICK_S = 0.5
 LOCKED_S = 30.0  # another process may keep the ledger locked; meanwhile the run goes on, its records wait
 MOST_LINES = 200
 STALLED = Guard("controller.stall_s")
-_FOR_US = (m.Hello, m.Report, m.Bye)  # what is said to the shell too; all the rest is the mind's alone
 
 
 class Server:
@@ -141,7 +140,7 @@ class Server:
     def _receive(self, peer: bytes, message: m.Message) -> None:
         self._peers.hurry()
         worker = self._peers.name(peer)
-        if worker is not None and not isinstance(message, _FOR_US):
+        if worker is not None and not isinstance(message, NOT_FOR_THE_MIND_ALONE):
             self._handle(Said(worker, message))
         elif isinstance(message, m.Hello):
             self._greet(peer, message, self._link.source())

@@ -37,17 +37,17 @@ def encode(message: Message) -> bytes:
     if len(data) > _KEEP_BYTES:
         # A packer keeps a buffer as large as its largest message; an exception must not stay in memory for good.
         _pack = msgpack.Packer(use_bin_type=True).pack
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise LocalProtocolError(f"{kind.__name__} has {len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(f"{kind.__name__} has {len(data)} bytes, over the limit of {MAX_MESSAGE_BYTES}")
     return data
 
 
 def decode(data: bytes) -> Message:
     """Unpack and validate one message. Raises RemoteProtocolError on anything else."""
     size = len(data)
+    if size > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     if size > SMALL_BYTES:
-        if size > MAX_MESSAGE_BYTES:
-            raise RemoteProtocolError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
         check_bounds(data)
     try:
         raw = msgpack.unpackb(
@@ -65,7 +65,8 @@ def decode(data: bytes) -> Message:
         raise RemoteProtocolError("a message must be an array that begins with a known tag")
     decoder = _decoders.get(tag)
     if decoder is None:
-        decoder = _decoders[tag] = record_decoder(MESSAGES[tag])
+        kind: type = MESSAGES[tag]
+        decoder = _decoders[tag] = record_decoder(kind)
     try:
         return decoder(raw)  # type: ignore[no-any-return]
     except Misfit as misfit:
