@@ -23,8 +23,9 @@ class Promised:
 
     def offer(self, request: int, columns: Columns) -> None:
         """These come with an offer, a row a prompt. Raises LocalProtocolError when a column does not take one."""
-        self._check(columns)
-        self._offers[request] = columns
+        if columns:
+            self._check(columns)
+            self._offers[request] = columns
 
     def commit(self, request: int, slots: Sequence[int], columns: Columns) -> None:
         """These come with a commit, a row a slot. Raises LocalProtocolError when a column does not take one."""
@@ -37,8 +38,7 @@ class Promised:
     def _check(self, columns: Columns) -> None:
         for column, rows in columns.items():
             self._store.check(column, rows)
-        if columns:
-            self._store.check_room(columns)
+        self._store.check_room(columns)
 
     def opened(self, request: int, first: int) -> None:
         """The offer is open: its prompts are the groups from ``first`` on (none when it is negative)."""

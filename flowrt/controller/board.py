@@ -7,6 +7,7 @@ what was made from its columns, so nothing derived from a lost tensor survives i
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from flowrt.controller.dispatch import Queue
 from flowrt.controller.flows import Flows
@@ -61,10 +62,11 @@ class Board:
         ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
         """
         groups, slots = made(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot)
-        self.groups.update([(group.id, group) for group in groups])
-        self.slots.update([(slot.id, slot) for slot in slots])
-        self._next_slot += len(slots)
+        first_group, first_slot = self._next_group, self._next_slot
         self._next_group += len(groups)
+        self._next_slot += len(slots)
+        self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
+        self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
         self.rows[flow] += len(slots)
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]

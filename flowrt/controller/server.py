@@ -139,8 +139,7 @@ class Server:
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
         self._peers.hurry()
-        worker = self._peers.name(peer)
-        if worker is not None and not isinstance(message, NOT_FOR_THE_MIND_ALONE):
+        if (worker := self._peers.name(peer)) is not None and not isinstance(message, NOT_FOR_THE_MIND_ALONE):
             self._handle(Said(worker, message))
         elif isinstance(message, m.Hello):
             self._greet(peer, message, self._link.source())
