@@ -115,7 +115,8 @@ class Asking:
                 one.reply.set_exception(error)
 
     def _expire(self, number: int) -> None:
-        one = self._open[number]
+        if (one := self._open.get(number)) is None:
+            return
         # It may have been answered at this very moment; the controller's answer to the withdrawal decides.
         if one.withdrawn or not self._withdraw(one):
             if not one.reply.done():

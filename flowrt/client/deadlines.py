@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 
 class Deadlines:
-    """``due`` is called with each number whose time has come; that deadline is gone then."""
+    """``due`` is called with each number whose time has come; that deadline is gone then.
+
+    It is called a moment later: perhaps for a number that has been dropped just now.
+    """
 
     def __init__(self, due: Callable[[int], None]) -> None:
         self._due = due
@@ -44,4 +47,4 @@ class Deadlines:
         if self._at_s:
             self._ring(min(self._at_s.values()))
         for number in due:
-            self._due(number)
+            self._loop.call_soon(self._due, number)  # each by itself: what fails with one must not keep another waiting
