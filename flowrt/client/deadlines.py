@@ -1,14 +1,15 @@
 """Deadlines by number, with one timer for all: nearly everything that has one is over long before it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+
+GRAIN_S = 0.001
+"""Of the loop's clock: a timer may ring so much before its time."""
 
 
 class Deadlines:
-    """``due`` is called with each number whose time has come; that deadline is gone then.
-
-    It is called a moment later: perhaps for a number that has been dropped just now.
-    """
+    """``due`` is called with each number whose time has come; that deadline is gone then."""
 
     def __init__(self, due: Callable[[int], None]) -> None:
         self._due = due
@@ -41,10 +42,11 @@ class Deadlines:
     def _look(self) -> None:
         self._timer, self._timer_s = None, float("inf")
         now = self._loop.time()
-        due = [number for number, at_s in self._at_s.items() if at_s <= now]
+        due = [number for number, at_s in self._at_s.items() if at_s <= now + GRAIN_S]
         for number in due:
             del self._at_s[number]
         if self._at_s:
             self._ring(min(self._at_s.values()))
-        for number in due:
-            self._loop.call_soon(self._due, number)  # each by itself: what fails with one must not keep another waiting
+        with contextlib.ExitStack() as each:  # what fails with one must not keep another waiting
+            for number in reversed(due):
+                each.callback(self._due, number)
