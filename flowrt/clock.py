@@ -21,12 +21,12 @@ class SteadyClock:
     """Never goes back, whatever the clock below it does: a step back counts as no time at all."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._read = clock.now
         self._last_s = clock.now()
         self._lost_s = 0.0
 
     def now(self) -> float:
-        now = self._clock.now()
+        now = self._read()
         if now < self._last_s:
             self._lost_s += self._last_s - now
         self._last_s = now

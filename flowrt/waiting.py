@@ -70,26 +70,31 @@ class Wait:
         return f"{self.who} waits {age_s:.1f} s ({until}) for {self.what}; it is the turn of {self.turn}"
 
 
-_open: dict[int, Wait] = {}
+_open: "dict[int, noted]" = {}
 _numbers = itertools.count()
 
 
 def open_waits() -> list[Wait]:
     """Every wait of this process that is open, the oldest first."""
-    return list(_open.copy().values())
+    return [one.as_wait() for one in _open.copy().values()]
 
 
 class noted:  # noqa: N801
     """``with noted(what, turn, deadline):`` around a wait whose deadline is kept elsewhere (a library, a timer)."""
 
-    __slots__ = ("_deadline", "_number", "_turn", "_what")
+    __slots__ = ("_deadline", "_number", "_since_s", "_thread", "_turn", "_what")
 
     def __init__(self, what: str, turn: str, deadline: Deadline) -> None:
         self._what, self._turn, self._deadline = what, turn, deadline
         self._number = next(_numbers)
 
     def __enter__(self) -> None:
-        _open[self._number] = Wait(threading.current_thread().name, self._what, self._turn, self._deadline)
+        # There is one for every request: what is said of it is put together when somebody looks.
+        self._since_s, self._thread = monotonic(), threading.current_thread()
+        _open[self._number] = self
+
+    def as_wait(self) -> Wait:
+        return Wait(self._thread.name, self._what, self._turn, self._deadline, self._since_s)
 
     def __exit__(self, *_: object) -> None:
         del _open[self._number]

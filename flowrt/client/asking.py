@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flowrt.client.deadlines import Deadlines
 from flowrt.errors import Drained, FlowError, RemoteProtocolError, WaitExpired
 from flowrt.waiting import CONTROLLER, noted
 from flowrt.wire import messages as m
@@ -20,6 +21,7 @@ class _Open:
 
     message: Request
     reply: asyncio.Future[Any]
+    limit_s: float
     withdrawn: bool = False
 
 
@@ -36,6 +38,7 @@ class Asking:
         self._ended: FlowError | None = None
         self._leaving = False
         self._numbers = 0
+        self._deadlines = Deadlines(self._expire)
 
     def number(self) -> int:
         """A fresh request number."""
@@ -50,12 +53,12 @@ class Asking:
         """
         if self._ended is not None:
             raise self._ended
-        one = _Open(message, self._loop.create_future())
-        self._open[message.request] = one
-        timer = self._loop.call_later(deadline_s, self._expire, one, deadline_s)
+        number = message.request
+        self._open[number] = one = _Open(message, self._loop.create_future(), deadline_s)
+        self._deadlines.add(number, deadline_s)
         try:
             self._send(message)
-            with noted(f"the answer to {type(message).__name__} {message.request}", CONTROLLER, deadline_s):
+            with noted(f"the answer to {type(message).__name__} {number}", CONTROLLER, deadline_s):
                 return await one.reply
         except asyncio.CancelledError:
             # Whoever asked has given up: nothing may wait at the controller in its name, nor an answer be lost that
@@ -66,8 +69,8 @@ class Asking:
                 self._unclaimed(one.reply.result())
             raise
         finally:
-            timer.cancel()
-            del self._open[message.request]
+            self._deadlines.drop(number)
+            del self._open[number]
 
     def asked(self, request: int) -> Request | None:
         """The request of this number, if it has no answer yet."""
@@ -106,22 +109,26 @@ class Asking:
     def end(self, error: FlowError) -> None:
         """No answer will come any more: whoever waits gets this error."""
         self._ended = self._ended or error
+        self._deadlines.close()
         for one in self._open.values():
             if not one.reply.done():
                 one.reply.set_exception(error)
 
-    def _expire(self, one: _Open, deadline_s: float) -> None:
+    def _expire(self, number: int) -> None:
+        if (one := self._open.get(number)) is None:
+            return
         # It may have been answered at this very moment; the controller's answer to the withdrawal decides.
         if one.withdrawn or not self._withdraw(one):
             if not one.reply.done():
                 one.reply.set_exception(
                     WaitExpired(
-                        f"{self._worker} waited {deadline_s:.1f} s for an answer to {type(one.message).__name__}, and "
+                        f"{self._worker} waited {one.limit_s:.1f} s for an answer to {type(one.message).__name__}, and "
                         "the controller does not even say why; look at its log"
                     )
                 )
             return
-        self._loop.call_later(LAST_WORD_S, self._expire, one, deadline_s + LAST_WORD_S)
+        one.limit_s += LAST_WORD_S
+        self._deadlines.add(number, LAST_WORD_S)
 
     def _withdraw(self, one: _Open) -> bool:
         if isinstance(one.message, m.Commit | m.Saved):

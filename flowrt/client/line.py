@@ -20,10 +20,9 @@ class Line:
         self.keys = keys
         self._welcome: asyncio.Future[m.Welcome] = asyncio.get_running_loop().create_future()
         self._early: list[m.Message] = []
-        self._receive: Callable[[m.Message], None] = self._greeted
         self._failed: Callable[[FlowError], None] = self._turned_away
         self._broken: Callable[[], None] | None = None
-        self._link = ClientLink(lambda message: self._receive(message), lambda error: self._failed(error), keys)
+        self._link = ClientLink(self._greeted, lambda error: self._failed(error), keys)
         self._closed = False
         with self._or_close():
             self._link.connect(address, self._lost)
@@ -48,7 +47,7 @@ class Line:
         self, receive: Callable[[m.Message], None], failed: Callable[[FlowError], None], broken: Callable[[], None]
     ) -> None:
         """From now on these are called: with each message, with what is wrong with one, and when the line is cut."""
-        self._receive, self._failed, self._broken = receive, failed, broken
+        self._link.receive, self._failed, self._broken = receive, failed, broken
         for message in self._early:
             receive(message)
         self._early.clear()

@@ -38,17 +38,22 @@ class Orders:
 
     def obey(self, message: m.Message) -> None:
         """One message of the controller. Raises RemoteProtocolError for what it has no business to say."""
+        # Nearly all that is said is one of the first two.
+        if isinstance(message, m.Grant):
+            asked = self._asking.asked(message.request)
+            if isinstance(asked, m.Pull):
+                self._memory.granted(asked, message)
+            for incoming in message.incoming:
+                self._arrivals.begin(incoming)
+            self._asking.answer(message.request, message)
+        elif isinstance(message, m.Opened):
+            self._promised.opened(message.request, message.first)
+            self._asking.answer(message.request, message)
+        else:
+            self._obey_rarely(message)
+
+    def _obey_rarely(self, message: m.Message) -> None:
         match message:
-            case m.Grant(request):
-                asked = self._asking.asked(request)
-                if isinstance(asked, m.Pull):
-                    self._memory.granted(asked, message)
-                for incoming in message.incoming:
-                    self._arrivals.begin(incoming)
-                self._asking.answer(request, message)
-            case m.Opened(request, first):
-                self._promised.opened(request, first)
-                self._asking.answer(request, message)
             case m.Committed(request, refused):
                 asked = self._asking.asked(request)
                 if isinstance(asked, m.Commit):

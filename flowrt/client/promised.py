@@ -23,8 +23,9 @@ class Promised:
 
     def offer(self, request: int, columns: Columns) -> None:
         """These come with an offer, a row a prompt. Raises LocalProtocolError when a column does not take one."""
-        self._check(columns)
-        self._offers[request] = columns
+        if columns:
+            self._check(columns)
+            self._offers[request] = columns
 
     def commit(self, request: int, slots: Sequence[int], columns: Columns) -> None:
         """These come with a commit, a row a slot. Raises LocalProtocolError when a column does not take one."""

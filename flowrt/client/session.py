@@ -117,8 +117,8 @@ class Session:
             epoch,
             members,
             at_least,
-            tuple(Lengths(column, lengths_of(rows)) for column, rows in columns.items()),
-            tuple(Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()),
+            tuple([Lengths(column, lengths_of(rows)) for column, rows in columns.items()]),
+            tuple([Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()]),
         )
         opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
@@ -176,8 +176,8 @@ class Session:
         """
         request, columns = self._asking.number(), tensors or {}
         self._promised.commit(request, slots, columns)
-        parts = tuple(Part(column, tuple(slots), lengths_of(rows)) for column, rows in columns.items())
-        values = tuple(Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items())
+        parts = tuple([Part(column, tuple(slots), lengths_of(rows)) for column, rows in columns.items()])
+        values = tuple([Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items()])
         commit = m.Commit(request, stage, tuple(slots), tuple(leases), parts, values, tuple(spans))
         done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
         return done.refused

@@ -7,12 +7,11 @@ what was made from its columns, so nothing derived from a lost tensor survives i
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import cast
 
 from flowrt.controller.dispatch import Queue
 from flowrt.controller.flows import Flows
-from flowrt.controller.slots import NO_STEP, Group, Holding, Lease, Slot
+from flowrt.controller.slots import NO_STEP, Group, Holding, Lease, Slot, made
 from flowrt.errors import LocalProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.wire.records import Column, Stage
@@ -62,21 +61,13 @@ class Board:
 
         ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
         """
-        first_group, first_slot, rows = self._next_group, self._next_slot, len(prompts) * members
-        group_ids = cast(Sequence[GroupId], range(first_group, first_group + len(prompts)))
-        slot_ids = cast(Sequence[SlotId], range(first_slot, first_slot + rows))
-        groups = [Group(one, flow, prompt, epoch, at_least) for one, prompt in zip(group_ids, prompts, strict=True)]
-        slots = [
-            Slot(one, group, member)
-            for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
-        ]
-        for group, start in zip(groups, range(0, rows, members), strict=True):
-            group.slots = slots[start : start + members]
-        self.groups.update(zip(group_ids, groups, strict=True))
-        self.slots.update(zip(slot_ids, slots, strict=True))
-        self._next_slot += rows
+        groups, slots = made(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot)
+        first_group, first_slot = self._next_group, self._next_slot
         self._next_group += len(groups)
-        self.rows[flow] += rows
+        self._next_slot += len(slots)
+        self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
+        self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
+        self.rows[flow] += len(slots)
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
@@ -133,7 +124,7 @@ class Board:
     def finish(self, lease: Lease) -> list[Slot]:
         """A stage that makes nothing is done for all slots of the lease; returns them."""
         stage, bit = lease.stage, self._bits[lease.stage]
-        slots = list(lease.slots.values())
+        slots = [*lease.slots.values()]
         for slot in slots:
             del slot.leases[stage]
             slot.done |= bit

@@ -63,9 +63,23 @@ class Core:
         self._out.clear()
         if self._progress_s is None:
             self._progress_s = now
+        if type(event) is Said:  # nearly all of them
+            self._said(event.worker, event.message, now)
+        else:
+            self._happened(event, now)
+        if self.ended is None and self.samples.paused and self.regroup.close(now):
+            self._hear_deferred(now)
+        if self.ended is None and not self.samples.paused:
+            self.samples.settle(now)
+            self.models.move(self.samples.gated, now)
+            if self.roster.changed:
+                self._finish_if_complete()
+            if self.suspension.is_asked:
+                self.suspension.look(now)
+        return list(self._out)
+
+    def _happened(self, event: Event, now: float) -> None:
         match event:
-            case Said(worker, message):
-                self._said(worker, message, now)
             case Joined(worker, role, host, lanes, term):
                 self.roster.join(worker, role, host, now)
                 self.samples.lanes.join(worker, lanes)
@@ -81,16 +95,6 @@ class Core:
                 self.suspension.ask(event, now)
             case _:
                 self._tick(now)
-        if self.ended is None and self.regroup.close(now):
-            self._hear_deferred(now)
-        if self.ended is None and not self.regroup.is_open:
-            self.samples.settle(now)
-            self.models.move(self.samples.gated, now)
-            if self.roster.changed:
-                self._finish_if_complete()
-            if self.suspension.is_asked:
-                self.suspension.look(now)
-        return list(self._out)
 
     def _hear_deferred(self, now: float) -> None:
         """Each by itself: what one has no right to say must not take along what the others have said."""

@@ -104,7 +104,7 @@ class FifoQueue:
         last = in_order[-1] if in_order else -1
         slots = tuple(slots)
         ids = [slot.id for slot in slots]
-        if ids and ids[0] > last and all(map(lt, ids, ids[1:])) and ready.keys().isdisjoint(ids):
+        if len(ids) > 1 and ids[0] > last and all(map(lt, ids, ids[1:])) and ready.keys().isdisjoint(ids):
             ready.update(zip(ids, slots, strict=True))
             in_order.extend(ids)
             return
@@ -129,6 +129,10 @@ class FifoQueue:
         taken: list[Slot] = []
         if may_start is None and not self._late:
             ready, in_order = self._ready, self._in_order
+            while room == 1 and in_order:
+                slot = ready.pop(in_order.popleft(), None)
+                if slot is not None:
+                    return [slot]
             while in_order and len(taken) < room:
                 ids = [in_order.popleft() for _ in range(min(room - len(taken), len(in_order)))]
                 taken += filter(None, map(ready.pop, ids, repeat(None)))

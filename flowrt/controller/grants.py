@@ -29,8 +29,8 @@ def grant(
     fetched = board.flows.fetched[pull.stage]
     parts, incoming = plan(board, lanes, lease.worker, fetched, slots) if fetched else ((), ())
     inline = more
-    for column in board.flows.inline[pull.stage]:
-        inline = (*inline, Values(column, tuple([slot.inline[column] for slot in slots])))
+    if columns := board.flows.inline[pull.stage]:
+        inline += tuple([Values(column, tuple([slot.inline[column] for slot in slots])) for column in columns])
     message = Grant(
         pull.request,
         lease.id,
@@ -48,6 +48,8 @@ def grant(
         closed=False,
         refused=refused,
     )
+    if not incoming:
+        return [Send(lease.worker, message)]
     orders = [Send(WorkerId(one.turn.sender), Serve(one.turn, one.parts)) for one in incoming]
     return [Send(lease.worker, message), *orders]
 

@@ -40,6 +40,7 @@ class Opening:
         self._policies = policies
         self._out = out
         self._group_columns = {column.name: column for column in flow.columns if column.scope == "group"}
+        self._tags = frozenset(flow.tags)
         self._passed = unpack(settings.position.passed)
         self._exhausted: dict[str, set[WorkerId]] = {}  # by flow that was offered to, who said so
         self._ender: WorkerId | None = None  # who said so of the flow to train on
@@ -51,25 +52,20 @@ class Opening:
         columns = {one.column: one.lengths for one in offer.lengths}
         tags = {one.column: one.values for one in offer.tags}
         count, rows = len(offer.prompts), len(offer.prompts) * offer.members
-        if (
-            not offer.flow
-            or rows < 1
-            or columns.keys() != self._group_columns.keys()
-            or tags.keys() != set(self._flow.tags)
-        ):
+        if not offer.flow or rows < 1 or columns.keys() != self._group_columns.keys() or tags.keys() != self._tags:
             return (
                 f"{_name(offer)} has {rows} rows, columns {sorted(columns)} and tags {sorted(tags)}; the dataflow "
                 f"wants columns {sorted(self._group_columns)} and tags {sorted(self._flow.tags)}"
             )
         if len(columns) != len(offer.lengths) or len(tags) != len(offer.tags):
             return f"{_name(offer)} names a column twice"
-        sizes_fit = all(len(one) == count and min(one) >= 0 for one in columns.values())
+        sizes_fit = not columns or all(len(one) == count and min(one) >= 0 for one in columns.values())
         if not sizes_fit or any(len(one) != rows for one in tags.values()):
             return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
         if self.is_exhausted(offer.flow):
             return f"{_name(offer)} came after the flow was said to be exhausted"
-        passed = self._passed.get(offer.epoch, frozenset()) if offer.flow == self._flow.train_flow else frozenset()
-        if again := sorted(passed.intersection(offer.prompts)):
+        passed = self._passed.get(offer.epoch) if offer.flow == self._flow.train_flow else None
+        if passed and (again := sorted(passed.intersection(offer.prompts))):
             return f"{_name(offer)} brings prompts {again[:3]} of epoch {offer.epoch}, which the run is done with"
         return self._too_large(offer)
 
@@ -92,6 +88,8 @@ class Opening:
 
     def bytes_of(self, offer: Offer) -> int:
         """Bytes of the tensors that come with the offer."""
+        if not offer.lengths:
+            return 0
         return sum(sum(one.lengths) * ITEM_BYTES[self._group_columns[one.column].dtype] for one in offer.lengths)
 
     # ---- what has to wait
@@ -115,13 +113,14 @@ class Opening:
 
     def _no_room(self, offer: Offer) -> str:
         flow = self._flow.train_flow
-        rows = self._board.rows.total() - (self._board.rows[flow] if flow else 0)
-        size = self._board.bytes.total() - (self._board.bytes[flow] if flow else 0)
+        rows = sum(self._board.rows.values()) - (self._board.rows[flow] if flow else 0)
         limit_rows, limit_bytes = self._settings.budget_rows, self._settings.budget_bytes
         if rows and rows + len(offer.prompts) * offer.members > limit_rows:
             return f"room: {rows} of {limit_rows} rows live"
-        if rows and limit_bytes and size + self.bytes_of(offer) > limit_bytes:
-            return f"room: {size} of {limit_bytes} bytes live"
+        if rows and limit_bytes:
+            size = sum(self._board.bytes.values()) - (self._board.bytes[flow] if flow else 0)
+            if size + self.bytes_of(offer) > limit_bytes:
+                return f"room: {size} of {limit_bytes} bytes live"
         return ""
 
     def open(self, parked: Parked[Offer]) -> bool:

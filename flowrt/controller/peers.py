@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from flowrt.controller.events import Alive
@@ -68,7 +68,7 @@ class Peers:
 
     def all(self, role: str = "") -> list[WorkerId]:
         """Those of one role, or of every role."""
-        return [worker for worker in self._peer if role in ("", self._role[worker])]
+        return [worker for worker in self._peer if self._role[worker] == role] if role else [*self._peer]
 
     def forget(self, worker: WorkerId) -> None:
         peer = self._peer.pop(worker, None)
@@ -91,8 +91,10 @@ class Peers:
             self._changed.clear()
             await until(self._changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
-    def left(self) -> list[WorkerId]:
+    def left(self) -> Sequence[WorkerId]:
         """Those whose connections were found closed since this was last asked."""
+        if not self._left:
+            return ()
         left, self._left = self._left, []
         for worker in left:
             log.warning("%s is gone: its connection is closed", worker)

@@ -7,6 +7,7 @@ from flowrt.wire import messages as m
 
 LONGEST_NAME = 200
 LONGEST_HOST = 1000
+NOT_FOR_THE_MIND_ALONE = (m.Hello, m.Report, m.Bye)
 NOT_IN = m.Stop(
     "you are not in this run, or counted as gone and lost your leases; say hello first, under a new connection",
     EXIT_DISMISSED,

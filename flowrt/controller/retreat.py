@@ -242,7 +242,8 @@ class Retreat:
 
     def close(self, groups: Sequence[Group]) -> None:
         """These leave the board, and whoever has something of them drops it."""
-        self._keep(Left(tuple([group.id for group in groups]), ()))
+        if self._flow.train_stage:
+            self._keep(Left(tuple([group.id for group in groups]), ()))
         for worker, free in frees(groups).items():
             self._out.append(Send(worker, free))
         self._board.close(groups)

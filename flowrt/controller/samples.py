@@ -1,5 +1,8 @@
 """The walk of a sample: offers become groups, pulls become grants, commits move slots on, steps train them."""
 
+from collections.abc import Callable
+from functools import partial
+
 from flowrt.controller.board import Board
 from flowrt.controller.committing import Committing
 from flowrt.controller.dispatch import Puller, Start
@@ -65,8 +68,12 @@ class Samples:
         if fault:
             self._send(worker, Refused(message.request, fault))
             return
-        self.room.park_offer(Parked(worker, message, now))
-        if not self.paused:
+        parked, first = Parked(worker, message, now), not self.room.has_offers
+        self.room.offerers[worker] = None
+        if first and not self.paused and self.opening.open(parked):
+            return
+        self.room.park_offer(parked)
+        if not (first or self.paused):
             self.room.serve_offers(self.opening.open)
 
     def pull(self, worker: WorkerId, message: Pull, now: float) -> None:
@@ -132,9 +139,27 @@ class Samples:
         return self._serve_slots(parked, now)
 
     def _serve_slots(self, parked: Parked[Pull], now: float) -> bool:
-        pull, worker = parked.request, parked.worker
-        stage = self.board.stages[pull.stage]
+        pull, worker, board = parked.request, parked.worker, self.board
+        stage, generates = pull.stage, board.stages[pull.stage].generates
         version = self._weights.applied_version(worker)
+        held_bytes = partial(self._sizes.held_bytes, columns=board.flows.fetched[stage], worker=worker)
+        puller = Puller(worker, pull.slots, self._may_start(worker, version) if generates else None, held_bytes)
+        chosen = board.ready[stage].take(puller)
+        if generates:
+            self._gate(worker, not chosen and len(board.ready[stage]) > 0)
+        if not chosen:
+            over = self.opening.is_over(stage)
+            if over:
+                self._send(worker, closed(pull, parked.refused))
+            return over
+        # What takes longer than a lease would else be begun again for ever.
+        overdue = chosen[0].overdue if len(chosen) == 1 else max([slot.overdue for slot in chosen])
+        lease = board.lease(stage, chosen, worker, now + self._settings.lease_s * 2**overdue, version)
+        lease.longer = overdue > 0
+        self._out.extend(grant(board, self.lanes, pull, chosen, lease, refused=parked.refused))
+        return True
+
+    def _may_start(self, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
         late = self._weights.is_late(worker)
 
         def may_start(slot: Slot) -> Start:
@@ -147,23 +172,7 @@ class Samples:
             ready = self._policies.admission.may_start(self.window.expected_step(slot.group), version)
             return Start.NOW if ready else Start.NOT_YET
 
-        def held_bytes(slot: Slot) -> int:
-            return self._sizes.held_bytes(slot, self.board.flows.fetched[stage.name], worker)
-
-        puller = Puller(worker, pull.slots, may_start if stage.generates else None, held_bytes)
-        chosen = self.board.ready[pull.stage].take(puller)
-        if stage.generates:
-            self._gate(worker, not chosen and len(self.board.ready[pull.stage]) > 0)
-        if chosen:
-            # What takes longer than a lease would else be begun again for ever.
-            overdue = max(slot.overdue for slot in chosen)
-            deadline_s = now + self._settings.lease_s * 2**overdue
-            lease = self.board.lease(pull.stage, chosen, worker, deadline_s, version)
-            lease.longer = overdue > 0
-            self._out.extend(grant(self.board, self.lanes, pull, chosen, lease, refused=parked.refused))
-        elif self.opening.is_over(pull.stage):
-            self._send(worker, closed(pull, parked.refused))
-        return bool(chosen) or self.opening.is_over(pull.stage)
+        return may_start
 
     def _gate(self, worker: WorkerId, shut: bool) -> None:
         if shut:
@@ -216,7 +225,8 @@ class Samples:
             changed = [name for name in board.stages if name in board.changed]
             board.changed.clear()
             for name in changed:
-                self._serve_stage(name, now)
+                if self.room.has_pulls(name):
+                    self._serve_stage(name, now)
 
     def _serve_stage(self, stage: str, now: float) -> None:
         queue, weights = self.board.ready.get(stage), self._weights

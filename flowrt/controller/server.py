@@ -16,7 +16,7 @@ from flowrt.controller.events import Command, Dismiss, End, Event, Gone, Joined,
 from flowrt.controller.journal import Journal
 from flowrt.controller.ledger import Ledger, LedgerBusy
 from flowrt.controller.peers import FAREWELL_S, Peers
-from flowrt.controller.reception import NOT_IN, dismissal, refusal, turned_away
+from flowrt.controller.reception import NOT_FOR_THE_MIND_ALONE, NOT_IN, dismissal, refusal, turned_away
 from flowrt.controller.status import status
 from flowrt.controller.waitgraph import OBSERVER
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, MISTAKES, FlowError, RemoteProtocolError
@@ -139,8 +139,9 @@ class Server:
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
         self._peers.hurry()
-        worker = self._peers.name(peer)
-        if isinstance(message, m.Hello):
+        if (worker := self._peers.name(peer)) is not None and not isinstance(message, NOT_FOR_THE_MIND_ALONE):
+            self._handle(Said(worker, message))
+        elif isinstance(message, m.Hello):
             self._greet(peer, message, self._link.source())
         elif worker is None:
             self._complain(peer, f"{type(message).__name__} from somebody who did not say hello")
@@ -218,7 +219,10 @@ class Server:
             self._broken(type(event).__name__, error)
             return
         for command in commands:
-            self._execute(command, now)
+            if type(command) is Send:  # nearly all of them
+                self._peers.send(command.worker, command.message)
+            else:
+                self._execute(command, now)
         self._see_off()
 
     def _see_off(self) -> None:
@@ -229,9 +233,6 @@ class Server:
     # ---- out
 
     def _execute(self, command: Command, now: float) -> None:
-        if isinstance(command, Send):  # nearly all of them
-            self._peers.send(command.worker, command.message)
-            return
         match command:
             case Dismiss(worker, reason):
                 log.warning("%s is dismissed: %s", worker, reason)

@@ -1,8 +1,10 @@
 """Slots and groups: what exists of each sample, who holds it, who works on it. Plain state, no policy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from types import MappingProxyType
+from typing import cast
 
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
 from flowrt.wire.records import LaneTurn
@@ -113,3 +115,23 @@ class Slot:
     def oldest_version(self) -> int | None:
         """The oldest policy version that made a token of this sample; None before there is any."""
         return min(self.spans[::2], default=None)
+
+
+def made(
+    flow: str, prompts: Sequence[int], epoch: int, members: int, at_least: int, group_id: int, slot_id: int
+) -> tuple[list[Group], list[Slot]]:
+    """A group of so many slots for each prompt, numbered from these numbers on; and all their slots."""
+    if len(prompts) == 1:  # what is offered most often, in a fraction of the time
+        group = Group(GroupId(group_id), flow, prompts[0], epoch, at_least)
+        group.slots = [Slot(SlotId(slot_id + member), group, member) for member in range(members)]
+        return [group], [*group.slots]
+    rows = len(prompts) * members
+    group_ids = cast(Sequence[GroupId], range(group_id, group_id + len(prompts)))
+    slot_ids = cast(Sequence[SlotId], range(slot_id, slot_id + rows))
+    groups = [Group(one, flow, prompt, epoch, at_least) for one, prompt in zip(group_ids, prompts, strict=True)]
+    slots = [
+        Slot(one, group, member) for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
+    ]
+    for group, start in zip(groups, range(0, rows, members), strict=True):
+        group.slots = slots[start : start + members]
+    return groups, slots

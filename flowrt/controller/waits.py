@@ -47,12 +47,18 @@ class WaitingRoom:
         if stage in self.pullers:
             self.pullers[stage][worker] = None
 
+    @property
+    def has_offers(self) -> bool:
+        return bool(self._offers)
+
+    def has_pulls(self, stage: str) -> bool:
+        return bool(self._pulls[stage])
+
     def park_pull(self, parked: Parked[Pull]) -> None:
         self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
 
     def park_offer(self, parked: Parked[Offer]) -> None:
-        self.offerers[parked.worker] = None
         self._offers[parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
 

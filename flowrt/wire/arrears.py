@@ -75,4 +75,4 @@ def received_bytes(descriptor: int) -> int:
     buffer = ctypes.create_string_buffer(_RECEIVED.size)
     size = ctypes.c_uint32(_RECEIVED.size)
     failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, buffer, ctypes.byref(size))
-    return 0 if failed or size.value < _RECEIVED.size else int(_RECEIVED.unpack_from(buffer.raw)[0])
+    return 0 if failed or size.value < _RECEIVED.size else int(_RECEIVED.unpack_from(buffer)[0])

@@ -10,7 +10,7 @@ from flowrt.errors import RemoteProtocolError
 
 MAX_ITEMS = 1_000_000
 MAX_DEPTH = 16
-_SMALL_BYTES = 1024
+SMALL_BYTES = 1024
 _COUNT_FROM_BYTES = 1024 * 1024
 # By first byte, from 0xc0 on: bytes of the length that follows it, then bytes of the value itself.
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -23,7 +23,7 @@ def check_bounds(data: bytes) -> None:
     """Raises RemoteProtocolError when unpacking ``data`` would cost more than its size justifies."""
     if len(data) > _COUNT_FROM_BYTES:
         _count(data)
-    elif len(data) > _SMALL_BYTES:
+    elif len(data) > SMALL_BYTES:
         # To skip allocates nothing, and fails when an array claims what does not follow.
         unpacker = msgpack.Unpacker(max_buffer_size=len(data))
         unpacker.feed(data)

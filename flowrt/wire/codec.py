@@ -10,23 +10,28 @@ import struct
 import msgpack
 
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
-from flowrt.wire.bounds import MAX_ITEMS, check_bounds
-from flowrt.wire.fields import TAGS, Misfit, record_decoder, record_encoder
+from flowrt.wire.bounds import MAX_ITEMS, SMALL_BYTES, check_bounds
+from flowrt.wire.fields import TAGS, Decoder, Encoder, Misfit, record_decoder, record_encoder
 from flowrt.wire.messages import MESSAGES, Message
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _KEEP_BYTES = 1024 * 1024
 _pack = msgpack.Packer(use_bin_type=True).pack
+_encoders: dict[type, Encoder] = {}
+_decoders: dict[int, Decoder] = {}
 
 
 def encode(message: Message) -> bytes:
     """Pack a message. Raises LocalProtocolError when a field holds what its type does not allow."""
     global _pack
     kind: type = type(message)
-    if kind not in TAGS:
-        raise LocalProtocolError(f"{kind.__name__} is not a message; see wire/messages.py for those that are")
+    encoder = _encoders.get(kind)
+    if encoder is None:
+        if kind not in TAGS:
+            raise LocalProtocolError(f"{kind.__name__} is not a message; see wire/messages.py for those that are")
+        encoder = _encoders[kind] = record_encoder(kind)
     try:
-        data: bytes = _pack(record_encoder(kind)(message))
+        data: bytes = _pack(encoder(message))
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise LocalProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
     if len(data) > _KEEP_BYTES:
@@ -42,7 +47,8 @@ def decode(data: bytes) -> Message:
     size = len(data)
     if size > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    check_bounds(data)
+    if size > SMALL_BYTES:
+        check_bounds(data)
     try:
         raw = msgpack.unpackb(
             data,
@@ -55,10 +61,13 @@ def decode(data: bytes) -> Message:
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise RemoteProtocolError(f"{size} bytes are not a MessagePack message: {error}") from error
-    if type(raw) is not tuple or not raw or type(raw[0]) is not int or not 0 <= raw[0] < len(MESSAGES):
+    if type(raw) is not tuple or not raw or type(tag := raw[0]) is not int or not 0 <= tag < len(MESSAGES):
         raise RemoteProtocolError("a message must be an array that begins with a known tag")
-    kind: type = MESSAGES[raw[0]]
+    decoder = _decoders.get(tag)
+    if decoder is None:
+        kind: type = MESSAGES[tag]
+        decoder = _decoders[tag] = record_decoder(kind)
     try:
-        return record_decoder(kind)(raw)  # type: ignore[no-any-return]
+        return decoder(raw)  # type: ignore[no-any-return]
     except Misfit as misfit:
-        raise RemoteProtocolError(f"{kind.__name__}{misfit.path} must be {misfit.expected}") from None
+        raise RemoteProtocolError(f"{MESSAGES[tag].__name__}{misfit.path} must be {misfit.expected}") from None

@@ -23,7 +23,7 @@ _TEXT = {str}
 _NO_BYTES = b""
 _NO_VALUES = ()
 
-_FEW: dict[str, Any] = {"nothing": _NO_VALUES, "least": _LEAST, "most": -_LEAST - 1}
+_FEW: dict[str, Any] = {"nothing": _NO_VALUES, "no_bytes": _NO_BYTES, "least": _LEAST, "most": -_LEAST - 1}
 for _code in "qd":
     _one = struct.Struct(f"<{_code}")
     _FEW |= {f"pack_{_code}": _one.pack, f"unpack_{_code}": _one.unpack}
@@ -60,9 +60,8 @@ def record_encoder(kind: type) -> Encoder:
                 f"        item{number} = scalar(item{number}, type{number})",
             ]
         else:
-            scope[f"encode{number}"] = _encoder(hint)
-            few = _one_for_all(hint) + _few(hint, "tuple", 1, "pack_{code}(item[0])")
-            lines += [f"    item = value.{name}", f"    item{number} = {few}encode{number}(item)"]
+            scope[f"encode{number}"], few = _encoder(hint), _few_encoded(hint, number, scope)
+            lines += [f"    item = value.{name}", f"    item{number} = {few}{_one_for_all(hint)}encode{number}(item)"]
         items.append(f"item{number}")
     lines += [f"    return ({''.join(f'{item}, ' for item in items)})"]
     return _compiled(lines, scope)
@@ -90,12 +89,11 @@ def record_decoder(kind: type) -> Decoder:
                 f"        raise misfit_of(item{number}, type{number}).within('.{name}')",
             ]
         else:
-            scope[f"decode{number}"] = _decoder(hint)
-            few = _all_of_one(hint, names) + _few(hint, "bytes", _ITEM_BYTES, "unpack_{code}(item)")
+            scope[f"decode{number}"], few = _decoder(hint), _few_decoded(hint)
             lines += [
+                f"    item = item{number}",
                 "    try:",
-                f"        item = item{number}",
-                f"        item{number} = {few}decode{number}(item)",
+                f"        item{number} = {few}{_all_of_one(hint, names)}decode{number}(item)",
                 "    except Misfit as misfit:",
                 f"        raise misfit.within('.{name}')",
             ]
@@ -103,11 +101,32 @@ def record_decoder(kind: type) -> Decoder:
     return _compiled(lines, scope)
 
 
-def _few(hint: Any, kind: str, size: int, one: str) -> str:
-    """What most fields hold is spared a call: one packed number, or nothing at all."""
+def _few_encoded(hint: Any, number: int, scope: dict[str, Any]) -> str:
+    """What most fields hold is spared a call: one packed number, one text, one record, or nothing at all."""
     if get_origin(hint) is Annotated:
-        return f"{one.format(code=hint.__metadata__[0])} if type(item) is {kind} and len(item) == {size} else "
-    return "item if item is nothing else " if get_args(hint)[-1:] == (Ellipsis,) else ""
+        one = f"pack_{hint.__metadata__[0]}(item[0]) if type(item) is tuple and len(item) == 1 else "
+        return f"no_bytes if item is nothing else {one}"
+    if get_args(hint)[-1:] != (Ellipsis,):
+        return ""
+    inner, few = get_args(hint)[0], "item if item is nothing else "
+    if inner is str:
+        return f"{few}item if type(item) is tuple and len(item) == 1 and type(item[0]) is str else "
+    if dataclasses.is_dataclass(inner):
+        scope[f"record{number}"] = record_encoder(inner)  # type: ignore[arg-type]
+        return f"{few}(record{number}(item[0]),) if type(item) is tuple and len(item) == 1 else "
+    return few
+
+
+def _few_decoded(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        one = f"unpack_{hint.__metadata__[0]}(item) if type(item) is bytes and len(item) == {_ITEM_BYTES} else "
+        return f"nothing if item is no_bytes else {one}"
+    if get_args(hint)[-1:] != (Ellipsis,):
+        return ""
+    few = "item if item is nothing else "
+    if get_args(hint)[0] is str:
+        return f"{few}item if type(item) is tuple and len(item) == 1 and type(item[0]) is str else "
+    return few
 
 
 def _one_for_all(hint: Any) -> str:

@@ -41,7 +41,7 @@ _EVENT = struct.Struct("=HI")
 OnEvent = Mapping[zmq.Event, Callable[[int], object]]
 
 # As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
-_NOBLOCK, _SNDMORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
+_NOBLOCK, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.POLLIN)
 
 
 class _Socket:
@@ -75,7 +75,7 @@ class _Socket:
 
     def send(self, frames: list[bytes]) -> None:
         for frame in frames[:-1]:
-            self._send_frame(frame, _SNDMORE | _NOBLOCK)
+            self._send_frame(frame, _MORE)
         self._send_frame(frames[-1], _NOBLOCK)
         # A look costs a system call; a drain that is under way will look anyway.
         if not self._draining and self._look():
@@ -240,27 +240,27 @@ class ServerLink:
         self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        self.gate.delivered(frames[0], len(frames[1]), self.source)
-        if self.gate.is_shunned(frames[0]):
+        self.gate.delivered(peer := frames[0], len(frames[1]), self.source)
+        if self.gate.is_shunned(peer):
             return
         if len(frames) != 2:
-            self._garbled(frames[0], f"a message of {len(frames)} frames or more, expected 2")
+            self._garbled(peer, f"a message of {len(frames)} frames or more, expected 2")
             return
         try:
             message = decode(frames[1])
         except RemoteProtocolError as error:
-            self._garbled(frames[0], str(error))
+            self._garbled(peer, str(error))
             return
-        self._receive(frames[0], message)
+        self._receive(peer, message)
 
 
 class ClientLink:
-    """A worker's end: one DEALER socket to the controller."""
+    """A worker's end: one DEALER socket. ``receive`` is called for each message; it may be changed."""
 
     def __init__(
         self, receive: Callable[[Message], None], failed: Callable[[FlowError], None], keys: WorkerKeys | None = None
     ) -> None:
-        self._receive, self._failed, self._raw = receive, failed, _Socket(zmq.DEALER)
+        self.receive, self._failed, self._raw = receive, failed, _Socket(zmq.DEALER)
         if keys is not None:
             self._raw.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
             self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -295,6 +295,6 @@ class ClientLink:
         try:
             if len(frames) != 1:
                 raise RemoteProtocolError(f"the controller sent {len(frames)} frames, expected 1")
-            self._receive(decode(frames[0]))
+            self.receive(decode(frames[0]))
         except FlowError as error:
             self._failed(error)

@@ -50,7 +50,7 @@ class Stage:
     generates: bool = False  # makes tokens with a policy version: admission decides who may start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: many are made, and that takes three times as long
 class Lengths:
     """A tensor column that stays with whoever offers it: how many elements each prompt has."""
 
@@ -58,7 +58,7 @@ class Lengths:
     lengths: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: many are made, and that takes three times as long
 class Part:
     """A run of one tensor column: ids of slots (or of groups, by the column's scope) and elements of each."""
 
@@ -67,7 +67,7 @@ class Part:
     lengths: OfIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: many are made, and that takes three times as long
 class Values:
     """An inline column: one number a slot, carried with the metadata."""
 
