@@ -42,7 +42,8 @@ class Peers:
         self._source: dict[WorkerId, tuple[int, str]] = {}  # connections: their descriptors and addresses
         self._outbox: list[tuple[WorkerId, Message]] = []
         self._outbox_since_s = 0.0
-        self._left: list[WorkerId] = []
+        self._left: dict[WorkerId, None] = {}  # found gone; perhaps not all that they have said has been read
+        self._sees_off = False
         self._changed = asyncio.Event()  # somebody has left
 
     def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
@@ -73,6 +74,8 @@ class Peers:
     def forget(self, worker: WorkerId) -> None:
         peer = self._peer.pop(worker, None)
         self._source.pop(worker, None)
+        self._role.pop(worker, None)
+        self._left.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
         self._changed.set()
@@ -91,14 +94,28 @@ class Peers:
             self._changed.clear()
             await until(self._changed.wait(), FAREWELL, "the next goodbye", "the workers")
 
-    def left(self) -> Sequence[WorkerId]:
-        """Those whose connections were found closed since this was last asked."""
+    def left(self, at_once: bool) -> Sequence[WorkerId]:
+        """Those whose connections were found closed and who have not said goodbye; they are forgotten.
+
+        Their last words come first: where those may be waiting, this is asked again (``see_off``), unless it has to be
+        known ``at_once``.
+        """
         if not self._left:
             return ()
-        left, self._left = self._left, []
+        if not (at_once or self._link.drain()):
+            if not self._sees_off:
+                self._sees_off = True
+                asyncio.get_running_loop().call_soon(self._see_off_later)
+            return ()
+        left = list(self._left)
         for worker in left:
             log.warning("%s is gone: its connection is closed", worker)
+            self.forget(worker)
         return left
+
+    def _see_off_later(self) -> None:
+        self._sees_off = False
+        self._see_off()
 
     def somebody_left(self) -> None:
         """A connection has closed: find out whose, at once but not for each of many that leave together."""
@@ -142,6 +159,5 @@ class Peers:
     def send_now(self, worker: WorkerId, message: Message) -> None:
         """Say it at once, whatever the ledger knows."""
         peer = self._peer.get(worker)
-        if peer is not None and not self._link.send(peer, message):
-            self.forget(worker)
-            self._left.append(worker)
+        if peer is not None and worker not in self._left and not self._link.send(peer, message):
+            self._left[worker] = None

@@ -178,7 +178,7 @@ class Server:
         if hello.worker in self._peers:
             # Perhaps it is gone, and this is who replaces it: a send shows it.
             self._peers.send_now(WorkerId(hello.worker), m.Heartbeat())
-            self._see_off()
+            self._see_off(at_once=True)
         known = self._peers.name(peer)
         fault = refusal(hello, self._core, hello.worker in self._peers or known is not None)
         if fault:
@@ -225,9 +225,9 @@ class Server:
                 self._execute(command, now)
         self._see_off()
 
-    def _see_off(self) -> None:
+    def _see_off(self, at_once: bool = False) -> None:
         """Some were found gone when they were spoken to; what was decided while they were there has been done."""
-        for worker in self._peers.left():
+        for worker in self._peers.left(at_once):
             self._handle(Gone(worker, "its connection is closed; see its log"))
 
     # ---- out

@@ -81,9 +81,9 @@ class _Socket:
         if not self._draining and self._look():
             self._loop.call_soon(self.drain)
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         if self._receive is None or self._closed or self._draining:
-            return
+            return not self._draining
         self._draining, emptied = True, False
         try:
             emptied = self._receive_waiting(self._receive)
@@ -92,6 +92,7 @@ class _Socket:
             if not emptied and not self._closed:
                 # More is waiting, but others on this loop want a turn too.
                 self._loop.call_soon(self.drain)
+        return emptied
 
     def _receive_waiting(self, receive: Callable[[list[bytes]], None]) -> bool:
         """Take what is waiting, up to a limit; returns whether that was all."""
@@ -176,10 +177,9 @@ def server_socket() -> _Socket:
 
 
 class ServerLink:
-    """The controller's end.
+    """The controller's end: ``receive(peer, message)`` for each message, ``garbled(peer, why)`` for bad bytes.
 
-    ``receive(peer, message)`` is called for each message, ``garbled`` for bad bytes, ``closed`` when a connection has
-    closed: a `send` says whose.
+    ``closed`` is called when a connection has closed: a `send` says whose. What it has said before is read by `drain`.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class ServerLink:
         self._receive, self._garbled = receive, garbled
         self._keyed = keys is not None
         self._raw = server_socket()
+        self.drain = self._raw.drain
         self.gate = Gate({} if keys is None else keys.admitted, closed)
         self._asked: _Socket | None = None
         if keys is not None:
@@ -227,9 +228,8 @@ class ServerLink:
 
     def close(self) -> None:
         self._monitor.close()
-        for one in (self._asked, self._raw):
-            if one is not None:
-                one.close()
+        for one in filter(None, (self._asked, self._raw)):
+            one.close()
 
     def source(self) -> int:
         """The descriptor of the connection over which the latest message came."""

@@ -1,0 +1,61 @@
+"""A worker that says why it fails and is gone at once: its words are heard, also where its end is noticed first."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from flowrt import api
+from flowrt.ids import WorkerId
+from flowrt.wire import messages as m
+from flowrt.wire.codec import decode, encode
+from tests.integration.test_conversation import FLOW, POLICIES
+
+WHY = "EngineError: rank 1 cannot reach the store of the ranks"
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
+    settings = api.Settings(steps=2, groups_per_step=1, finishers=("trainer",), vital_roles=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path) as running:
+        yield running
+
+
+def join_and_fail(address: str) -> None:
+    """Let in, it fails at once; all that it said has been sent when this returns, and its connection is closed."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 5000)
+        socket.connect(address)
+        socket.send(encode(m.Hello(m.PROTOCOL, "trainer", "trainer", "host", 1, ("gloo",))))
+        assert socket.poll(5000)
+        assert isinstance(decode(socket.recv()), m.Welcome)
+        for number in range(300):  # more than are read in one turn
+            socket.send(encode(m.Pull(number, "reward", 1, 0, -1)))
+        socket.send(encode(m.Report((), (("eval_last", 0.5),), ())))
+        socket.send(encode(m.Bye(WHY)))
+
+
+async def test_the_last_words_of_a_worker_come_before_its_end(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    peers = server._peers
+    failing = asyncio.create_task(asyncio.to_thread(join_and_fail, address))
+    while WorkerId("trainer") not in peers:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # From here on the controller reads nothing: it is busy, and meanwhile all of this comes, and the connection ends.
+    end_s = time.monotonic() + DEADLINE_S
+    while not peers._left:
+        peers.send_now(WorkerId("trainer"), m.Heartbeat())
+        assert time.monotonic() < end_s
+    server._see_off()
+    await failing
+    async with asyncio.timeout(DEADLINE_S):
+        while server.ended is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert WHY in server.ended.reason
+    assert server.refused_messages == 0
+    assert server.journal.numbers == {"eval_last": 0.5}
+    assert "trainer" not in peers
