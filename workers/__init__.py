@@ -1,6 +1,6 @@
 """The workers of a run. None needs the web: what they load is in directories that the run names.
 
-Said here, which comes before everything that a worker imports: Hugging Face's libraries look once, when they are loaded.
+Said here, before everything that a worker imports: Hugging Face's libraries look once, when they are loaded.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A rollout worker whose pull is cancelled pulls again: what runs goes on, and what was granted meanwhile comes back."""
+"""A rollout worker whose pull is cancelled pulls again: what runs goes on, and what was granted comes back."""
 
 import asyncio
 from pathlib import Path
