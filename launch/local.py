@@ -166,7 +166,7 @@ class LocalRun:
         controller, address = await self._start_controller(READY_S, "--anew")
         self._controller, self._is_new = controller, False
         commands = worker_commands(self._config, address, await self._start_meeting(address))
-        missing = Missing(self._children, self._config.supervisor.hung_s, view.say)
+        missing = Missing(self._children, self._config.supervisor.hung_s, self._config.controller.join_s, view.say)
         ours = {command.name for command in commands if not command.behind and command.name != TRAINER}
 
         def show(status: dict[str, Any]) -> None:

@@ -13,28 +13,35 @@ from flowrt.launch.processes import Children
 class Missing:
     """Knows which of the processes the controller has heard of; ``say`` is told of each that is killed."""
 
-    def __init__(self, children: Children, patience_s: float, say: Callable[[str], None]) -> None:
-        """``patience_s`` seconds after the controller has last had a process among its workers, it is killed."""
+    def __init__(self, children: Children, patience_s: float, join_s: float, say: Callable[[str], None]) -> None:
+        """``patience_s`` seconds after the controller has last had a process among its workers, it is killed.
+
+        One that it never had has ``join_s`` more: for so long it looks for the controller, if it is not stopped.
+        """
         self._children = children
         self._patience_s = patience_s
+        self._join_s = join_s
         self._say = say
-        self._until_s: dict[tuple[str, int], float] = {}  # by name and pid: when it has to be in again
+        self._until_s: dict[tuple[str, int], float] = {}  # by name and pid: when it has to be in
+        self._came: set[tuple[str, int]] = set()
 
     def excuse(self, for_s: float) -> None:
         """Another controller begins: whoever was in has so many seconds more to find it."""
         self._until_s = dict.fromkeys(self._until_s, monotonic() + for_s + self._patience_s)
 
     def look(self, workers: Mapping[str, str], replaceable: Collection[str]) -> None:
-        """``workers`` are those that the controller has now; kills who of the replaceable was one for too long ago."""
+        """``workers`` are those that the controller has now; kills who of the replaceable is none for too long."""
         now = monotonic()
         living = {}
         for child in self._children.running():
             who = (child.name, child.process.pid)
             if child.name in workers:
                 living[who] = now + self._patience_s
-            elif who in self._until_s and child.name in replaceable:
-                living[who] = self._until_s[who]
+                self._came.add(who)
+            elif child.name in replaceable:
+                living[who] = self._until_s.get(who, now + self._join_s + self._patience_s)
                 if now > living[who]:
-                    self._say(f"{child.name} has left the run and its process has not: it is killed")
+                    how = "left the run and its process has not" if who in self._came else "never come, and it lives"
+                    self._say(f"{child.name} has {how}: it is killed")
                     self._children.signal_group(child, signal.SIGKILL)
         self._until_s = living
