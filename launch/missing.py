@@ -29,8 +29,11 @@ class Missing:
         """Another controller begins: whoever was in has so many seconds more to find it."""
         self._until_s = dict.fromkeys(self._until_s, monotonic() + for_s + self._patience_s)
 
-    def look(self, workers: Mapping[str, str], replaceable: Collection[str]) -> None:
-        """``workers`` are those that the controller has now; kills who of the replaceable is none for too long."""
+    def look(self, workers: Mapping[str, str], replaceable: Collection[str], vital: Collection[str] = ()) -> None:
+        """``workers`` are those that the controller has now; kills who of the replaceable is none for too long.
+
+        Who is vital is only missed until it comes: that it leaves ends this life of the run anyway.
+        """
         now = monotonic()
         living = {}
         for child in self._children.running():
@@ -38,7 +41,7 @@ class Missing:
             if child.name in workers:
                 living[who] = now + self._patience_s
                 self._came.add(who)
-            elif child.name in replaceable:
+            elif child.name in replaceable or (child.name in vital and who not in self._came):
                 living[who] = self._until_s.get(who, now + self._join_s + self._patience_s)
                 if now > living[who]:
                     how = "left the run and its process has not" if who in self._came else "never come, and it lives"
