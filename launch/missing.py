@@ -16,21 +16,24 @@ class Missing:
     def __init__(self, children: Children, patience_s: float, join_s: float, say: Callable[[str], None]) -> None:
         """``patience_s`` seconds after the controller has last had a process among its workers, it is killed.
 
-        One that has never come is killed so much later than it had to (``join_s``).
+        One that it never had has ``join_s`` more: for so long it looks for the controller, if it is not stopped.
         """
         self._children = children
         self._patience_s = patience_s
         self._join_s = join_s
         self._say = say
-        self._until_s: dict[tuple[str, int], float] = {}  # by name and pid: when it has to be in, or in again
+        self._until_s: dict[tuple[str, int], float] = {}  # by name and pid: when it has to be in
         self._came: set[tuple[str, int]] = set()
 
     def excuse(self, for_s: float) -> None:
         """Another controller begins: whoever was in has so many seconds more to find it."""
         self._until_s = dict.fromkeys(self._until_s, monotonic() + for_s + self._patience_s)
 
-    def look(self, workers: Mapping[str, str], replaceable: Collection[str]) -> None:
-        """``workers`` are those that the controller has now; kills who of the replaceable was one for too long ago."""
+    def look(self, workers: Mapping[str, str], replaceable: Collection[str], vital: Collection[str] = ()) -> None:
+        """``workers`` are those that the controller has now; kills who of the replaceable is none for too long.
+
+        Who is vital is only missed until it comes: that it leaves ends this life of the run anyway.
+        """
         now = monotonic()
         living = {}
         for child in self._children.running():
@@ -38,12 +41,11 @@ class Missing:
             if child.name in workers:
                 living[who] = now + self._patience_s
                 self._came.add(who)
-            elif child.name in replaceable:
-                came = who in self._came
+            elif child.name in replaceable or (child.name in vital and who not in self._came):
                 living[who] = self._until_s.get(who, now + self._join_s + self._patience_s)
                 if now > living[who]:
-                    what = "has left the run and its process has not" if came else "has not come to the run"
-                    self._say(f"{child.name} {what}: it is killed")
+                    how = "left the run and its process has not" if who in self._came else "never come, and it lives"
+                    self._say(f"{child.name} has {how}: it is killed")
                     self._children.signal_group(child, signal.SIGKILL)
         self._until_s = living
         self._came &= living.keys()

@@ -162,6 +162,8 @@ class RolloutLoop:
         if self._pull is None or not self._pull.done():
             return
         pull, self._pull = self._pull, None
+        if pull.cancelled():
+            return  # whoever cancelled it did not mean what runs: the next one asks again
         batch = pull.result()
         if batch is None:
             self._leaving = True

@@ -85,7 +85,8 @@ class Checkpoints:
 
     def _publish(self, aside: Path, whole: Path) -> None:
         aside.rename(whole)
-        _sync(whole.parent)
+        for named_in in (whole.parent, self._run_dir):  # the first checkpoint has a new directory around it
+            _sync(named_in)
         for step in checkpoint_steps(self._run_dir)[: -self._config.checkpoint.keep]:
             old = checkpoint_dir(self._run_dir, step)
             gone = old.with_name(f".{old.name}.old")

@@ -1,10 +1,12 @@
 """What became of a run, counted from its ledger and its metrics alone."""
 
 import json
-import sqlite3
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+
+from flowrt.controller.ledger_file import entered, open_to_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,10 @@ def account(run_dir: Path, prompts: int, steps: int, complete: bool) -> Account:
     path = run_dir / "ledger.sqlite"
     if not path.exists():
         return Account(0, 0, "there is no ledger" if complete else "")
-    ledger = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
+    # A controller that was killed has entered only a part of what it wrote.
+    with closing(entered(open_to_read(path))) as ledger:
         states = {(e, p): state for e, p, state in ledger.execute("SELECT epoch, prompt, state FROM prompts")}
         life = ledger.execute("SELECT epoch, prompt, state FROM events ORDER BY id").fetchall()
-    finally:
-        ledger.close()
     trained: Counter[tuple[int, int]] = Counter()
     for epoch, prompt, state in life:
         if state == "trained":

@@ -30,14 +30,15 @@ class Journal:
     ) -> None:
         """``began`` is the step from which the run was resumed, where ``position`` is that of a controller's return."""
         position = position or Position()
-        metrics = run_dir / "metrics.jsonl"
+        metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
         before, spent_s = _before(metrics, position.step)
         self._run_dir = run_dir
         self._start_s = start_s - spent_s
         self._first_step = position.step if began is None else began
-        self._metrics: TextIO = metrics.open("a", buffering=1)
-        timeline = run_dir / "timeline.jsonl"
         _cut_half_line(timeline)
+        for path in (metrics, timeline):
+            path.touch(mode=0o600)  # whose directory it is, and who may look into it, is not known here
+        self._metrics: TextIO = metrics.open("a", buffering=1)
         self._timeline: TextIO = timeline.open("a", buffering=1)
         self._timeline_start = self._timeline.tell()  # of this controller: those before it may have had another clock
         self._began_s: float | None = None  # training, in this life of the run
@@ -195,6 +196,7 @@ def _before(path: Path, step: int) -> tuple[list[dict[str, Any]], float]:
             break  # the last one, of a controller that was killed while it wrote
     kept = [line for line in lines if line["step"] < step]
     aside = path.with_name(f".{path.name}.part")
+    aside.touch(mode=0o600)
     aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
     aside.rename(path)
     return kept, lines[-1]["wall_s"] if lines else 0.0

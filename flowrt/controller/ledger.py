@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +91,8 @@ class Ledger:
         self._promised = False
         self._mover = LogMover(path)
         check_whole(path)
+        with suppress(OSError):  # SQLite says it too, and its words are those that `not_opened` tells
+            path.touch(mode=0o600)  # SQLite would let everybody read it, and gives its log the rights of this file
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_S)
             self._db.execute("PRAGMA journal_mode=WAL")

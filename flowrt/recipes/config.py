@@ -220,7 +220,8 @@ class SupervisorConfig:
     backoff_s: float = 0.5
     """Wait before the first new start; it doubles with each that follows."""
     hung_s: float = 10.0
-    """A worker on this machine whose process outlives its place in the run for this long is killed, and replaced."""
+    """A worker on this machine whose process outlives its place in the run for this long is killed, and replaced; one
+    that has never come, controller.join_s later."""
     absence_s: float = 60.0
     """A role without any worker for this long ends the run."""
 

@@ -1,4 +1,4 @@
-"""Peers that fill the controller's memory without ever saying a whole message."""
+"""Peers that fill the controller's memory, or its table of connections, without ever saying what they should."""
 
 import asyncio
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from flowrt import api
 from flowrt.errors import RemoteProtocolError
 from flowrt.wire.arrears import MOST_BYTES, received_bytes
+from flowrt.wire.codec import MAX_MESSAGE_BYTES
 
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
@@ -44,6 +45,11 @@ socket.send_multipart([b"x"] * 300_000)
 assert events.poll(20_000), "still connected after 20 s"
 print(0, flush=True)
 """
+LARGE_BYTES = MAX_MESSAGE_BYTES + (1 << 20)
+LARGE = MANY.replace('[b"x"] * 300_000', f"[bytes({LARGE_BYTES})]")
+HANDSHAKE_S = 15.0
+"""Three times what is granted, for a busy machine; half of what ZeroMQ grants by itself."""
+GREETING = b"\xff" + bytes(8) + b"\x7f"
 
 
 async def peak_of(address: str, program: str) -> tuple[int, int]:
@@ -76,6 +82,35 @@ async def test_a_message_of_many_parts_costs_the_connection(tmp_path: Path) -> N
         assert grown < MOST_BYTES
         assert server.refused_messages == 1
         assert server.ended is None
+
+
+async def test_a_frame_over_the_limit_costs_the_connection_before_it_is_read(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        _, grown = await peak_of(address, LARGE)
+        assert grown < LARGE_BYTES // 2, f"{grown >> 20} MB were kept"
+        assert server.refused_messages == 0, "it was received, and only then refused"
+        with pytest.raises(RemoteProtocolError):  # an answer
+            await session.pull("no such stage", slots=1)
+        assert server.ended is None
+        await session.close()
+
+
+@pytest.mark.parametrize("said", [b"", GREETING], ids=["nothing", "half a greeting"])
+async def test_a_connection_that_does_not_say_who_it_is_is_closed(tmp_path: Path, said: bytes) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        heard, mouth = await asyncio.open_connection(host, int(port))
+        mouth.write(said)
+        async with asyncio.timeout(HANDSHAKE_S):
+            await heard.read()  # to its end: the controller's own half of a greeting comes before
+        mouth.close()
+        assert server.refused_connections == 1
+        with pytest.raises(RemoteProtocolError):
+            await session.pull("no such stage", slots=1)
+        assert server.ended is None
+        await session.close()
 
 
 async def test_much_that_is_delivered_is_no_harm(tmp_path: Path) -> None:

@@ -190,4 +190,4 @@ def test_a_worker_that_never_comes_is_replaced(launch: Callable[..., Any], untra
     [reward] = run.find("flowrt.workers.reward")
     run.signal(signal.SIGSTOP, reward)
     assert run.wait(120.0) == 0, run.output
-    assert "reward has not come to the run: it is killed" in run.words
+    assert "reward has never come, and it lives: it is killed" in run.words

@@ -28,9 +28,10 @@ DEADLINE_S = 60.0  # engines and stand-ins import torch, which takes long on a b
 class Play:
     """One stand-in on its own, and engines that are given its address."""
 
-    def __init__(self, release: str, device: str) -> None:
+    def __init__(self, release: str, device: str, about: dict[str, int]) -> None:
         self.port = free_port()
-        self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), release, device])
+        words = [str(self.port), release, device, json.dumps(about)]
+        self.process = subprocess.Popen([sys.executable, str(STANDIN), *words])
         wait_until(self._answers, DEADLINE_S, lambda: f"the stand-in at {self.port} does not answer")
 
     def _answers(self) -> bool:
@@ -52,8 +53,8 @@ class Play:
 def play() -> Iterator[Callable[..., Play]]:
     plays: list[Play] = []
 
-    def start(release: str, device: str = "none") -> Play:
-        plays.append(Play(release, device))
+    def start(release: str, device: str = "none", **about: int) -> Play:
+        plays.append(Play(release, device, about))
         return plays[-1]
 
     yield start

@@ -1,7 +1,8 @@
 """Stands in for an SGLang server where none is installed: a process that keeps to the protocol and its traps.
 
 It takes only what the release that it plays takes, generates the version of its weights over and over, and can be told
-to die or to fail at some request. ``python standin.py PORT RELEASE [DEVICE]`` (or in place of SGLang's Python).
+to die or to fail at some request. ``python standin.py PORT RELEASE [DEVICE [ABOUT]]`` (or in place of SGLang's Python);
+ABOUT is JSON that joins what it says of itself.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ TOKEN_S = 0.01
 class Standin:
     """One server's state."""
 
-    def __init__(self, release: str, wreck: str = "", device: str = "none") -> None:
+    def __init__(self, release: str, wreck: str = "", device: str = "none", about: str = "{}") -> None:
         self.takes = RELEASES[release]
         self.release = release
         self.wreck = wreck  # route: the process kills itself when it is asked for this
-        self.device = device
+        self.about = {"version": release, "tp_size": 1, "device": device, "dtype": "float32"} | json.loads(about)
         self.version = "0"
         self.session = False
         self.paused = ""
@@ -70,7 +71,7 @@ class Standin:
             return web.json_response(self.said)
         if route == "/loaded":
             return web.json_response(self.loaded)
-        return web.json_response({"version": self.release, "tp_size": 1, "device": self.device, "dtype": "float32"})
+        return web.json_response(self.about)
 
     def wrong(self, route: str, body: dict[str, Any]) -> str:
         """Why this release does not take the request."""
@@ -133,14 +134,15 @@ class Standin:
 
 def main() -> None:
     arguments = sys.argv[1:]
+    says: list[str] = []
     if "--port" in arguments:  # started in place of SGLang's Python
         port = int(arguments[arguments.index("--port") + 1])
         release, wreck = os.environ["STANDIN"].split(",")
     else:
         port, release, wreck = int(arguments[0]), arguments[1], ""
-    device = arguments[2] if "--port" not in arguments and len(arguments) > 2 else "none"
+        says = arguments[2:]
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, device).answer)
+    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, *says).answer)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from flowrt.errors import ConfigError, EngineError, TransferError
 from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
-from .playing import TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
+from .playing import DEADLINE_S, TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
 
 __all__ = ["engine_of", "play"]  # fixtures
 
@@ -177,6 +178,39 @@ def test_a_server_on_an_npu_is_given_no_weights_over_a_group_that_it_cannot_join
     with pytest.raises(ConfigError, match=r"works on an NPU.*use disk or tensor"):
         engine_of(url=f"http://127.0.0.1:{one.port}", weights="broadcast")
     engine_of(url=f"http://127.0.0.1:{one.port}")
+
+
+@pytest.mark.parametrize("size", ["pp_size", "dp_size"])
+def test_a_server_of_several_parts_is_refused_before_it_hears_of_any_weights(
+    size: str, play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    one = play("0.5.21", **{size: 2})
+    url = f"http://127.0.0.1:{one.port}"
+    with pytest.raises(EngineError, match=rf"{url} has {size} 2: .*use 1, and more rollout workers"):
+        engine_of(url=url)
+    assert set(one.ask("/asked")) <= {"/health", "/server_info", "/asked"}
+    other = play("0.5.21", pp_size=1, dp_size=1, tp_size=2)
+    assert engine_of(url=f"http://127.0.0.1:{other.port}").room == 4
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_never_joins_a_group_is_named_in_time_and_this_worker_goes_on(
+    answers: bool, play: Callable[..., Any], engine_of: Callable[..., Any]
+) -> None:
+    """It says that it has joined (the stand-in does nothing else), or nothing at all."""
+    one = play("0.5.21")
+    url = f"http://127.0.0.1:{one.port}"
+    if not answers:
+        one.ask("/fail_next", {"route": "/init_weights_update_group", "status": 0})
+    began_s, update_s = time.monotonic(), 3.0
+    late = rf"{url}/init_weights_update_group did not answer|waited .*{url}|version 0 by broadcast: the server"
+    with pytest.raises(EngineError, match=late):
+        engine_of(url=url, weights="broadcast", update_s=update_s)
+    assert time.monotonic() - began_s < update_s + DEADLINE_S / 2
+    assert "/init_weights_update_group" in one.ask("/asked")
+    engine = engine_of(url=url)
+    engine.add(prompts(2))
+    assert all(is_whole(response) for response in drain(engine).values())
 
 
 def test_a_server_that_does_not_answer_in_time_counts_as_gone(
