@@ -11,7 +11,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
@@ -26,8 +25,8 @@ CONTROLLER = "the controller"
 LOOKS = 8
 """How often a `Lifesign` is looked for within its time."""
 SOONEST_S = 1e-3
-OFTEN = 20
-"""Looks for what cannot be waited for are so far apart that what comes is seen late by 1/20 of the wait, at most."""
+OFTEN = 100
+"""Looks for what cannot be waited for are so far apart that what comes is seen late by 1/100 of the wait, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +245,14 @@ def heard_from(
     have given none for so many seconds. As in `until`, looks are counted and not the clock.
     """
     begin_s, given, quiet = monotonic(), dict[int, int](), dict[int, int]()
+    nothing = threading.Event()
     with noted(what, turn, Lifesign(seconds)):
         while True:
             next_s = monotonic() + seconds / LOOKS
             while (now_s := monotonic()) < next_s:
                 if is_there():
                     return []
-                time.sleep(min(max(SOONEST_S, (now_s - begin_s) / OFTEN), next_s - now_s))
+                nothing.wait(min(max(SOONEST_S, (now_s - begin_s) / OFTEN), next_s - now_s))
             heard = signs()
             same = {one: count == given.get(one, count) for one, count in heard.items()}
             quiet = {one: quiet.get(one, 0) + 1 if same[one] else 0 for one in heard}

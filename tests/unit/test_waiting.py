@@ -119,6 +119,24 @@ def test_threads_wait_with_a_deadline_too() -> None:
     assert waiting.joined(thread, 5.0)
 
 
+def test_of_several_the_silent_one_is_named_and_the_others_are_waited_for() -> None:
+    given = {1: 0, 2: 0, 3: 0}
+
+    def sign() -> None:
+        given[1] += 1
+        given[3] += given[3] < 20  # it falls silent later than the second
+
+    with waiting.repeated(sign, 0.02, "signs"):
+        assert waiting.heard_from(lambda: False, lambda: given, 0.8, "all", "the others") == [2]
+        del given[2]
+        assert waiting.heard_from(lambda: False, lambda: given, 0.8, "all", "the others") == [3]
+        del given[3]
+        # Longer than it would take somebody who is silent.
+        end_s = time.monotonic() + 1.6
+        assert waiting.heard_from(lambda: time.monotonic() > end_s, lambda: given, 0.8, "all", "the others") == []
+    assert not seen("all")
+
+
 def test_a_wait_inside_a_library_can_be_seen_from_another_thread() -> None:
     inside, leave = threading.Event(), threading.Event()
 
