@@ -13,11 +13,35 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from flowrt.engines.roll_call import RollCall
 from flowrt.engines.state import CPU_RNG
 from flowrt.errors import EngineError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Writer(HuggingFaceStorageWriter):
+    """Ranks are not equally fast at their shards: they wait for each other before torch has them meet."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            RollCall("shards").here("all shards to be written")
+
+
+class Reader(HuggingFaceStorageReader):
+    """The same."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            RollCall("shards").here("all shards to be read")
 
 
 def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -26,7 +50,7 @@ def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
     state[_rng()] = torch.get_rng_state()
     if dist.get_rank() == 0:
         state["steps"] = torch.tensor(steps)
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+    dcp.save(state, storage_writer=Writer(str(directory), save_distributed=True))
 
 
 def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
@@ -47,7 +71,7 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
                 raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
         state |= {"steps": torch.tensor(0), _rng(): torch.get_rng_state()}
         state = {name: tensor for name, tensor in state.items() if name in known}
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
+        dcp.load(state, storage_reader=Reader(str(directory)))
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error

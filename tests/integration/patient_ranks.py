@@ -22,13 +22,15 @@ from flowrt.workers import saving, trainer
 from flowrt.workers.group import STORE_VARIABLE, meet
 from flowrt.workers.saving import Checkpoints
 from flowrt.workers.together import Together
+from torch.distributed.checkpoint import HuggingFaceStorageReader as Reading
+from torch.distributed.checkpoint import HuggingFaceStorageWriter as Writing
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharding, torch_train
 from flowrt.engines.build import build_model, wrap_tokenizer
 from flowrt.engines.fsdp import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, TrainOptions
-from flowrt.engines.protocols import TrainingBatch
+from flowrt.engines.protocols import TrainEngine, TrainingBatch
 from flowrt.errors import WaitExpired
 from flowrt.lifeline import die_with_parent
 from flowrt.recipes.arithmetic import Arithmetic
@@ -84,25 +86,31 @@ def hanging(*_: object) -> None:
     threading.Event().wait()
 
 
-async def saves(run_dir: Path) -> str:
-    """Two checkpoints of which one is kept, each followed by a step of all ranks."""
+async def saves(run_dir: Path, engine: TrainEngine | None = None) -> str:
+    """Two checkpoints of which one is kept, each followed by a step of all ranks; the second is read again."""
     ranks, number = Together(), torch.ones(1)
     config = RunConfig(
         run_dir=str(run_dir), model=str(run_dir.with_name("from")), checkpoint=CheckpointConfig(every=1, keep=1)
     )
     model = build_model(vocab_size=32, hidden_size=16, layers=1, heads=2, intermediate_size=16, max_length=16, seed=3)
-    engine = torch_train.TorchTrainer(model, TrainOptions(), GrpoLoss(), correction_cap=2.0, temperature=1.0)
+    engine = engine or torch_train.TorchTrainer(model, TrainOptions(), GrpoLoss(), correction_cap=2.0, temperature=1.0)
     session: Any = Conversation()
     saver = Checkpoints(session, config, engine, ranks)
     for step in (1, 2):
         await saver.save(step)
         await ranks.call(lambda: dist.all_reduce(number), f"step {step}")
+    session.welcome.position = Position(2)
+    await saver.load()
     return f"checkpoints {checkpoint_steps(run_dir)}"
 
 
 def sharded(run_dir: Path, fsdp: FsdpOptions) -> FsdpTrainer:
     model, loss = run_dir.with_name("from"), GrpoLoss(kl_coef=0.0)
     return FsdpTrainer(model, choose("cpu", 0), TrainOptions(), loss, fsdp=fsdp, correction_cap=2.0, temperature=1.0)
+
+
+async def saves_shards(run_dir: Path) -> str:
+    return await saves(run_dir, sharded(run_dir, FsdpOptions()))
 
 
 async def trains(run_dir: Path, gap_s: float = 0.0) -> str:
@@ -132,6 +140,8 @@ Case = tuple[int, Any, str, Callable[..., Any], Callable[[Path], Awaitable[str]]
 CASES: dict[str, Case] = {
     "keeping the model": (0, saving, "keep_model", slowly(saving.keep_model), saves),
     "writing the state": (0, torch_train, "write_tensors", slowly(torch_train.write_tensors), saves),
+    "writing shards": (0, Writing, "write_data", slowly(Writing.write_data), saves_shards),
+    "reading shards": (0, Reading, "read_data", slowly(Reading.read_data), saves_shards),
     "completing": (0, saving, "load_tokenizer", slowly(saving.load_tokenizer), saves),
     "removing": (0, saving, "checkpoint_steps", slowly(saving.checkpoint_steps), saves),
     "stopped while saving": (0, saving, "keep_model", stopping, saves),

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("patient_ranks.py")
+WHERE = ["keeping the model", "writing the state", "writing shards", "reading shards", "completing", "removing"]
 RANKS_S = 2.0
 SLOW_S = 2.5 * RANKS_S
 MEAN = "4 tokens"
@@ -27,7 +29,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return lambda case, rank: found.get((case, rank), (f"nothing: {ended.stderr[-2000:]}", 0.0))
 
 
-@pytest.mark.parametrize("where", ["keeping the model", "writing the state", "completing", "removing"])
+@pytest.mark.parametrize("where", WHERE)
 def test_a_slow_disk_of_one_rank_is_waited_for(said: Said, where: str) -> None:
     for rank in range(2):
         words, seconds = said(where, rank)
