@@ -145,6 +145,7 @@ CASES: dict[str, Case] = {
     "completing": (0, saving, "load_tokenizer", slowly(saving.load_tokenizer), saves),
     "removing": (0, saving, "checkpoint_steps", slowly(saving.checkpoint_steps), saves),
     "stopped while saving": (0, saving, "keep_model", stopping, saves),
+    "stopped while writing shards": (0, Writing, "write_data", stopping, saves_shards),
     "reading the model": (0, sharding, "load_model", slowly(sharding.load_model), trains),
     "waiting for samples": (0, trainer, "to_training_batch", sample, lambda at: trains(at, 2 * RANKS_S)),
     "hanging in lock step": (1, trainer, "to_training_batch", hanging, trains),

@@ -64,6 +64,7 @@ def test_in_lock_step_a_rank_that_waits_for_samples_is_waited_for(said: Said) ->
     ("case", "rank", "words"),
     [
         ("stopped while saving", 1, "room for checkpoint 1 with the other ranks: rank 0 did not come"),
+        ("stopped while writing shards", 1, "all shards to be written with the other ranks: rank 0 did not come"),
         ("hanging in lock step", 0, "a pass with the other ranks: rank 1 did not come"),
     ],
 )
