@@ -11,7 +11,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
@@ -24,6 +24,9 @@ CONTROLLER = "the controller"
 """Whose turn it is when an answer of the controller is awaited, which knows that itself."""
 LOOKS = 8
 """How often a `Lifesign` is looked for within its time."""
+SOONEST_S = 1e-3
+OFTEN = 100
+"""Looks for what cannot be waited for are so far apart that what comes is seen late by 1/100 of the wait, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +239,44 @@ def looked_for(
         while not is_there():
             if monotonic() > end_s or stop.wait(look_s):
                 raise expired(what, turn, deadline_s)
+
+
+def heard_from(
+    is_there: Callable[[], bool], signs: Callable[[], Mapping[int, int]], seconds: float, what: str, turn: str
+) -> list[int]:
+    """Look again and again, less often the longer it takes, until it is there; the result is empty then.
+
+    ``signs``: by number those whose turn it still is, and how many signs of life each has given. Returns those who
+    have given none for so many seconds. As in `until`, looks are counted and not the clock.
+    """
+    begin_s, given, quiet = monotonic(), dict[int, int](), dict[int, int]()
+    nothing = threading.Event()
+    with noted(what, turn, Lifesign(seconds)):
+        while True:
+            next_s = monotonic() + seconds / LOOKS
+            while (now_s := monotonic()) < next_s:
+                if is_there():
+                    return []
+                nothing.wait(min(max(SOONEST_S, (now_s - begin_s) / OFTEN), next_s - now_s))
+            heard = signs()
+            same = {one: count == given.get(one, count) for one, count in heard.items()}
+            quiet = {one: quiet.get(one, 0) + 1 if same[one] else 0 for one in heard}
+            given = dict(heard)
+            if silent := [one for one, looks in quiet.items() if looks == LOOKS]:
+                return silent
+
+
+@contextlib.contextmanager
+def repeated(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Make a call every so many seconds, on a thread of its own, for the length of a block: nobody is waited for."""
+    stop = threading.Event()
+
+    def again() -> None:
+        while not stop.wait(every_s):
+            call()
+
+    threading.Thread(target=again, name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        stop.set()

@@ -39,7 +39,7 @@ class Checkpoints:
         """Take up the checkpoint that the controller goes on from, if there is one; returns the steps that are done."""
         step = self._session.welcome.position.step
         if step:
-            with self._session.timeline.busy("load"):
+            with self._session.timeline.busy("load"), self._ranks.excused():
                 whole = checkpoint_dir(self._run_dir, step)
                 await self._ranks.call(lambda: self._engine.load(whole), f"checkpoint {step}")
             log.info("going on after step %d", step - 1)
@@ -55,7 +55,8 @@ class Checkpoints:
         if step == self._saved or not self._config.checkpoint.every:
             return
         whole = checkpoint_dir(self._run_dir, step)
-        with self._session.timeline.busy("save"), naming(whole):
+        # Disks take as long as they take, and rank 0 does most of it alone.
+        with self._session.timeline.busy("save"), naming(whole), self._ranks.excused():
             aside = whole.with_name(f".{whole.name}.part")
             if self._leads:
                 await asyncio.to_thread(self._make_room, aside)

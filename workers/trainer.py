@@ -4,10 +4,10 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from flowrt.workers.engines import train_engine
@@ -31,6 +31,7 @@ from flowrt.wire.records import KEPT_TOKENS
 
 log = logging.getLogger("flowrt")
 UNIFORM = Uniform()
+Result = TypeVar("Result")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -53,7 +54,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         if suspended := not await train_step(session, config, engine, ranks, step):
             break
         with session.timeline.busy("step"):
-            metrics = await ranks.call(engine.step, f"step {step}")
+            metrics = await at_the_end(ranks, config, engine.step, f"step {step}")
         if not metrics:
             break
         done = step + 1
@@ -63,7 +64,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save and not suspended:
-        with session.timeline.busy("save"):
+        with session.timeline.busy("save"), ranks.excused():
             await ranks.call(lambda: save(engine, config, first), "the final model")
     await session.params.settled()
     session.finished()
@@ -91,7 +92,8 @@ async def publish(
         tensors = await ranks.call(engine.parameters, f"version {version}")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if first else None
     if snapshot is not None:
-        await session.params.publish_beside(POLICY, snapshot, moved)
+        with ranks.excused():  # the version before it may still be summed up
+            await session.params.publish_beside(POLICY, snapshot, moved)
 
 
 async def train_step(session: Session, config: RunConfig, engine: TrainEngine, ranks: Together, step: int) -> bool:
@@ -104,10 +106,20 @@ async def train_step(session: Session, config: RunConfig, engine: TrainEngine, r
         await accumulate(session, config, engine, ranks, step)
     except Drained as told:
         log.info("%s", told)
-        await ranks.call(engine.discard, f"the gradient of step {step} to be dropped")
+        await at_the_end(ranks, config, engine.discard, f"the gradient of step {step} to be dropped")
         torch.set_rng_state(chance)
         return False
     return True
+
+
+async def at_the_end(ranks: Together, config: RunConfig, call: Callable[[], Result], what: str) -> Result:
+    """Make a call of the engine after this rank's last pass of a step.
+
+    In lock step it comes before the last passes of the others, who need this rank for them: they meet in the engine.
+    """
+    lock_step = config.trainer.engine == "fsdp" and config.trainer.fsdp.gather == "pass"
+    result: Result = await (ranks.apart(call, what) if lock_step else ranks.call(call, what))
+    return result
 
 
 async def accumulate(session: Session, config: RunConfig, engine: TrainEngine, ranks: Together, step: int) -> None:
@@ -116,13 +128,15 @@ async def accumulate(session: Session, config: RunConfig, engine: TrainEngine, r
     def pull() -> asyncio.Task[Batch]:
         return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
 
-    batch = await pull()
+    with ranks.excused():
+        batch = await pull()
     while not batch.closed:
         following = pull()
         with session.timeline.busy("train"):
             ready = to_training_batch(batch, config, step)
             await ranks.apart(partial(engine.accumulate, ready), f"a pass of step {step}")
-        batch = await following
+        with ranks.excused():
+            batch = await following
 
 
 def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: SampleWeight = UNIFORM) -> TrainingBatch:

@@ -8,7 +8,8 @@ forward pass a collective, in which ranks would wait for each other for ever. Th
   tokens with a gradient of zero: its only purpose is that FSDP2 reduces what has been added up. Beside its shards each
   rank holds the whole parameters (4 bytes each, 2 in bfloat16) and their whole gradients (4 bytes each).
 * ``gather="pass"``: parameters are gathered layer by layer and gradients reduced in each pass. Before each pass the
-  ranks agree whether anyone still has work; whoever has none makes a pass without effect. Only shards stay.
+  ranks agree whether anyone still has work; whoever has none makes a pass without effect. Only shards stay. One that
+  waits for samples is waited for: it is excused (`RollCall`), and they have a deadline of their own.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.passes import LossPasses, finite, step_metrics
 from flowrt.engines.protocols import TrainingBatch
+from flowrt.engines.roll_call import RollCall
 from flowrt.engines.schedules import learning_rate
 from flowrt.transport.devices import Device
 
@@ -67,6 +69,7 @@ class FsdpTrainer:
             weight_decay=options.weight_decay,
         )
         self._steps = 0
+        self._roll = RollCall("passes")
         self._final_dtype = written_dtype(source, options.final_dtype)
         self._begin()
 
@@ -131,8 +134,10 @@ class FsdpTrainer:
     def export(self, directory: Path) -> None:
         self._device.use()
         sharding.scatter(self.model)
-        sharding.export(self.model, self._source, directory, self._fsdp, self._lora, self._final_dtype)
-        self._begin()
+        tensors = sharding.whole_on_first(self.model)
+        self._begin()  # before rank 0 writes: the others must not wait for its disk inside a collective
+        if dist.get_rank() == 0:
+            sharding.export(tensors, self._source, directory, self._fsdp, self._lora, self._final_dtype)
 
     @property
     def _lock_step(self) -> bool:
@@ -163,9 +168,9 @@ class FsdpTrainer:
         logits = self.model(input_ids=tokens, use_cache=False).logits
         logits.backward(torch.zeros_like(logits))
 
-    @staticmethod
-    def _anyone(*, has_work: bool) -> bool:
+    def _anyone(self, *, has_work: bool) -> bool:
         """Whether any rank has work for the next pass; ranks wait for each other here."""
+        self._roll.here("a pass")
         count = torch.tensor([int(has_work)])
         dist.all_reduce(count)
         return bool(count)

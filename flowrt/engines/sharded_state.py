@@ -3,7 +3,8 @@
 Nothing in these files is code. Their names are those of `TorchTrainer`, whose files can be read here too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,11 +14,62 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from flowrt.engines.roll_call import RollCall
 from flowrt.engines.state import CPU_RNG
-from flowrt.errors import EngineError
+from flowrt.errors import EngineError, WaitExpired
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Meeting:
+    """Of ranks that have done their part of a checkpoint; it keeps the words of whoever waited there in vain."""
+
+    def __init__(self) -> None:
+        self._expired: WaitExpired | None = None
+
+    def enter(self, what: str) -> None:
+        try:
+            RollCall("shards").here(what)
+        except WaitExpired as expired:
+            self._expired = expired  # torch takes it to the other ranks: it waits for them, too, and fails with less
+            raise
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            if self._expired:
+                raise self._expired from None
+            raise
+
+
+class Writer(HuggingFaceStorageWriter):
+    """Ranks are not equally fast at their shards: they wait for each other before torch has them meet."""
+
+    met: Meeting
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            self.met.enter("all shards to be written")
+
+
+class Reader(HuggingFaceStorageReader):
+    """The same."""
+
+    met: Meeting
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self.met.enter("all shards to be read")
 
 
 def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -26,7 +78,10 @@ def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
     state[_rng()] = torch.get_rng_state()
     if dist.get_rank() == 0:
         state["steps"] = torch.tensor(steps)
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+    writer = Writer(str(directory), save_distributed=True)
+    writer.met = Meeting()
+    with writer.met.named():
+        dcp.save(state, storage_writer=writer)
 
 
 def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
@@ -47,7 +102,10 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
                 raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
         state |= {"steps": torch.tensor(0), _rng(): torch.get_rng_state()}
         state = {name: tensor for name, tensor in state.items() if name in known}
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
+        reader = Reader(str(directory))
+        reader.met = Meeting()
+        with reader.met.named():
+            dcp.load(state, storage_reader=reader)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flowrt.engines.checkpoint import load_model
 from flowrt.engines.lora import add_adapters, merged
 from flowrt.engines.options import FsdpOptions, LoraOptions
+from flowrt.engines.roll_call import RollCall
 from flowrt.transport.devices import Device
 
 GENERATION = "generation_config.json"
@@ -26,7 +27,10 @@ def load_sharded(path: Path, device: Device, options: FsdpOptions, lora: LoraOpt
     On rank 0 the whole model is in host memory until that is done, on the others at most one parameter of it.
     """
     first = dist.get_rank() == 0
-    source = load_model(path, dtype=wide(options)) if first else None
+    roll = RollCall("model")
+    with roll.excused():
+        source = load_model(path, dtype=wide(options)) if first else None
+    roll.here(f"{path} to be read")
     model = skeleton(path, wide(options))
     if lora.rank:
         with torch.random.fork_rng(devices=[]):
@@ -100,20 +104,28 @@ def whole_tensors(model: Any, *, trained_only: bool = False) -> Iterator[tuple[s
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def export(
-    model: Any, source: Path, directory: Path, options: FsdpOptions, lora: LoraOptions, dtype: torch.dtype
-) -> None:
-    """Write the model, adapters added, where `from_pretrained` finds it; all ranks take part, rank 0 writes.
-
-    On rank 0 the whole model is in host memory meanwhile. What is said of generating is that of ``source``.
-    """
+def whole_on_first(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers whole in the host memory of rank 0; the other ranks help it to them."""
     first = dist.get_rank() == 0
     tensors = {name: buffer.to("cpu") for name, buffer in model.named_buffers()}
     for name, tensor in whole_tensors(model):
         if first:
             tensors[name] = tensor.to("cpu")
-    if not first:
-        return
+    return tensors
+
+
+def export(
+    tensors: dict[str, torch.Tensor],
+    source: Path,
+    directory: Path,
+    options: FsdpOptions,
+    lora: LoraOptions,
+    dtype: torch.dtype,
+) -> None:
+    """Write a model, adapters added, where `from_pretrained` finds it, on rank 0 alone.
+
+    What is said of generating is that of ``source``.
+    """
     whole = merged(tensors, lora) if lora.rank else tensors
     plain = skeleton(source, dtype)
     for name, _ in plain.named_parameters():

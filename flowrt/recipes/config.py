@@ -115,7 +115,7 @@ class TrainerConfig(TrainOptions):
     ranks: int = 1
     """Data-parallel trainer processes; two or more are started under torchrun."""
     ranks_s: float = 240.0
-    """How long a rank waits for the others before the run goes back to its last checkpoint; less than stall_s."""
+    """How long a rank waits for one that gives no sign, before the run goes back to a checkpoint; below stall_s."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
     micro_batch_tokens: int = 2048

@@ -119,6 +119,26 @@ def test_threads_wait_with_a_deadline_too() -> None:
     assert waiting.joined(thread, 5.0)
 
 
+def test_of_several_the_silent_one_is_named_and_the_others_are_waited_for() -> None:
+    given, end_s = {1: 0, 2: 0, 3: 0}, float("inf")
+
+    def sign() -> None:
+        given[1] += 1
+        given[3] += given[3] < 20  # it falls silent later than the second
+
+    def heard_from(*missing: int) -> list[int]:
+        return waiting.heard_from(
+            lambda: time.monotonic() > end_s, lambda: {one: given[one] for one in missing}, 0.8, "all", "the others"
+        )
+
+    with waiting.repeated(sign, 0.02, "signs"):
+        assert heard_from(1, 2, 3) == [2]
+        assert heard_from(1, 3) == [3]
+        end_s = time.monotonic() + 1.6  # longer than it would take somebody who is silent
+        assert heard_from(1) == []
+    assert not seen("all")
+
+
 def test_a_wait_inside_a_library_can_be_seen_from_another_thread() -> None:
     inside, leave = threading.Event(), threading.Event()
 
