@@ -41,8 +41,9 @@ def on_a_gpu(quick: bool, console: Console) -> dict[str, float]:
     size = sum(tensor.nbytes for tensor in tensors.values())
     rows = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
     arrived = Snapshot.take(0, tensors)
-    # What comes over a lane is in memory that is not pinned.
+    # What comes over a lane is in memory that is not pinned; a receiver pins it while it stages it, before its swap.
     arrived = Snapshot(0, [torch.empty(bucket.numel(), dtype=torch.uint8).copy_(bucket) for bucket in arrived.buckets])
+    arrived = arrived.within_reach_of(torch.device("cuda"))
     taken_ms, stall_ms, step_ms = [], [], []
     for version in range(1, REPEATS + 2):
         begun_s = time.perf_counter()

@@ -59,6 +59,7 @@ class Params:
         self._published: dict[str, tuple[Snapshot, int]] = {}  # the last one of each model, and its checksum
         self._publishing: asyncio.Future[None] | None = None
         self._staged: dict[str, StagedWeights] = {}
+        self._devices: dict[str, torch.device] = {}  # that models are on: what comes next is pinned before its swap
         self._changed = asyncio.Event()
         # Of versions that nobody looks at any more: fresh pages cost more than what is written to them.
         self._memory = WarmMemory()
@@ -138,6 +139,8 @@ class Params:
         staged = self._staged.get(model)
         if staged is not None and staged.snapshot.version <= version:
             del self._staged[model]
+            if staged.snapshot.device.type != "cpu":
+                self._devices[model] = staged.snapshot.device
         self._applied[model] = version
         self._send(Applied(model, version))
 
@@ -182,6 +185,8 @@ class Params:
                 snapshot = _verified(one, held, await checksum.total())
             else:
                 snapshot = await self._changed_by(one, held.buckets)
+            if one.model in self._devices:
+                snapshot = await asyncio.to_thread(snapshot.within_reach_of, self._devices[one.model])
         except (*MISTAKES, TransferError) as error:
             assert held.arrival is not None
             reason = str(error) if isinstance(error, TransferError) else f"{error!r} at {one.model} {one.version}"

@@ -2,16 +2,20 @@
 
 from collections import Counter
 
+from flowrt.controller.admission import Admission
 from flowrt.controller.board import Board
 from flowrt.controller.models import Models
 from flowrt.controller.roster import Roster
 from flowrt.controller.samples import Samples
 from flowrt.controller.slots import Group, Slot
 from flowrt.controller.versions import ModelVersions
+from flowrt.wire.messages import Pull
 from flowrt.wire.records import NO_BASE, Stage
 
 
-def audit(samples: Samples, models: Models, roster: Roster, train_stage: str, over: bool) -> None:
+def audit(
+    samples: Samples, models: Models, roster: Roster, train_stage: str, admission: Admission, *, over: bool
+) -> None:
     """Raise AssertionError that names what does not fit. When the run is ``over``, who leaves is not looked at."""
     board = samples.board
     for slot in board.slots.values():
@@ -31,6 +35,8 @@ def audit(samples: Samples, models: Models, roster: Roster, train_stage: str, ov
         _check_versions(versions, roster, over)
     if not over:
         _check_people(samples, roster)
+        if not samples.paused:
+            _check_hurried(samples, models.policy, admission)
     if train_stage:
         _check_window(samples, train_stage)
 
@@ -112,6 +118,31 @@ def _check_people(samples: Samples, roster: Roster) -> None:
     pulls, offers = samples.room.parked()
     known = {(parked.worker, parked.request.request) for parked in samples.room.all()}
     assert known == pulls | offers, f"requests {sorted(known ^ (pulls | offers))} are parked by half"
+
+
+def _check_hurried(samples: Samples, versions: ModelVersions, admission: Admission) -> None:
+    """Whoever could start what is ready with the latest weights, and with its own can start nothing, fetches them."""
+    if versions.latest not in versions.published:
+        return
+
+    def open_to(version: int, stage: str) -> list[Slot]:
+        slots = [slot for slot in samples.board.slots.values() if slot in samples.board.ready[stage]]
+        return [slot for slot in slots if _may_start(samples, admission, slot.group, version)]
+
+    for worker in versions.behind:
+        own = -1 if versions.is_late(worker) else versions.applied_version(worker)
+        for parked in samples.room.of(worker):
+            stage = parked.request.stage if isinstance(parked.request, Pull) else ""
+            if stage in samples.generating and not open_to(own, stage):
+                helped = [slot.id for slot in open_to(versions.latest, stage)]
+                assert not helped, f"{worker} is not hurried to version {versions.latest}, which may start {helped}"
+
+
+def _may_start(samples: Samples, admission: Admission, group: Group, version: int) -> bool:
+    trained = group.flow == samples.train_flow
+    return version >= group.at_least and (
+        not trained or admission.may_start(samples.window.expected_step(group), version)
+    )
 
 
 def _check_versions(versions: ModelVersions, roster: Roster, over: bool) -> None:

@@ -168,6 +168,9 @@ class Core:
                 self.models.hear(worker, message)
                 if isinstance(message, m.Applied):
                     self.samples.look_again(worker, now)
+                elif isinstance(message, m.Publish):
+                    # Before, newer weights would have helped nobody: who waits for them has not been looked for.
+                    self.samples.board.changed.update(self.samples.generating)
             case _:
                 raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
 
@@ -239,7 +242,8 @@ class Core:
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
-        audit(self.samples, self.models, self.roster, self.train_stage, over=self.ended is not None)
+        over = self.ended is not None
+        audit(self.samples, self.models, self.roster, self.train_stage, self._policies.admission, over=over)
 
     @property
     def renewable(self) -> tuple[str, ...]:

@@ -230,13 +230,15 @@ class Samples:
 
     def _serve_stage(self, stage: str, now: float) -> None:
         queue, weights = self.board.ready.get(stage), self._weights
-        over = self.opening.is_over(stage)
+        over, generates = self.opening.is_over(stage), stage in self.generating
         refused = -1  # the newest version for which the queue had nothing that may start
 
         def serve(parked: Parked[Pull]) -> bool:
             nonlocal refused
             version = weights.applied_version(parked.worker)
             if version <= refused:
+                if generates:
+                    self._gate(parked.worker, shut=True)  # it is hurried to newer weights like the one before it
                 return False
             served = self._serve(parked, now)
             if not served and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):

@@ -8,7 +8,7 @@ import torch
 
 from flowrt.errors import TransferError
 from flowrt.transport.checksums import Crc32, crc32
-from flowrt.transport.pinned import copying, device_of, for_device, host_buffer
+from flowrt.transport.pinned import CPU, copying, device_of, for_device, host_buffer
 
 BUCKET_BYTES = 64 * 1024 * 1024
 NARROW_BYTES = 2
@@ -21,6 +21,7 @@ class Snapshot:
         self.version = version
         self.buckets = list(buckets)
         self.item_bytes = item_bytes  # of most elements; what has changed is found in units of it
+        self.device = CPU  # that it was restored to
 
     @classmethod
     def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
@@ -53,7 +54,7 @@ class Snapshot:
             )
         if not all(tensor.is_contiguous() for tensor in tensors.values()):
             raise TransferError("weights can only be restored into contiguous tensors; make the parameters contiguous")
-        device = device_of(tensors.values())
+        self.device = device = device_of(tensors.values())
         with torch.no_grad(), copying(device):
             for bucket, group in zip(self.buckets, groups, strict=True):
                 source, offset = for_device(bucket, device), 0
@@ -62,6 +63,10 @@ class Snapshot:
                     # As bytes: a slice may start where a wider type may not.
                     tensor.reshape(-1).view(torch.uint8).copy_(source[offset : offset + size], non_blocking=True)
                     offset += size
+
+    def within_reach_of(self, device: torch.device) -> "Snapshot":
+        """The same version where a device reads it by itself, so that `restore` has nothing to do but to copy."""
+        return Snapshot(self.version, [for_device(bucket, device) for bucket in self.buckets], self.item_bytes)
 
     def bucket_bytes(self) -> list[int]:
         return [bucket.numel() for bucket in self.buckets]

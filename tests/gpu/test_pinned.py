@@ -29,11 +29,14 @@ def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it() -> None:
     assert snapshot.checksum() == expected.checksum()
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_version_is_whole_on_the_device_when_it_is_used(pinned: bool) -> None:
+@pytest.mark.parametrize("kind", ["taken pinned", "pinned while it is staged", "not pinned"])
+def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str) -> None:
     new = weights()
     on_host = {name: tensor.cpu() for name, tensor in new.items()}
-    snapshot = Snapshot.take(1, new if pinned else on_host)
+    snapshot = Snapshot.take(1, new if kind == "taken pinned" else on_host)
+    if kind == "pinned while it is staged":
+        snapshot = snapshot.within_reach_of(torch.device("cuda"))
+        assert all(bucket.is_pinned() for bucket in snapshot.buckets)
     target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
     snapshot.restore(target)
     found = {name: tensor * 1 for name, tensor in target.items()}  # what is told next sees all of it

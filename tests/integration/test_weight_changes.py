@@ -1,7 +1,7 @@
 """Versions that differ little travel as changes, to whoever has their base, and arrive bit for bit."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 from flowrt import api
 from flowrt.wire import messages as m
-from flowrt.wire.records import NO_BASE
+from flowrt.wire.records import NO_BASE, LaneTurn
 
 ELEMENTS = 2_000_000
 FLOW = api.Dataflow(
@@ -33,16 +33,19 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class Receiver:
-    """A session that takes every version and remembers how it came."""
+    """A session that takes every version and remembers how it came, and what it used when it was told to fetch it."""
 
     def __init__(self, session: api.Session) -> None:
         self.session = session
         self.bases: list[int] = []
+        self.meanwhile: list[tuple[int, bool]] = []  # the version in use, and whether another was staged
         hear = session._contact._obey
 
         def receive(message: m.Message) -> None:
             if isinstance(message, m.Fetch):
                 self.bases.append(message.weights.base)
+                [used] = session.params.in_use()
+                self.meanwhile.append((used.version, session.params.staged() is not None))
             hear(message)
 
         session._contact._obey = receive
@@ -98,5 +101,47 @@ async def test_weights_that_changed_all_over_travel_whole(address: str) -> None:
         assert staged.snapshot.version == version
         one.session.params.applied("policy", version)
     assert one.bases == [NO_BASE, NO_BASE]
+    for session in (trainer, one.session):
+        await session.close()
+
+
+def damage_the_base(receiver: Receiver) -> None:
+    """A byte of version 1, as it is held here to put changes on, is another one now."""
+    receiver.session.params._held["policy", 1, NO_BASE].buckets[0][ELEMENTS // 3] ^= 1
+
+
+def damage_the_changes(receiver: Receiver) -> None:
+    """A byte of each piece that comes next is not the one that was sent."""
+    lanes = receiver.session.params._lanes
+    receive_each = lanes.receive_each
+
+    def damaging(turn: LaneTurn, incoming: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
+        lanes.receive_each = receive_each  # type: ignore[method-assign]
+        return receive_each(turn, damaged(incoming))
+
+    def damaged(incoming: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for piece in incoming:
+            yield piece
+            piece[piece.numel() // 2] ^= 1
+
+    lanes.receive_each = damaging  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("damage", [damage_the_base, damage_the_changes])
+async def test_where_changes_do_not_give_the_version_it_comes_whole(
+    address: str, damage: Callable[[Receiver], None]
+) -> None:
+    trainer = await api.connect(address, "trainer", "trainer", 10)
+    one = await join(address, "one", 0)
+    await trainer.params.publish("policy", api.Snapshot.take(1, weights(1)))
+    await one.take(1)
+    damage(one)
+    await trainer.params.publish("policy", api.Snapshot.take(2, weights(2)))
+    await one.take(2)
+    assert one.bases == [NO_BASE, 1, NO_BASE]
+    assert one.meanwhile[1:] == [(1, False), (1, False)]  # until the whole version was here, the old one was used
+    await trainer.params.publish("policy", api.Snapshot.take(3, weights(3)))
+    await one.take(3)
+    assert one.bases[3:] == [2]  # changes are of use again
     for session in (trainer, one.session):
         await session.close()

@@ -2,13 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from flowrt.workers import trainer
+from flowrt.workers.together import Together
 
 from flowrt.client.params import Params
+from flowrt.clock import DrivenClock
+from flowrt.metrics import Timeline
 from flowrt.transport.lane import LaneSet
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.messages import Message, Publish
@@ -41,6 +47,37 @@ async def test_a_trainer_waits_for_the_copy_alone_and_versions_are_offered_in_or
         await asyncio.gather(*spawned)
     assert [message.forms[0].version for message in said if isinstance(message, Publish)] == [1, 2]
     assert [message.divergence for message in said if isinstance(message, Publish)] == [(), ((1, 0.5),)]
+
+
+async def test_a_trainer_stops_no_longer_than_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the copy is taken, the thread that would sum it up is held: the trainer goes on, and changes its weights."""
+    said: list[Message] = []
+    spawned: list[asyncio.Task[None]] = []
+    executor, held, take = ThreadPoolExecutor(1), threading.Event(), Snapshot.take
+    asyncio.get_running_loop().set_default_executor(executor)
+
+    def take_and_hold(number: int, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        taken = take(number, tensors)
+        executor.submit(held.wait, WAIT_S)
+        return taken
+
+    monkeypatch.setattr(Snapshot, "take", take_and_hold)
+    lanes = LaneSet("trainer", {}, 1.0, lambda *_: None)
+    params = Params(lanes, said.append, lambda work: spawned.append(asyncio.create_task(work)), WAIT_S)
+    session: Any = SimpleNamespace(params=params, timeline=Timeline(DrivenClock()))
+    weights = {"w": torch.full((100,), 1.0)}
+    engine: Any = SimpleNamespace(parameters=lambda: weights)
+    async with asyncio.timeout(WAIT_S / 2):
+        await trainer.publish(session, engine, Together(), 1, first=True, moved={0: 0.5})
+        assert said == []
+        weights["w"].zero_()
+        held.set()
+        await params.settled()
+        await asyncio.gather(*spawned)
+    [published] = said
+    assert isinstance(published, Publish)
+    assert published.forms[0].checksum == version(1).checksum()
+    assert published.divergence == ((0, 0.5),)
 
 
 def version(number: int) -> Snapshot:

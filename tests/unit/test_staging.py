@@ -1,6 +1,8 @@
 """A version that comes late: it never takes the place of a newer one."""
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -8,11 +10,13 @@ import pytest
 import torch
 
 from flowrt.client.params import Params
+from flowrt.transport import weights
 from flowrt.transport.weights import Snapshot
 from flowrt.wire.messages import Fetch, Message, Retire, Staged
 from flowrt.wire.records import NO_BASE, LaneTurn, Weights
 
 WAIT_S = 20.0
+GPU = torch.device("cuda", 0)
 
 
 class Delivered:
@@ -74,3 +78,49 @@ async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it(
     assert places[2] not in places[3:]
     assert len(set(places)) == 3
     assert kept[0].buckets[0].eq(3).all()
+
+
+async def test_what_a_device_reads_is_pinned_before_it_is_staged_not_within_the_swap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the second version on: the first swap shows where the model is."""
+    pinned: dict[int, torch.Tensor] = {}
+    threads: list[int] = []
+
+    def pin(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert device == GPU
+        if bucket.data_ptr() in pinned:
+            return bucket
+        copy = bucket.clone()
+        pinned[copy.data_ptr()] = copy
+        threads.append(threading.get_ident())
+        return copy
+
+    monkeypatch.setattr(weights, "device_of", lambda _: GPU)
+    monkeypatch.setattr(weights, "copying", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(weights, "for_device", pin)
+    model = {"w": torch.zeros(100, dtype=torch.uint8)}
+    said: list[tuple[Message, int]] = []
+    spawned: list[asyncio.Task[None]] = []
+    params = Params(  # type: ignore[arg-type]
+        Delivered(),
+        lambda one: said.append((one, len(pinned))),
+        lambda work: spawned.append(asyncio.create_task(work)),
+        WAIT_S,
+    )
+    params.applied("policy", 0)
+    for version in (1, 2, 3):
+        buckets = [torch.full((100,), version, dtype=torch.uint8)]
+        one = Weights("policy", version, NO_BASE, (100,), Snapshot(version, buckets).checksum())
+        params.fetch(Fetch(LaneTurn("trainer", "rollout0", "weights", 0, version, "shm"), one))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*spawned)
+        staged = params.staged("policy")
+        assert staged is not None
+        staged.snapshot.restore(model)
+        assert model["w"].eq(version).all()
+        params.applied("policy", version)
+        assert len(pinned) == version
+    assert [count for one, count in said if isinstance(one, Staged)] == [0, 2, 3]
+    assert [thread == threading.get_ident() for thread in threads] == [True, False, False]
+    assert params.whole()[-1].version == 3
