@@ -27,7 +27,6 @@ MOST_SENTENCES = 12
 LONGEST_WORDS = 4000
 """Of a worker's own about why it, or the run, has ended."""
 """Of the wait-for graph in the reason of a stall; the log has all of it."""
-MAX_SIGNAL_BYTES = 4096
 TERM_BITS = 40
 """Each controller of a run numbers from its own place on: what it gave is never taken for what another gave."""
 
@@ -175,11 +174,6 @@ class Core:
                 raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
 
     def _pass_on(self, worker: WorkerId, signal: m.Signal) -> None:
-        if len(signal.value) > MAX_SIGNAL_BYTES:
-            raise RemoteProtocolError(
-                f"{worker} sent a signal of {len(signal.value)} bytes; signals are for rendezvous keys, "
-                f"at most {MAX_SIGNAL_BYTES} bytes"
-            )
         if signal.peer in self.roster:
             self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
 

@@ -14,7 +14,7 @@ IT HAS NOT RUN ON AN NPU.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -116,7 +116,7 @@ class DeviceChannel:
         self._store.take(self._ready())
         for run in runs:
             for piece in cut(run.sizes, PIECE_BYTES):
-                self._complete(self._group.send([self._on_device(run, piece)], RECEIVER_RANK, 0).is_completed)
+                self._complete(self._group.send([self._on_device(run, piece)], RECEIVER_RANK, 0))
                 self._pace.moved(piece.size)
 
     def receive(self, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ class DeviceChannel:
             flat = self._memory.take(sum(rows))
             for piece in cut(rows, PIECE_BYTES):
                 staged = torch.empty(piece.size, dtype=torch.uint8, device=self._device)
-                self._complete(self._group.recv([staged], SENDER_RANK, 0).is_completed)
+                self._complete(self._group.recv([staged], SENDER_RANK, 0))
                 self._pace.moved(piece.size)
                 flat[piece.start : piece.start + piece.size].copy_(staged)
             received.append(flat)
@@ -159,10 +159,13 @@ class DeviceChannel:
         run.copy(piece, gathered)
         return staged.copy_(gathered)
 
-    def _complete(self, is_completed: Callable[[], bool]) -> None:
+    def _complete(self, work: Any) -> None:
         what, turn = f"a piece over lane {self._store.lane}", self._store.peer
         try:
-            looked_for(is_completed, self._interrupted, LOOK_S, self._pace.deadline_s, what, turn)
+            looked_for(work.is_completed, self._interrupted, LOOK_S, self._pace.deadline_s, what, turn)
         except WaitExpired:
             reason = f"nothing moved on {self._device} for {self._pace.deadline_s:.0f} s, or the peer left"
             raise TransferError(reason) from None
+        # Of a work that failed both libraries say that it is completed, and what it was to fill holds anything.
+        if (error := work.exception()) is not None:
+            raise TransferError(f"{what} failed on {self._device}: {error}")

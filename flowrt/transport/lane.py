@@ -6,6 +6,7 @@ channel, which frees the other end: the controller opens a new incarnation.
 """
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flowrt.errors import FlowError, TransferError, WaitExpired
+from flowrt.errors import MISTAKES, FlowError, TransferError, WaitExpired
 from flowrt.transport.channel import Channel, Transport
 from flowrt.transport.pace import LEAST_BYTES_PER_S, Pace
 from flowrt.transport.pieces import Run
@@ -25,6 +26,7 @@ from flowrt.transport.warm import give_back_heap
 from flowrt.waiting import CONTROLLER, joined, taken
 from flowrt.wire.records import GONE, LaneTurn
 
+FAILURES = (*MISTAKES, OSError, FlowError)
 CLOSE_S = 0.5
 REST_S = 10.0
 """A lane that moved nothing for so long gives back the memory that it keeps warm."""
@@ -114,8 +116,10 @@ class Lane:
                 # What was moved belongs to whoever asked; a thread that waits must not hold on to it.
                 del turn, result
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            # However it ended: nobody waits for a thread that is not there.
+            self._broken = self._broken or "it is closed"
+            self._tell(self.fail, self._broken)
+            self._let_go()
 
     def _next(self) -> _Turn | None:
         for rests in itertools.count():
@@ -130,8 +134,8 @@ class Lane:
                     self._channel.rest()
                     if not rests:
                         give_back_heap()
-                except TransferError as error:
-                    self._break(str(error))
+                except FAILURES as error:
+                    self._break(error)
                     return None
         return None
 
@@ -141,25 +145,30 @@ class Lane:
                 self._channel = self._channel or self._open_channel()
                 self._pace.begin()
                 return turn.act(self._channel)
-            except (RuntimeError, OSError, FlowError) as error:
-                self._break(str(error).splitlines()[0])
+            except FAILURES as error:
+                self._break(error)
         return None
 
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
-        if self._channel is not None:
-            # At once, not when the lane is dropped: the other end may be waiting for this one.
-            self._channel.close()
+    def _break(self, error: BaseException) -> None:
+        words = str(error).splitlines() if isinstance(error, RuntimeError | OSError | FlowError) else []
+        self._broken = self._broken or (words[0] if words else repr(error))
+        # At once, not when the lane is dropped: the other end may be waiting for this one.
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with contextlib.suppress(*FAILURES):  # of a lane that has ended nothing more is wanted
+            if self._channel is not None:
+                self._channel.close()
 
     def _error(self) -> TransferError:
         return TransferError(f"lane {self.name} failed: {self._broken}")
 
     def _report(self, done: asyncio.Future[Any], result: Any) -> None:
-        error = None if self._broken is None else self._error()
-        try:
-            self._loop.call_soon_threadsafe(settle, done, result, error)
-        except RuntimeError:
-            return  # the loop is closed: nobody is left to tell
+        self._tell(settle, done, result, None if self._broken is None else self._error())
+
+    def _tell(self, act: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(act, *arguments)
 
 
 class LaneSet:

@@ -14,6 +14,7 @@ from torch.distributed import Store
 
 from flowrt.errors import ConfigError, TransferError, WaitExpired
 from flowrt.waiting import until_true
+from flowrt.wire.records import MAX_SIGNAL_BYTES
 
 SENDER_RANK = 0
 RECEIVER_RANK = 1
@@ -45,6 +46,11 @@ class SignalStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
+        if len(data) > MAX_SIGNAL_BYTES:
+            raise TransferError(
+                f"lane {self.lane}: its library wants to tell the other end {len(data)} bytes as {key!r}, and at most "
+                f"{MAX_SIGNAL_BYTES} can be; choose other lanes with controller.lanes"
+            )
         self.deliver(key, data)
         self._post(key, data)
 

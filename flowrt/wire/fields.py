@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from flowrt.wire.messages import MESSAGES
-from flowrt.wire.records import Alike
+from flowrt.wire.records import MAX_SIGNAL_BYTES, Alike
 
 Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any], Any]
@@ -19,6 +19,8 @@ TAGS: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
 _ITEM_BYTES = 8
 _LEAST = -(2**63)
 _SCALARS = (int, float, str, bytes, bool)
+# Alone, bytes are a rendezvous key: no message can carry a tensor.
+_OVER = {int: f" or not {_LEAST} <= {{item}} < {-_LEAST}", bytes: f" or len({{item}}) > {MAX_SIGNAL_BYTES}"}
 _TEXT = {str}
 _NO_BYTES = b""
 _NO_VALUES = ()
@@ -83,7 +85,7 @@ def record_decoder(kind: type) -> Decoder:
     for number, (name, hint) in enumerate(fields):
         if hint in _SCALARS:
             scope[f"type{number}"] = hint
-            over = f" or not {_LEAST} <= item{number} < {-_LEAST}" if hint is int else ""
+            over = _OVER.get(hint, "").format(item=f"item{number}")
             lines += [
                 f"    if type(item{number}) is not type{number}{over}:",
                 f"        raise misfit_of(item{number}, type{number}).within('.{name}')",
@@ -211,6 +213,8 @@ def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
 
 
 def _misfit_of(raw: Any, hint: type) -> Misfit:
+    if hint is bytes and isinstance(raw, bytes):
+        return Misfit(f"at most {MAX_SIGNAL_BYTES} bytes, not {len(raw)}")
     bits = " of 64 bits" if hint is int else ""
     return Misfit(f"{hint.__name__}{bits}, not {type(raw).__name__}")
 

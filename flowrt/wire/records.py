@@ -91,6 +91,8 @@ class Weights:
     checksum: int  # of the whole version, however it travels
 
 
+MAX_SIGNAL_BYTES = 16 * 1024
+"""Of the value of a `Signal`, a lane's rendezvous key; the longest that is known, the root info of HCCL, has 4108."""
 GONE = "gone"
 """The key of a `Signal` from the controller itself: the peer has left the run, and all lanes with it are void."""
 

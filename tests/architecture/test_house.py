@@ -10,9 +10,10 @@ from typing import get_type_hints
 
 import pytest
 
-from flowrt.controller.core import MAX_SIGNAL_BYTES
-from flowrt.testing.talk import Talk
+from flowrt.errors import RemoteProtocolError
+from flowrt.wire.codec import decode, encode
 from flowrt.wire.messages import MESSAGES, Signal
+from flowrt.wire.records import MAX_SIGNAL_BYTES
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
@@ -99,7 +100,7 @@ def test_nothing_imports_pickle_or_gathers_objects() -> None:
 
 
 def test_no_message_can_carry_a_tensor() -> None:
-    """Bytes stand in one field only, a lane's rendezvous key, and the mind refuses those over 4 KiB."""
+    """Bytes stand in one field only, a lane's rendezvous key, which is read only up to 16 KiB."""
     fields = [
         f"{kind.__name__}.{field.name}"
         for kind in MESSAGES
@@ -107,8 +108,11 @@ def test_no_message_can_carry_a_tensor() -> None:
         if "bytes" in str(get_type_hints(kind)[field.name])
     ]
     assert fields == ["Signal.value"]
-    talk = Talk()
-    talk.assert_illegal("rollout0", Signal("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1)))
+    assert MAX_SIGNAL_BYTES == 16 * 1024
+    longest = Signal("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES))
+    assert decode(encode(longest)) == longest
+    with pytest.raises(RemoteProtocolError, match=r"Signal\.value must be at most 16384 bytes"):
+        decode(encode(dataclasses.replace(longest, value=bytes(MAX_SIGNAL_BYTES + 1))))
 
 
 def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from socket_lanes import SocketTransport
 
 from flowrt.transport.device import NcclTransport
 from flowrt.transport.gloo import GlooTransport
@@ -22,7 +23,8 @@ def transports(device: int = 0) -> dict[str, Any]:
     if torch.cuda.device_count() > 1:
         torch.zeros(1, device=f"cuda:{device}")
         torch.cuda.set_device(device)
-    return {"gloo": GlooTransport("127.0.0.1"), "shm": ShmTransport(), "nccl": NcclTransport()}
+    here = {"gloo": GlooTransport("127.0.0.1"), "shm": ShmTransport(), "socket": SocketTransport()}
+    return here | {"nccl": NcclTransport()}
 
 
 def message_of(seed: int, columns: list[tuple[str, list[int]]]) -> list[list[torch.Tensor]]:

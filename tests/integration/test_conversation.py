@@ -16,6 +16,7 @@ from flowrt.errors import LocalProtocolError, RemoteProtocolError, WaitExpired
 from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
 from flowrt.wire.positions import unpack
+from flowrt.wire.records import MAX_SIGNAL_BYTES
 
 COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
 STAGES = (
@@ -113,6 +114,20 @@ async def test_a_worker_may_come_before_its_controller(tmp_path: Path) -> None:
         session = await early
         assert session.worker == "reward"
         await session.close()
+
+
+async def test_a_signal_that_is_too_long_costs_its_sender_and_not_the_run(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    other, sender = await api.connect(address, "other", "reward", 5), Stranger(address)
+    sender.say(encode(m.Hello(m.PROTOCOL, "sender", "reward", "host", 1, ("gloo",))))
+    assert isinstance(await sender.hear(), m.Welcome)
+    sender.say(encode(m.Signal("other", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1))))
+    await sender.hung_up()
+    sender.close()
+    assert server.refused_messages == 1
+    assert server.ended is None
+    assert set(server.status()["workers"]) == {"other"}
+    await other.close()
 
 
 async def test_garbage_costs_the_connection_and_disturbs_nobody(controller: tuple[api.Server, str]) -> None:

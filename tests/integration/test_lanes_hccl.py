@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flowrt.wire.records import MAX_SIGNAL_BYTES
+
 WHEEL = "torch-npu==2.13.0"
 DEVICE = Path(__file__).parents[2] / "flowrt" / "transport" / "device.py"
 
@@ -93,6 +95,15 @@ def test_a_group_can_be_aborted_and_its_errors_kept_from_the_process(wheel: zipf
     assert variable is not None
     assert f'"{variable.group(1)}"' in header
     assert "CleanUpOnly = 2" in header
+
+
+def test_what_the_ends_of_a_group_tell_each_other_fits_into_a_signal(wheel: zipfile.ZipFile) -> None:
+    """The group puts its root info into the store, whole."""
+    found = re.search(
+        r"HCCL_ROOT_INFO_BYTES *= *(\d+);", source(wheel, "include/third_party/hccl/inc/hccl/hccl_types.h")
+    )
+    assert found is not None
+    assert 4096 < int(found.group(1)) <= MAX_SIGNAL_BYTES
 
 
 def test_the_devices_are_asked_by_names_that_exist(wheel: zipfile.ZipFile) -> None:
