@@ -237,7 +237,7 @@ class Samples:
             nonlocal refused
             version = weights.applied_version(parked.worker)
             if version <= refused:
-                if generates:
+                if generates and parked.worker not in self.gated:
                     self._gate(parked.worker, shut=True)  # it is hurried to newer weights like the one before it
                 return False
             served = self._serve(parked, now)
