@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lane_peer import npu_count
 
 from flowrt.transport.lane import LaneSet, lane_name
 from flowrt.wire.records import LaneTurn
 
 PEER = Path(__file__).with_name("lane_peer.py")
 HERE, THERE = "here", "there"
-NOT_HERE = {"hccl": "hccl needs two NPUs; it has never run on one"}
+NOT_HERE = {}
 if torch.cuda.device_count() < 2:
     NOT_HERE["nccl"] = "nccl needs two CUDA devices"
+if npu_count() < 2:
+    NOT_HERE["hccl"] = "hccl needs two NPUs; it has never run on one"
 
 
 class Pair:
