@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -165,7 +165,12 @@ class Params:
     def fetch(self, order: Fetch) -> None:
         one = order.weights
         arrival = Arrival(f"version {one.version} of {one.model}", self._deadline_s)
-        held = _Held(one, self._room(one.bucket_bytes), arrival)
+        try:
+            held = _Held(one, self._room(one), arrival)
+        except TransferError as error:
+            self._lanes.refuse(order.turn, str(error))  # the sender need not wait for its deadline
+            self._send(FetchFailed(order.turn, one, str(error)))
+            return
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
         incoming = arrival.receive(held.buckets, checksum.add)
@@ -205,8 +210,15 @@ class Params:
             self._changed.set()
         self._send(Staged(one.model, one.version))
 
-    def _room(self, sizes: Iterable[int]) -> list[torch.Tensor]:
-        return [self._memory.take(size) for size in sizes]
+    def _room(self, one: Weights, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Memory for a version (of these sizes), which costs no time before it is written to. Raises TransferError."""
+        sizes = one.bucket_bytes if sizes is None else sizes
+        try:
+            return [self._memory.take(size) for size in sizes]
+        except (*MISTAKES, OSError) as error:
+            raise TransferError(
+                f"there is no memory here for the {sum(sizes)} bytes of version {one.version} of {one.model}: {error!r}"
+            ) from None
 
     async def _changed_by(self, one: Weights, buffers: list[torch.Tensor]) -> Snapshot:
         """The whole version, from its base and the changes. Raises TransferError when either is not the right one."""
@@ -214,7 +226,7 @@ class Params:
         if base is None:
             raise TransferError(f"version {one.base} of {one.model}, whose changes came, is not held here")
         whole = Snapshot(one.base, base.buckets)
-        spare = Snapshot(one.version, self._room(whole.bucket_bytes()))
+        spare = Snapshot(one.version, self._room(one, whole.bucket_bytes()))
         return await asyncio.to_thread(_applied, one, buffers, whole, spare)
 
 

@@ -14,7 +14,7 @@ IT HAS NOT RUN ON AN NPU.
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,7 @@ class NcclTransport:
         torch.cuda.set_device(device)
         with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("cuda", device), pace)
+        return DeviceChannel(group, group.abort, store, torch.device("cuda", device), pace)
 
 
 class HcclTransport:
@@ -73,9 +73,14 @@ class HcclTransport:
         # A communicator has 200 MB of buffers unless it is told otherwise.
         options.hccl_config = {"hccl_buffer_size": PIECE_BYTES >> 19}
         torch_npu().npu.set_device(device)
-        with _errors_stay_here("HCCL_ASYNC_ERROR_HANDLING"):
+        with _errors_stay_here("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"):
             group = kind(store, rank, 2, options)
-        return DeviceChannel(group, store, torch.device("npu", device), pace)
+
+        def abort() -> None:
+            # Its own `abort` overrides nothing and is not bound: what Python finds is c10d's, which does nothing.
+            group.abort_hccl_comm("the lane has ended")
+
+        return DeviceChannel(group, abort, store, torch.device("npu", device), pace)
 
 
 def _own_index(kind: Kind, store: SignalStore) -> int:
@@ -86,25 +91,31 @@ def _own_index(kind: Kind, store: SignalStore) -> int:
 
 
 @contextmanager
-def _errors_stay_here(variable: str) -> Iterator[None]:
-    """Groups made in here abort their communicator on an error in place of ending the process; others are untouched."""
+def _errors_stay_here(variable: str, older: str = "") -> Iterator[None]:
+    """Groups made in here abort their communicator on an error in place of ending the process; others are untouched.
+
+    With an ``older`` name, what a user has set by either stays. nccl's is set by torchrun, which is nobody's wish.
+    """
     with _environment:
         before = os.environ.get(variable)
-        os.environ[variable] = "2"
+        if not older or (before is None and older not in os.environ):
+            os.environ[variable] = "2"
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[variable]
-            else:
+            os.environ.pop(variable, None)
+            if before is not None:
                 os.environ[variable] = before
 
 
 class DeviceChannel:
     """One end of a group; what arrives is staged back to host memory."""
 
-    def __init__(self, group: Any, store: SignalStore, device: torch.device, pace: Pace) -> None:
+    def __init__(
+        self, group: Any, abort: Callable[[], object], store: SignalStore, device: torch.device, pace: Pace
+    ) -> None:
         self._group = group
+        self._abort: Callable[[], object] | None = abort
         self._store = store
         self._device = device
         self._pace = pace
@@ -139,9 +150,9 @@ class DeviceChannel:
         self._interrupted.set()
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        abort, self._abort, self._group = self._abort, None, None
+        if abort is not None:
+            abort()
 
     def _ready(self) -> str:
         self._message += 1

@@ -2,34 +2,52 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import lane_peer
+import pytest
 import torch
 
+from flowrt.errors import TransferError
 from flowrt.transport.lane import LaneSet, lane_name
 from flowrt.wire.records import LaneTurn
 
 PEER = Path(__file__).with_name("lane_peer.py")
 HERE, THERE = "here", "there"
-NOT_HERE = {"hccl": "hccl needs two NPUs; it has never run on one"}
+NOT_HERE = {}
 if torch.cuda.device_count() < 2:
     NOT_HERE["nccl"] = "nccl needs two CUDA devices"
+if lane_peer.npu_count() < 2:
+    NOT_HERE["hccl"] = "hccl needs two NPUs; it has never run on one"
 
 
 class Pair:
-    """``deadline_s`` is that of the lanes at both ends."""
+    """``deadline_s`` is that of the lanes at both ends; ``beside`` another, which shares the end that is here."""
 
-    def __init__(self, transport: str, deadline_s: float, ends: dict[str, Any], rest_s: float) -> None:
-        self.transport = transport
+    def __init__(
+        self,
+        transport: str,
+        deadline_s: float,
+        ends: dict[str, Any],
+        rest_s: float,
+        name: str = THERE,
+        beside: "Pair | None" = None,
+    ) -> None:
+        self.transport, self.name = transport, name
         self.deadline_s, self.rest_s = deadline_s, rest_s
-        self.lanes = LaneSet(HERE, ends, deadline_s, self._signal, rest_s)
+        self._pairs: dict[str, Pair] = {} if beside is None else beside._pairs
+        self._pairs[name] = self
+        self.lanes = LaneSet(HERE, ends, deadline_s, self._signal, rest_s) if beside is None else beside.lanes
         self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
         self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self._process: asyncio.subprocess.Process | None = None
@@ -39,7 +57,7 @@ class Pair:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(PEER),
-            THERE,
+            self.name,
             str(self.deadline_s),
             str(self.rest_s),
             stdin=asyncio.subprocess.PIPE,
@@ -47,11 +65,11 @@ class Pair:
         )
         assert self._process.stdout is not None
         async with asyncio.timeout(30):
-            assert json.loads(await self._process.stdout.readline()) == {"ready": THERE}
+            assert json.loads(await self._process.stdout.readline()) == {"ready": self.name}
         self._listener = asyncio.create_task(self._listen())
 
     def turn(self, sending: bool, sequence: int = 0, incarnation: int = 0, kind: str = "samples") -> LaneTurn:
-        ends = (HERE, THERE) if sending else (THERE, HERE)
+        ends = (HERE, self.name) if sending else (self.name, HERE)
         return LaneTurn(*ends, kind, incarnation, sequence, self.transport)
 
     def order(
@@ -100,7 +118,7 @@ class Pair:
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
 
     def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
-        self._say(signal=[HERE, lane, key, value.hex()])
+        self._pairs[peer]._say(signal=[HERE, lane, key, value.hex()])
 
     async def _listen(self) -> None:
         assert self._process is not None
@@ -109,7 +127,7 @@ class Pair:
             heard = json.loads(line)
             if "signal" in heard:
                 _, lane, key, value = heard["signal"]
-                self.lanes.deliver(THERE, lane, key, bytes.fromhex(value))
+                self.lanes.deliver(self.name, lane, key, bytes.fromhex(value))
             elif "issued" in heard:
                 self._issued[tuple(heard["issued"])].set()
             else:
@@ -133,3 +151,36 @@ def mapped() -> int:
 
 def flat_bytes(message: list[list[torch.Tensor]]) -> list[bytes]:
     return [b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows) for rows in message]
+
+
+async def moved(pair: Pair, sending: bool, columns: Any, seed: int = 0, **which: Any) -> list[torch.Tensor]:
+    """Move one message and check every byte of it at its receiver; returns it when that is here."""
+    turn, message = pair.turn(sending, **which), lane_peer.message_of(seed, columns)
+    answer = pair.order(turn, columns, seed)
+    async with asyncio.timeout(60):
+        if sending:
+            await pair.lanes.send(turn, lane_peer.runs_of(message))
+            digest = hashlib.sha256(b"".join(flat_bytes(message))).hexdigest()
+            assert (await answer)["digest"] == digest
+            return []
+        received = await pair.lanes.receive(turn, lane_peer.sizes_of(columns))
+        assert (await answer)["error"] is None
+    assert [flat.numpy().tobytes() for flat in received] == flat_bytes(message)
+    return received
+
+
+async def failed(work: Awaitable[Any], within_s: float, match: str = "lane ") -> float:
+    """The work fails with a lane's name in so many seconds; returns how long it took."""
+    begin_s = time.monotonic()
+    async with asyncio.timeout(within_s):
+        with pytest.raises(TransferError, match=match):
+            await work
+    return time.monotonic() - begin_s
+
+
+def take(pair: Pair, sending: bool, columns: Any, **which: Any) -> "asyncio.Future[Any]":
+    """Our side of a turn alone."""
+    turn = pair.turn(sending, **which)
+    if sending:
+        return pair.lanes.send(turn, lane_peer.runs_of(lane_peer.message_of(0, columns)))
+    return pair.lanes.receive(turn, lane_peer.sizes_of(columns))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from socket_lanes import SocketTransport
 
-from flowrt.transport.device import NcclTransport
+from flowrt.transport.device import HcclTransport, NcclTransport
+from flowrt.transport.devices import Device, npu_is_here, torch_npu
 from flowrt.transport.gloo import GlooTransport
 from flowrt.transport.lane import LaneSet, lane_name
 from flowrt.transport.pieces import Run
@@ -19,12 +20,19 @@ from flowrt.transport.shm import ShmTransport
 from flowrt.wire.records import ITEM_BYTES, LaneTurn
 
 
+def npu_count() -> int:
+    return int(torch_npu().npu.device_count()) if npu_is_here() else 0
+
+
 def transports(device: int = 0) -> dict[str, Any]:
     if torch.cuda.device_count() > 1:
         torch.zeros(1, device=f"cuda:{device}")
         torch.cuda.set_device(device)
+    if npu_count() > 1:
+        Device("npu", device).use()
+        torch.zeros(1, device=f"npu:{device}")
     here = {"gloo": GlooTransport("127.0.0.1"), "shm": ShmTransport(), "socket": SocketTransport()}
-    return here | {"nccl": NcclTransport()}
+    return here | {"nccl": NcclTransport(), "hccl": HcclTransport()}
 
 
 def message_of(seed: int, columns: list[tuple[str, list[int]]]) -> list[list[torch.Tensor]]:

@@ -22,7 +22,7 @@ class SocketTransport:
         else:
             port = int(store.get("port"))
             connection = socket.create_connection(("127.0.0.1", port), pace.deadline_s)
-        return DeviceChannel(SocketGroup(connection), store, torch.device("cpu"), pace)
+        return DeviceChannel(SocketGroup(connection), connection.close, store, torch.device("cpu"), pace)
 
 
 class SocketGroup:
@@ -37,9 +37,6 @@ class SocketGroup:
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> "SocketWork":
         return SocketWork(self._connection.recv_into, tensors[0])
-
-    def abort(self) -> None:
-        self._connection.close()
 
 
 class SocketWork:

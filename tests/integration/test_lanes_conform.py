@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import hashlib
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.errors import TransferError
+from flowrt.transport.devices import has_npu, npu_is_here
 from flowrt.wire.records import GONE, ITEM_BYTES
 
 FOLDER = str(Path(__file__).parent)
@@ -25,6 +24,7 @@ if FOLDER not in sys.path:  # the peer's own words, which it runs as a script
 
 import lane_pair as pairs  # noqa: E402
 import lane_peer as peer  # noqa: E402
+from lane_pair import failed, moved, take  # noqa: E402
 
 SMALL = [["int32", [3, 0, 5]]]
 LARGE = [["uint8", [40_000_000, 10, 40_000_000]]]
@@ -67,31 +67,6 @@ async def start(ends: dict[str, Any]) -> AsyncIterator[Start]:
     assert pairs.open_files() <= files
     assert not pairs.mapped()
     assert set(os.listdir("/dev/shm")) <= segments
-
-
-async def moved(pair: pairs.Pair, sending: bool, columns: Any, seed: int = 0, **which: Any) -> list[torch.Tensor]:
-    """Move one message and check every byte of it at its receiver; returns it when that is here."""
-    turn, message = pair.turn(sending, **which), peer.message_of(seed, columns)
-    answer = pair.order(turn, columns, seed)
-    async with asyncio.timeout(60):
-        if sending:
-            await pair.lanes.send(turn, peer.runs_of(message))
-            digest = hashlib.sha256(b"".join(pairs.flat_bytes(message))).hexdigest()
-            assert (await answer)["digest"] == digest
-            return []
-        received = await pair.lanes.receive(turn, peer.sizes_of(columns))
-        assert (await answer)["error"] is None
-    assert [flat.numpy().tobytes() for flat in received] == pairs.flat_bytes(message)
-    return received
-
-
-async def failed(work: Awaitable[Any], within_s: float, match: str = "lane ") -> float:
-    """The work fails with a lane's name in so many seconds; returns how long it took."""
-    begin_s = time.monotonic()
-    async with asyncio.timeout(within_s):
-        with pytest.raises(TransferError, match=match):
-            await work
-    return time.monotonic() - begin_s
 
 
 async def test_every_dtype_ragged_and_empty_is_exact(start: Start, transport: str) -> None:
@@ -274,14 +249,6 @@ async def test_a_lane_that_rests_gives_back_its_warm_memory_and_goes_on(start: S
                 await asyncio.to_thread(threading.Event().wait, 0.05)
 
 
-def take(pair: pairs.Pair, sending: bool, columns: Any, **which: Any) -> "asyncio.Future[Any]":
-    """Our side of a turn alone."""
-    turn = pair.turn(sending, **which)
-    if sending:
-        return pair.lanes.send(turn, peer.runs_of(peer.message_of(0, columns)))
-    return pair.lanes.receive(turn, peer.sizes_of(columns))
-
-
 def end(pair: pairs.Pair) -> None:
     """Kill the peer; of some transports no connection says so, but the controller does."""
     pair.kill(signal.SIGKILL)
@@ -289,8 +256,7 @@ def end(pair: pairs.Pair) -> None:
         pair.lanes.deliver(pairs.THERE, "", GONE, b"")
 
 
+@pytest.mark.skipif(npu_is_here(), reason="there is an NPU here, and these tests work on it")
 def test_torch_npu_is_not_imported_to_look_for_a_device() -> None:
-    from flowrt.transport.devices import has_npu
-
     assert not has_npu()
     assert "torch_npu" not in sys.modules

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowrt.wire.records import MAX_SIGNAL_BYTES
 
@@ -88,13 +89,30 @@ def test_messages_take_tensors_rank_and_tag(wheel: zipfile.ZipFile, name: str, a
     assert len(call.args) == 3
 
 
-def test_a_group_can_be_aborted_and_its_errors_kept_from_the_process(wheel: zipfile.ZipFile) -> None:
-    header = source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp")
-    assert re.search(r"\bbool abort\(", header)
-    variable = re.search(r'_errors_stay_here\("(\w+)"\)', ast.unparse(ours()).replace("'", '"'))
-    assert variable is not None
-    assert f'"{variable.group(1)}"' in header
-    assert "CleanUpOnly = 2" in header
+def test_what_is_called_on_a_group_is_bound_to_its_own_methods(wheel: zipfile.ZipFile) -> None:
+    """What overrides a method of c10d is called through it; of the others, those that torch_npu calls are bound."""
+    header = " ".join(source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp").split())
+    group = header[header.index("struct Options") :]
+    overriding = set(re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\) override", group))
+    called = set(re.findall(r"\.(\w+)\(", source(wheel, "distributed/distributed_c10d.py")))
+    channel = next(n for n in ast.walk(ast.parse(DEVICE.read_text())) if isinstance(n, ast.ClassDef) and "Ch" in n.name)
+    used = set(re.findall(r"\bgroup\.(\w+)\(", ast.unparse(ours())))
+    used |= set(re.findall(r"self\._group\.(\w+)\(", ast.unparse(channel)))
+    assert used == {"send", "recv", "abort_hccl_comm"}
+    assert {"send", "recv"} <= overriding
+    assert "abort" not in overriding  # one has that name, and another signature
+    assert used <= overriding | called, used
+    assert "bool isCompleted() override" in header
+    assert all(hasattr(torch.distributed.Work, name) for name in ("is_completed", "exception"))
+
+
+def test_errors_of_a_group_are_kept_from_the_process(wheel: zipfile.ZipFile) -> None:
+    (call,) = [n for n in ast.walk(ours()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_errors_stay_here"]
+    newer, older = (ast.literal_eval(argument) for argument in call.args)
+    library = wheel.read("torch_npu/lib/libtorch_npu.so")
+    assert f"{older} is deprecated, please use {newer} instead".encode() in library
+    assert f"{newer} should be 0, 1, 2, or 3".encode() in library
+    assert "CleanUpOnly = 2" in source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp")
 
 
 def test_what_the_ends_of_a_group_tell_each_other_fits_into_a_signal(wheel: zipfile.ZipFile) -> None:
@@ -107,7 +125,14 @@ def test_what_the_ends_of_a_group_tell_each_other_fits_into_a_signal(wheel: zipf
 
 
 def test_the_devices_are_asked_by_names_that_exist(wheel: zipfile.ZipFile) -> None:
-    names = set(re.findall(r"torch_npu\(\)\.npu\.(\w+)", ast.unparse(ours())))
-    exported = source(wheel, "npu/__init__.py")
-    assert names == {"current_device", "set_device"}
-    assert all(f'"{name}"' in exported or f"def {name}" in exported for name in {*names, "is_initialized"})
+    layer = "".join(DEVICE.with_name(name).read_text() for name in ("device.py", "devices.py", "pinned.py"))
+    names = set(re.findall(r"(?:torch_npu\(\)\.npu|self\._module\(\)|\bmodule|\bnpu)\.(\w+)", layer)) - {"is_here"}
+    assert names >= {"current_device", "set_device", "is_initialized", "mem_get_info", "Stream", "device_count"}
+    (exported,) = [
+        set(ast.literal_eval(node.value))
+        for node in ast.parse(source(wheel, "npu/__init__.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert names <= exported, names - exported
+    of_streams = set(re.findall(r"def (\w+)", source(wheel, "npu/streams.py")))
+    assert {"wait_stream", "record_event", "synchronize"} <= of_streams

@@ -1,5 +1,6 @@
 """The channel of lanes between accelerators, with a group that does as it is told: errors come late, or never."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 import torch
 
 from flowrt.errors import TransferError
-from flowrt.transport.device import DeviceChannel
+from flowrt.transport.device import DeviceChannel, _errors_stay_here
 from flowrt.transport.pace import Pace
 from flowrt.transport.pieces import Run
 from flowrt.transport.rendezvous import SignalStore
 
 LANE = "a>b/samples/0"
+NAMES = ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 
 
 class Group:
@@ -31,7 +33,7 @@ class Group:
     def exception(self) -> Exception | None:
         return self._error
 
-    def abort(self) -> None:
+    def end(self) -> None:
         self.ends += 1
 
 
@@ -40,7 +42,7 @@ def channel_of(group: Group, deadline_s: float = 20.0) -> DeviceChannel:
     store.deliver("ready/1", b"1")
     pace = Pace(LANE, deadline_s)
     pace.begin()
-    return DeviceChannel(group, store, torch.device("cpu"), pace)
+    return DeviceChannel(group, group.end, store, torch.device("cpu"), pace)
 
 
 def transfer(channel: DeviceChannel, sending: bool) -> Any:
@@ -75,6 +77,28 @@ def test_a_transfer_can_be_interrupted(sending: bool) -> None:
     with pytest.raises(TransferError, match="or the peer left"):
         transfer(channel, sending)
     interrupting.join(10)
+
+
+@pytest.mark.parametrize("name", [*NAMES, ""])
+def test_errors_of_lanes_stay_in_the_lane_unless_a_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for each in NAMES:
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "1")
+    with _errors_stay_here(*NAMES):
+        assert [os.environ.get(one) for one in NAMES] == [
+            ("1" if one == name else None) if name else ("2" if one == NAMES[0] else None) for one in NAMES
+        ]
+    assert [one for one in NAMES if one in os.environ] == ([name] if name else [])
+
+
+def test_what_torchrun_sets_for_every_process_is_nobodys_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with _errors_stay_here("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_a_group_is_aborted_once_however_often_its_channel_is_closed() -> None:
