@@ -15,11 +15,12 @@ from flowrt.transport.relay import Arrival, pieces
 from flowrt.transport.settling import seen
 from flowrt.transport.warm import WarmMemory
 from flowrt.transport.weights import RunningChecksum, Snapshot
-from flowrt.waiting import CONTROLLER, Guard, until
+from flowrt.waiting import CONTROLLER, Guard, pause, until
 from flowrt.wire.messages import Applied, Fetch, FetchFailed, Message, Publish, Retire, ServeWeights, Staged
 from flowrt.wire.records import NO_BASE, Weights
 
 BESIDE = Guard("the pull beside which it is watched, or the end of the session")
+NO_ROOM_S = 1.0
 Form = tuple[str, int, int]
 """Model, version, and the base that it is told as changes to (NO_BASE: whole)."""
 
@@ -169,7 +170,7 @@ class Params:
             held = _Held(one, self._room(one), arrival)
         except TransferError as error:
             self._lanes.refuse(order.turn, str(error))  # the sender need not wait for its deadline
-            self._send(FetchFailed(order.turn, one, str(error)))
+            self._spawn(self._no_room(order, str(error)))
             return
         self._held[one.model, one.version, one.base] = held
         checksum = RunningChecksum(self._checks)
@@ -219,6 +220,11 @@ class Params:
             raise TransferError(
                 f"there is no memory here for the {sum(sizes)} bytes of version {one.version} of {one.model}: {error!r}"
             ) from None
+
+    async def _no_room(self, order: Fetch, reason: str) -> None:
+        """Not at once: it is ordered again as soon as that is said, and memory does not come back that fast."""
+        await pause(NO_ROOM_S)
+        self._send(FetchFailed(order.turn, order.weights, reason))
 
     async def _changed_by(self, one: Weights, buffers: list[torch.Tensor]) -> Snapshot:
         """The whole version, from its base and the changes. Raises TransferError when either is not the right one."""

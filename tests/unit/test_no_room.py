@@ -56,12 +56,16 @@ async def test_a_version_without_room_is_a_fetch_that_failed(
         monkeypatch.setattr(params._memory, "take", take)
     order = fetch(0, (8, TOO_LARGE))
     params.fetch(order)
+    (work,) = spawned
+    assert said == []  # or it would be ordered again at once, without end
+    monkeypatch.setattr("flowrt.client.params.NO_ROOM_S", 0.0)
+    async with asyncio.timeout(DEADLINE_S):
+        await work
     (failed,) = said
     assert isinstance(failed, FetchFailed)
     assert (failed.turn, failed.weights) == (order.turn, order.weights)
     assert failed.reason.startswith(f"there is no memory here for the {TOO_LARGE + 8} bytes of version 1 of policy: ")
     assert lanes.refused == [order.turn]
-    assert spawned == []
     assert params.whole() == ()
 
 
