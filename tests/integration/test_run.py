@@ -166,7 +166,7 @@ def test_trained_model_has_its_tokenizer(run: Any) -> None:
 
 def test_one_log_for_each_worker(run: Any) -> None:
     names = {path.stem for path in (run.run_dir / "logs").glob("*.log")}
-    assert names == {"prepare", "controller", *WORKERS}
+    assert names == {"prepare", "controller", "nursery", *WORKERS}
     for name in names:
         assert "Traceback" not in run.log(name), run.log(name)
         assert " ERROR " not in run.log(name), run.log(name)
