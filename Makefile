@@ -17,14 +17,14 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, within 20 minutes: whole runs one after the other, all else two at a time. Runs
-# that take longest are left to test-long; the rest needs servers, a cluster or root.
+# What needs nothing but this machine, within 20 minutes: whole runs one after the other, all else two at a time, or
+# three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns or gpu
 PURE := tests/unit tests/property tests/architecture
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
 	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long)" tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)

@@ -266,6 +266,11 @@ def heard_from(
                 return silent
 
 
+def passed(seconds: float) -> None:
+    """Let time pass on a thread that is not a loop's: nobody is waited for."""
+    threading.Event().wait(seconds)
+
+
 @contextlib.contextmanager
 def repeated(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
     """Make a call every so many seconds, on a thread of its own, for the length of a block: nobody is waited for."""

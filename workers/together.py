@@ -51,7 +51,8 @@ class Together:
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            words = f"{error}"[:MOST_WORDS]
+            silent = await until(asyncio.to_thread(self._roll.silent), DEADLINE, "signs of life", OTHERS)
+            words = f"rank {', '.join(map(str, silent))} gives no sign" if silent else f"{error}"[:MOST_WORDS]
             raise WaitExpired(
                 f"rank {dist.get_rank()} waited {monotonic() - begin_s:.0f} s for {what} with {OTHERS}: {words}"
             ) from error

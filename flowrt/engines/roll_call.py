@@ -6,13 +6,14 @@ something that takes as long as it takes, and is ended by a deadline of its own.
 """
 
 import contextlib
+from collections.abc import Iterator
 from time import monotonic
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from flowrt.errors import WaitExpired
-from flowrt.waiting import LOOKS, heard_from, repeated
+from flowrt.waiting import LOOKS, heard_from, passed, repeated
 
 OTHERS = "the other ranks"
 
@@ -26,6 +27,7 @@ class RollCall:
         self._rank = dist.get_rank() if self._ranks > 1 else 0
         self._seconds = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stubs
         self._series = f"flowrt/{series}"
+        self._is_excused = False
         # Of an earlier roll call of this series, where there was one: the store still counts its meetings.
         self._meeting = self._count(f"{self._series}/{self._rank}")
 
@@ -48,11 +50,30 @@ class RollCall:
                 "come"
             )
 
-    def excused(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def excused(self) -> Iterator[None]:
         """For the length of a block the others wait for this rank as long as its process lives and runs."""
         if self._ranks == 1:
-            return contextlib.nullcontext()
-        return repeated(self._sign, self._seconds / LOOKS, "signs of life")
+            yield
+            return
+        self._is_excused = True
+        try:
+            with repeated(self._sign, self._seconds / LOOKS, "signs of life"):
+                yield
+        finally:
+            self._is_excused = False
+
+    def silent(self) -> list[int]:
+        """Ranks that give no sign of life now, where all do: this one is excused, and they were with it in a call."""
+        if not self._is_excused:
+            return []
+        others = {rank for rank in range(self._ranks) if rank != self._rank}
+        try:
+            before = {rank: self._count(_signs(rank)) for rank in others}
+            passed(2 * self._seconds / LOOKS)
+            return sorted(rank for rank in others if self._count(_signs(rank)) == before[rank])
+        except dist.DistError:
+            return []  # the store has gone with whoever had it
 
     def _all_came(self) -> bool:
         # Nobody comes to a meeting before all have come to the one before it.

@@ -59,6 +59,7 @@ def test_torchruns_of_two_hosts_start_all_ranks_and_leave_no_pickle(store: TCPSt
         assert not held.startswith((b"\x80", b"gA")), f"{key} holds a pickle: {held!r}"  # plain, or in base64
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_whose_trainer_is_on_two_hosts(launch: Callable[..., Launch]) -> None:
     run = launch(*SMALL, "--trainer.ranks", "2", "--trainer.nodes", "2", "--launch.trainer", TWICE)

@@ -43,6 +43,7 @@ def start_run(run_dir: Path, model: Path, workers: int) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_and_two_rollout_workers_equal_the_synchronous_loop(tmp_path: Path, taught_model: Path) -> None:
     runs = {workers: tmp_path / f"run{workers}" for workers in (1, 2)}

@@ -78,6 +78,7 @@ def assert_whole(run: Any) -> None:
     assert not summary["dropped"], "somebody who left took samples along"
 
 
+@pytest.mark.long
 def test_one_joins_takes_over_and_leaves_again(run: Any, start: Start) -> None:
     extra = start("extra")
     drained = drain(run, "rollout-0")

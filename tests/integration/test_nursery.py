@@ -178,7 +178,9 @@ def test_workers_of_a_run_are_forked_unless_they_shall_not(launch: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before anybody is forked", "while it trains"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("before anybody is forked", marks=pytest.mark.long), "while it trains"]
+)
 def test_a_run_outlives_its_nursery(launch: Callable[..., Launch], moment: str) -> None:
     run = launch("--steps", "30", "--checkpoint.every", "2", *TINY)
     run.wait_for(lambda: run.find("flowrt.workers.nursery"), "nursery")

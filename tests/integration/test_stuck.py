@@ -181,6 +181,7 @@ def test_a_preparation_that_stands_still_ends_the_run(launch: Callable[..., Any]
     run.assert_gone(40.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_never_comes_is_replaced(launch: Callable[..., Any], untrained_model: Path) -> None:
     """Stopped before it could say hello: the controller knows nothing of it."""
