@@ -75,8 +75,7 @@ def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
     if ranks == 1:
         return Command("trainer", ("-m", "flowrt.workers.trainer", *worker), behind)
     together: tuple[str, ...] = ("-m", "flowrt.workers.ranks", "--ranks", str(ranks // nodes))
-    if (
-        nodes > 1
-    ):  # the store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known
+    if nodes > 1:
+        # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
         together = (*together, "--hosts", str(nodes), "--meeting", meeting)
     return Command("trainer", (*together, *worker), behind)
