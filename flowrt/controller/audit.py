@@ -36,7 +36,7 @@ def audit(
     if not over:
         _check_people(samples, roster)
         if not samples.paused:
-            _check_hurried(samples, models.policy, admission)
+            _check_hurried(samples, models, admission)
     if train_stage:
         _check_window(samples, train_stage)
 
@@ -120,8 +120,12 @@ def _check_people(samples: Samples, roster: Roster) -> None:
     assert known == pulls | offers, f"requests {sorted(known ^ (pulls | offers))} are parked by half"
 
 
-def _check_hurried(samples: Samples, versions: ModelVersions, admission: Admission) -> None:
-    """Whoever could start what is ready with the latest weights, and with its own can start nothing, fetches them."""
+def _check_hurried(samples: Samples, models: Models, admission: Admission) -> None:
+    """Whoever could start what is ready with the latest weights, and with its own can start nothing, fetches them.
+
+    Or rests from fetches that failed.
+    """
+    versions = models.policy
     if versions.latest not in versions.published:
         return
 
@@ -129,7 +133,7 @@ def _check_hurried(samples: Samples, versions: ModelVersions, admission: Admissi
         slots = [slot for slot in samples.board.slots.values() if slot in samples.board.ready[stage]]
         return [slot for slot in slots if _may_start(samples, admission, slot.group, version)]
 
-    for worker in versions.behind:
+    for worker in versions.behind.keys() - models.resting[versions.model]:
         own = -1 if versions.is_late(worker) else versions.applied_version(worker)
         for parked in samples.room.of(worker):
             stage = parked.request.stage if isinstance(parked.request, Pull) else ""

@@ -1,5 +1,6 @@
 """The walk of a version: named models, each with versions of its own, moved from holder to receiver."""
 
+import math
 from collections.abc import Collection, Sequence
 
 from flowrt.controller.events import Command, Keep, Send
@@ -12,6 +13,8 @@ from flowrt.ids import WorkerId
 from flowrt.wire import messages as m
 from flowrt.wire.records import LaneTurn, Weights
 
+FIRST_REST_S = 0.1
+LONGEST_REST_S = 5.0
 WeightMessage = m.Publish | m.Staged | m.FetchFailed | m.Applied
 
 
@@ -24,6 +27,7 @@ class Models:
         self._out = out
         self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last fetch that each receiver was told
         self.began_s: dict[tuple[str, WorkerId], float] = {}  # when that was
+        self.resting: dict[str, dict[WorkerId, float]] = {name: {} for name in names}  # and until when each does
         self.of = {name: ModelVersions(name) for name in names}
         self.policy = self.of[names[0]]
 
@@ -76,11 +80,12 @@ class Models:
 
     def move(self, gated: Collection[WorkerId], now: float) -> None:
         """Order what is due, and let go of what nobody will ask for again."""
-        for versions in self.of.values():
-            if not versions.changed:
+        for name, versions in self.of.items():
+            if not versions.changed and now < min(self.resting[name].values(), default=math.inf):
                 continue
-            versions.changed = False
-            for fetch in versions.begin_fetches(self._refresh, gated if versions is self.policy else ()):
+            versions.changed, self.resting[name] = False, self._resting(versions, now)
+            hurried = gated if versions is self.policy else ()
+            for fetch in versions.begin_fetches(self._refresh, hurried, self.resting[name]):
                 turn = self._lanes.next_turn(fetch.holder, fetch.receiver, "weights")
                 one = fetch.weights
                 self._turns[one.model, fetch.receiver] = turn
@@ -89,3 +94,17 @@ class Models:
                 self._out.append(Send(fetch.holder, m.ServeWeights(turn, one.model, one.version, one.base)))
             for worker, version in versions.retire():
                 self._out.append(Send(worker, m.Retire(versions.model, version)))
+
+    def _resting(self, versions: ModelVersions, now: float) -> dict[WorkerId, float]:
+        """Receivers whose fetches fail one after the other, and until when: they try again less and less often."""
+        until_s = {
+            worker: self.began_s[versions.model, worker] + rest_s(failures)
+            for worker, failures in versions.failures.items()
+            if worker not in versions.fetching
+        }
+        return {worker: end_s for worker, end_s in until_s.items() if now < end_s}
+
+
+def rest_s(failures: int) -> float:
+    """Seconds from one order to fetch to the next; the first failure may be its holder's, and another one is asked."""
+    return 0.0 if failures < 2 else min(FIRST_REST_S * 2 ** min(failures - 2, 30), LONGEST_REST_S)

@@ -46,6 +46,7 @@ class ModelVersions:
     divergence: dict[int, float] = field(default_factory=dict)  # of earlier versions from the latest
     doomed: set[WorkerId] = field(default_factory=set)  # they fetch what will not come whole to whoever sends it
     suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
+    failures: Counter[WorkerId] = field(default_factory=Counter)  # fetches of a receiver that failed in a row
     whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not use changes
     behind: dict[WorkerId, None] = field(default_factory=dict)  # without the latest version, and not fetching
     serving: Counter[tuple[WorkerId, int]] = field(default_factory=Counter)  # fetches from a holder, by version
@@ -138,6 +139,7 @@ class ModelVersions:
         receiver = self.receivers[worker]
         self._received(Receiver(worker, receiver.applied, max(receiver.staged, version)))
         self.whole_next.discard(worker)
+        self.failures.pop(worker, None)
         # Also if this fetch was thought to be over: whoever is not known to hold it is never told to let go of it.
         for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
             self._hold(worker, version, base)
@@ -149,6 +151,7 @@ class ModelVersions:
             return
         if worker not in self.doomed:
             self.suspects.add((holder, weights.version))
+            self.failures[worker] += 1
         self._end_fetch(worker, weights.version)
         self._doom_behind(worker, weights)
         if weights.base != NO_BASE:
@@ -190,6 +193,7 @@ class ModelVersions:
         self.entry.pop(worker, None)
         self.behind.pop(worker, None)
         self.whole_next.discard(worker)
+        self.failures.pop(worker, None)
         ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
         for fetch in ended:
             self._end_fetch(fetch.receiver, fetch.weights.version)
@@ -221,17 +225,19 @@ class ModelVersions:
 
     # ---- who fetches what from whom
 
-    def begin_fetches(self, refresh: Refresh, gated: Collection[WorkerId]) -> list[Fetching]:
-        """Start what the policy wants, and what those need that admission keeps from starting."""
+    def begin_fetches(
+        self, refresh: Refresh, gated: Collection[WorkerId], resting: Collection[WorkerId] = ()
+    ) -> list[Fetching]:
+        """Start what the policy wants, and what those need that admission keeps from starting, unless they rest."""
         if self.latest not in self.published or not self.behind:
             return []
         idle = [
             receiver._replace(divergence=self.divergence.get(receiver.applied))
             for receiver in self.receivers.values()
-            if receiver.worker not in self.fetching
+            if receiver.worker not in self.fetching and receiver.worker not in resting
         ]
         due = dict.fromkeys(refresh.due(self.latest, idle, len(self.fetching)))
-        due |= dict.fromkeys(worker for worker in gated if worker in self.behind)
+        due |= dict.fromkeys(worker for worker in gated if worker in self.behind and worker not in resting)
         if not due:
             return []
         sources = {weights.base: self._sources(weights) for weights in self.published[self.latest]}

@@ -1,5 +1,7 @@
 """What goes wrong in a simulated cluster, at random moments: workers die, lanes break, words come twice or late."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flowrt.controller.events import Event, Gone, Said, Send, Tick
@@ -39,6 +41,17 @@ class Misfortunes:
             self._left.pop()
         return True
 
+    def rests(self) -> list[tuple[float, Callable[[], None]]]:
+        """The end of the first rest after fetches that failed, if there is one; the clock stands still otherwise."""
+        now, rests = self._cluster.clock.now(), self._cluster.core.models.resting.values()
+        left_s = [end_s - now for resting in rests for end_s in resting.values() if end_s > now]
+        return [(1.0, partial(self._let_pass, min(left_s)))] if left_s else []
+
+    def _let_pass(self, seconds: float) -> None:
+        """Nothing happens for so long, and the controller looks for what is due."""
+        self._cluster.clock.advance(seconds)
+        self._cluster.handle(Tick())
+
     def hear(self, event: Event) -> None:
         """This was said, and may be said again."""
         if isinstance(event, Said) and isinstance(event.message, REPEATED):
@@ -50,8 +63,7 @@ class Misfortunes:
         working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference")]
         match kind:
             case "expire":
-                cluster.clock.advance(LEASE_S + 1)
-                cluster.handle(Tick())
+                self._let_pass(LEASE_S + 1)
                 return True
             case "kill" if working and cluster.core.ended is None:
                 self.kill(rng.choice(working))

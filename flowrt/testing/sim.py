@@ -125,7 +125,7 @@ class Cluster:
 
     def step(self) -> bool:
         """Let one thing happen; False when nothing can."""
-        actions = list(self.possible())
+        actions = list(self.possible()) or self.misfortunes.rests()
         if not actions:
             return False
         self.actions += 1
@@ -161,7 +161,7 @@ class Cluster:
             yield (1.0, self._finish)
 
     def _source_is_done(self) -> bool:
-        return self.workers["source0"].closed and not self._finished
+        return self.workers["source0"].closed and not self._finished and not self.misfortunes.rests()
 
     def _awake(self) -> list[Worker]:
         """Those that may do something now."""

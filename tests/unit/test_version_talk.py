@@ -1,6 +1,9 @@
 """Who fetches what from whom after something went wrong, message by message."""
 
 import dataclasses
+import itertools
+
+import pytest
 
 from flowrt.controller.events import Command, End, Gone, Joined, Tick
 from flowrt.ids import WorkerId
@@ -119,8 +122,29 @@ def test_a_transfer_that_fails_for_ever_is_no_progress() -> None:
     order = published(talk)[FIRST]
     while talk.core.ended is None:
         talk.now += 1.0
-        again = dict(talk.heard(talk.say(FIRST, failed(order)), m.Fetch))
-        order = again[FIRST]
-        commands = talk.event(Tick())
+        told = talk.say(FIRST, failed(order))
+        commands = talk.event(Tick())  # it is told to try again then, if it was given a rest
+        order = dict(talk.heard([*told, *commands], m.Fetch)).get(FIRST, order)
         assert talk.now < 20.0
     assert [type(command) for command in commands] == [End]
+
+
+def test_a_receiver_whose_fetches_keep_failing_is_told_to_try_less_and_less_often() -> None:
+    talk = Talk()
+    orders, began_s = published(talk), []
+    talk.say(SECOND, m.Staged(MODEL, 1))
+    [(_, order)] = talk.heard(talk.say(FIRST, failed(orders[FIRST])), m.Fetch)  # of another holder, at once
+    while len(began_s) < 9:
+        commands = talk.say(FIRST, failed(order))
+        while not (again := talk.heard(commands, m.Fetch)):
+            talk.now += 0.05
+            commands = talk.event(Tick())
+        [(_, order)] = again
+        began_s.append(talk.now)
+    waited_s = [later - earlier for earlier, later in itertools.pairwise(began_s)]
+    assert waited_s == sorted(waited_s)
+    assert waited_s[0] == pytest.approx(0.2, abs=0.051)
+    assert waited_s[-1] == pytest.approx(5.0, abs=0.051)
+    talk.say(FIRST, m.Staged(MODEL, 1))
+    [(_, order), _] = talk.heard(talk.say("trainer0", m.Publish((whole(2),), ())), m.Fetch)
+    assert fetches(talk, talk.say(order.turn.receiver, failed(order)))  # what came since then counts
