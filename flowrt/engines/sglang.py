@@ -122,6 +122,11 @@ class SglangRollout:
         """Process group of the server that this engine started; 0 when there is none."""
         return 0 if self._server is None else self._server.pid
 
+    @property
+    def server_key(self) -> str:
+        """What requests to the server that this engine started have to bear; empty when there is none."""
+        return "" if self._server is None else self._server.key
+
     def add(self, prompts: Sequence[Prompt]) -> None:
         free = self._rows - self._running
         if len(prompts) > free:

@@ -6,6 +6,7 @@ taken all of the present weights. Everything here happens in one event loop.
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flowrt.engines import sglang_protocol as said
 from flowrt.engines.checkpoint import load_model, named_parameters, parameter_shapes
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang_checksums import checked
+from flowrt.engines.sglang_key import given_key
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_server import SglangServer
@@ -124,7 +126,8 @@ class SglangHost:
         if self._link is not None:
             await self._link.close()
         options, server = self._options, self._server
-        self._link = SglangLink(options.url if server is None else server.start())
+        url, key = (options.url, given_key(os.environ)) if server is None else (server.start(), server.key)
+        self._link = SglangLink(url, key)
         try:
             await self._link.wait_healthy(options.start_s, (lambda: True) if server is None else server.alive)
         except EngineGone as gone:

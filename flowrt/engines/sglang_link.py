@@ -22,11 +22,12 @@ SERVER_ERRORS = 500
 class SglangLink:
     """One server's address; used from one event loop, which it is opened in."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # A connection for each request: the server closes idle ones, which would look as if it had died.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._http = aiohttp.ClientSession(connector=connector, trust_env=False)
+        self._http = aiohttp.ClientSession(connector=connector, trust_env=False, headers=headers)
 
     async def post(self, call: Call, deadline_s: float) -> Any:
         """The server's answer. Raises EngineGone when it has none in time or breaks, EngineError when it refuses."""

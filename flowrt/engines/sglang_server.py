@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flowrt.engines import leftovers
 from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang_key import KeyFile
 from flowrt.errors import EngineError
 from flowrt.lifeline import die_with_parent
 from flowrt.waiting import blocking
@@ -46,6 +47,9 @@ class SglangServer:
         self._rows = rows
         self._threads = threads
         self._log = log
+        self._key_file = KeyFile(log)
+        self.key = ""
+        """What its requests have to bear, once it is started."""
         self._process: subprocess.Popen[bytes] | None = None
         self._shared: frozenset[tuple[Path, int]] = frozenset()
 
@@ -57,9 +61,11 @@ class SglangServer:
         self.kill()
         port = free_port()
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = self._command(port)
+        self.key, secret = self._key_file.arguments(command)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(port),
+                [*command, *secret],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -81,6 +87,7 @@ class SglangServer:
         """All its processes run: what they share has its names now."""
         if self._process is not None:
             self._shared = leftovers.named_by(self._process.pid)
+        self._key_file.remove()
 
     def kill(self) -> None:
         """Kill the server with all its processes, and remove what they shared; nothing happens when there is none."""
@@ -90,6 +97,7 @@ class SglangServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         blocking(partial(self._process.wait, END_S), END_S, "the end of what was killed", "the system")
         self._process = None
+        self._key_file.remove()
         leftovers.remove(self._shared)
         self._shared = frozenset()
 

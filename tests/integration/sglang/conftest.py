@@ -74,8 +74,11 @@ def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
 
 
 @pytest.fixture
-def beside(owned: SglangRollout, checkpoint: Path) -> Iterator[Callable[..., SglangRollout]]:
-    """Engines on the server of ``owned``; each begins by giving it version 0 again."""
+def beside(
+    owned: SglangRollout, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., SglangRollout]]:
+    """Engines on the server of ``owned``, for which they have the key; each begins by giving it version 0 again."""
+    monkeypatch.setenv("SGLANG_API_KEY", owned.server_key)
     engines: list[SglangRollout] = []
 
     def make(tokens: int = LONG, **options: Any) -> SglangRollout:

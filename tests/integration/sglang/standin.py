@@ -24,7 +24,10 @@ TOKEN_S = 0.01
 class Standin:
     """One server's state."""
 
-    def __init__(self, release: str, wreck: str = "", device: str = "none", about: str = "{}") -> None:
+    def __init__(
+        self, release: str, wreck: str = "", device: str = "none", about: str = "{}", *, key: str = ""
+    ) -> None:
+        self.key = key
         self.takes = RELEASES[release]
         self.release = release
         self.wreck = wreck  # route: the process kills itself when it is asked for this
@@ -42,6 +45,8 @@ class Standin:
 
     async def answer(self, request: web.Request) -> web.Response:
         route = request.path
+        if self.key and route != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         self.asked.append(route)
         body = await request.json() if request.can_read_body else {}
         if route in ("/health", "/server_info", "/asked", "/said", "/loaded", "/fail_next"):
@@ -138,11 +143,13 @@ def main() -> None:
     if "--port" in arguments:  # started in place of SGLang's Python
         port = int(arguments[arguments.index("--port") + 1])
         release, wreck = os.environ["STANDIN"].split(",")
+        named, _, key = Path(arguments[arguments.index("--config") + 1]).read_text().strip().partition(": ")
+        assert named == "api-key"
     else:
-        port, release, wreck = int(arguments[0]), arguments[1], ""
+        port, release, wreck, key = int(arguments[0]), arguments[1], "", os.environ.get("STANDIN_KEY", "")
         says = arguments[2:]
     app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, *says).answer)
+    app.router.add_route("*", "/{route:.*}", Standin(release, wreck, *says, key=key.strip("'")).answer)
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

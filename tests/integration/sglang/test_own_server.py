@@ -2,21 +2,25 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flowrt.engines.sglang_key import KeyFile
 from flowrt.errors import EngineError
 from tests.integration.conftest import wait_until
 
-from .playing import DEADLINE_S, STANDIN, TOKENS, drain, engine_of, in_place, is_whole, prompts, snapshot
+from .playing import DEADLINE_S, STANDIN, TOKENS, drain, engine_of, in_place, is_whole, play, prompts, snapshot
 
-__all__ = ["engine_of", "in_place"]  # fixtures
+__all__ = ["engine_of", "in_place", "play"]  # fixtures
 
 
 @pytest.mark.parametrize("wreck", ["/generate", "/update_weights_from_disk"])
@@ -107,6 +111,44 @@ def test_where_its_worker_stands_is_not_told_to_the_server(
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     assert not seen & set(ours)
     assert {"CUDA_VISIBLE_DEVICES", "PATH", "HF_HUB_OFFLINE"} <= seen
+
+
+def test_nobody_else_can_speak_with_a_server_of_ours(
+    engine_of: Callable[..., Any], in_place: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The key is neither in its list of arguments nor, once it is up, in a file."""
+    monkeypatch.setenv("STANDIN", "0.5.21,")
+    engine = engine_of(python=str(in_place(f'exec {sys.executable} {STANDIN} "$@"')))
+    engine.add(prompts(1))
+    assert len(drain(engine)) == 1
+    for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer 0"}):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(f"{engine.url}/server_info", headers=headers), timeout=9.0)
+    words = Path(f"/proc/{engine.server_pid}/cmdline").read_text().split("\0")
+    assert Path(words[words.index("--config") + 1]) == tmp_path / "server.yaml"
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_the_key_of_a_server_of_somebody_else_is_in_the_environment(
+    engine_of: Callable[..., Any], play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_KEY", "theirs")
+    url = f"http://127.0.0.1:{play('0.5.21').port}"
+    with pytest.raises(EngineError, match="HTTP 401"):
+        engine_of(url=url)
+    monkeypatch.setenv("SGLANG_API_KEY", "theirs")
+    engine = engine_of(url=url)
+    engine.add(prompts(1))
+    assert len(drain(engine)) == 1
+
+
+def test_what_tells_the_key_is_for_this_account_alone(tmp_path: Path) -> None:
+    told = KeyFile(tmp_path / "server.log")
+    key, [_, path] = told.arguments(["--tp", "2"])
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert told.arguments([])[0] != key  # of the next server
+    for named in (["--api-key", "mine"], ["--config=mine.yaml"], ["--tokenizer-worker-num", "4"]):
+        assert told.arguments(named) == ("", [])
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:

@@ -102,7 +102,7 @@ def test_room_is_one_more_with_each_sequence_that_ends(owned: SglangRollout) -> 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])
 async def test_each_way_changes_the_weights_to_the_last_bit(
-    weights: str, beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    weights: str, owned: SglangRollout, beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is generated is the new model's, and the server's own checksums are those of what was sent.
 
@@ -128,7 +128,10 @@ async def test_each_way_changes_the_weights_to_the_last_bit(
         assert all(one.spans[0] == version for one in responses)
         assert all_close(asked, responses)
     layout = Layout(parameter_shapes_of(version))
-    async with SglangLink(engine.url) as link:
+    async with SglangLink(engine.url) as stranger:
+        with pytest.raises(EngineError, match="HTTP 401"):
+            await stranger.post(checksum(), 30.0)
+    async with SglangLink(engine.url, owned.server_key) as link:
         told = await link.post(checksum(), 30.0)
     assert checked(told, layout, snapshot(2)) == len(told["ranks"][0]["checksums"])
     with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
