@@ -56,7 +56,8 @@ class Checkpoints:
             return
         whole = checkpoint_dir(self._run_dir, step)
         # Disks take as long as they take, and rank 0 does most of it alone.
-        with self._session.timeline.busy("save"), naming(whole), self._ranks.excused():
+        then = f"those before it are whole: make room, then flowrt resume {self._run_dir}"
+        with self._session.timeline.busy("save"), naming(f"checkpoint {whole}", then), self._ranks.excused():
             aside = whole.with_name(f".{whole.name}.part")
             if self._leads:
                 await asyncio.to_thread(self._make_room, aside)
@@ -81,8 +82,7 @@ class Checkpoints:
 
     def _complete(self, aside: Path) -> None:
         load_tokenizer(model_dir(self._config)).save_pretrained(aside)
-        for path in _walk(aside):
-            _sync(path)
+        make_certain(aside)
 
     def _publish(self, aside: Path, whole: Path) -> None:
         aside.rename(whole)
@@ -96,17 +96,14 @@ class Checkpoints:
 
 
 @contextmanager
-def naming(checkpoint: Path) -> Iterator[None]:
-    """What the disk refuses becomes an EngineError: which checkpoint, why, and what to do."""
+def naming(what: str, then: str) -> Iterator[None]:
+    """What the disk refuses becomes an EngineError: what cannot be written, why, and what to do ``then``."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         reason = str(first).strip().partition("\n")[0]
-        raise EngineError(
-            f"checkpoint {checkpoint} cannot be written: {reason}; those before it are whole: make room, then flowrt "
-            f"resume {checkpoint.parents[1]}"
-        ) from error
+        raise EngineError(f"{what} cannot be written: {reason}; {then}") from error
 
 
 def keep_model(model: Path, kept: Path) -> None:
@@ -116,8 +113,7 @@ def keep_model(model: Path, kept: Path) -> None:
     aside = kept.with_name(f".{kept.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(model, aside, copy_function=_link_or_copy)
-    for path in _walk(aside):
-        _sync(path)
+    make_certain(aside)
     aside.rename(kept)
     _sync(kept.parent)
 
@@ -129,9 +125,11 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    yield from directory.rglob("*")
-    yield directory
+def make_certain(directory: Path) -> None:
+    """All that is in it is on the disk when this returns: a machine that loses its power then loses none of it."""
+    for path in directory.rglob("*"):
+        _sync(path)
+    _sync(directory)
 
 
 def _sync(path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from flowrt.workers.engines import train_engine
 from flowrt.workers.entry import TRAINER, main
-from flowrt.workers.saving import Checkpoints
+from flowrt.workers.saving import Checkpoints, make_certain, naming
 from flowrt.workers.together import Together
 
 from flowrt.algorithms import group_advantages
@@ -166,13 +167,22 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, weight: Sample
 
 
 def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
-    """Write the trained model where `AutoModelForCausalLM.from_pretrained` finds it: whole, or not at all."""
+    """Write the trained model where `AutoModelForCausalLM.from_pretrained` finds it: whole, or not at all.
+
+    Raises EngineError where the disk refuses it; the last step has its checkpoint by then, if there are any.
+    """
     path = Path(final_dir(config))
     aside = path.with_name(f".{path.name}.part")
-    engine.export(aside)
+    then = f"make room, then flowrt resume {config.run_dir}" if config.checkpoint.every else "there is no checkpoint"
+    with naming(f"the trained model {path}", then):
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+        engine.export(aside)
+        if first:
+            load_tokenizer(model_dir(config)).save_pretrained(aside)
+            make_certain(aside)
+            put_in_place(aside, path)
     if first:
-        load_tokenizer(model_dir(config)).save_pretrained(aside)
-        put_in_place(aside, path)
         log.info("the trained model is %s on host %s", path, socket.gethostname())
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full when a checkpoint is due: one clear error, and with room again the run goes on, nothing lost."""
+"""A disk that is full when something is to be saved: a clear error, and with room the run goes on, nothing lost."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 STEPS = 12
 LEDGER_BYTES = 1_500_000
+ROOM_BYTES = 1 << 16
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.long),
@@ -23,15 +25,22 @@ pytestmark = [
 @pytest.fixture
 def disk(tmp_path: Path, untrained_model: Path) -> Iterator[Path]:
     """Room for the run and the start model, and for a part of a checkpoint (a model and two moments)."""
-    place = tmp_path / "disk"
-    place.mkdir()
     size = 2 * sum(path.stat().st_size for path in untrained_model.iterdir()) + LEDGER_BYTES
-    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "flowrt-test", str(place)]
+    with small_disk(tmp_path / "disk", size) as place:
+        yield place
+
+
+@contextmanager
+def small_disk(place: Path, size_bytes: int) -> Iterator[Path]:
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "flowrt-test", str(place)]
     mounted = subprocess.run(words, capture_output=True, text=True, timeout=20)
     if mounted.returncode:
         pytest.skip(f"nothing can be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
 
 
 def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
@@ -44,9 +53,10 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
         *("--checkpoint.every", "4", "--trainer.save", "False"),
     )
     assert launched.wait(120.0) == 1, launched.output
-    # Whoever writes first finds it full: the checkpoint, or the ledger while that fails.
+    # Whoever writes first finds it full: the checkpoint, or the ledger, or the metrics, while that fails.
     assert re.search(
-        r"(step-000004|ledger\.sqlite) cannot be written: .*(No space left on device|disk is full)", launched.output
+        r"(step-000004|ledger\.sqlite|\w+\.jsonl) cannot be written: .*(No space left on device|disk is full)",
+        launched.output,
     ), launched.output
     assert "Traceback" not in launched.output
     assert shutil.disk_usage(disk).used > 0
@@ -56,3 +66,29 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
     assert summary["prompts"]["trained"] == 4 * STEPS
+
+
+def test_a_trained_model_that_finds_no_room_is_written_when_the_run_is_resumed(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    launched = launch(
+        *("--model", str(untrained_model), "--steps", str(STEPS), "--restarts", "0", "--checkpoint.every", str(STEPS)),
+        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+    )
+    launched.wait_for_training()
+    final = launched.run_dir / "final"
+    # Where the model is written before it gets its name.
+    with small_disk(final.with_name(".final.part"), ROOM_BYTES):
+        assert launched.wait(120.0) == 1, launched.output
+        assert re.search(
+            r"trained model \S+/final cannot be written: .*No space left on device.*; make room, then flowrt resume",
+            launched.words,
+        ), launched.output
+        assert "Traceback" not in launched.output
+        assert not final.exists()
+    resumed = launch(resume=launched.run_dir)
+    assert resumed.wait(120.0) == 0, resumed.output
+    assert (final / "config.json").is_file()
+    assert (final / "model.safetensors").stat().st_size > ROOM_BYTES
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
