@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from flowrt.transport.memory import copy_bytes
+
 PIECE_BYTES = 16 * 1024 * 1024
 """The most that moves as one."""
 STAGE_BYTES = 1024 * 1024
@@ -93,7 +95,7 @@ class Run:
         """Copy the bytes of a piece, from whatever device they are on."""
         found = self.in_place(piece)
         if found is not None:
-            out.copy_(found)
+            copy_bytes(out, found)
             return
         rows = self.rows[piece.first : piece.last]
         dtype = rows[0].dtype

@@ -8,6 +8,7 @@ import torch
 
 from flowrt.errors import TransferError
 from flowrt.transport.checksums import Crc32, crc32
+from flowrt.transport.memory import copy_bytes
 from flowrt.transport.pinned import CPU, copying, device_of, for_device, host_buffer
 
 BUCKET_BYTES = 64 * 1024 * 1024
@@ -39,7 +40,7 @@ class Snapshot:
                 offset = 0
                 for tensor in group:
                     flat = tensor.detach().reshape(-1).view(torch.uint8)
-                    bucket[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+                    copy_bytes(bucket[offset : offset + flat.numel()], flat, non_blocking=True)
                     offset += flat.numel()
         return snapshot
 
@@ -61,7 +62,8 @@ class Snapshot:
                 for tensor in group:
                     size = tensor.nbytes
                     # As bytes: a slice may start where a wider type may not.
-                    tensor.reshape(-1).view(torch.uint8).copy_(source[offset : offset + size], non_blocking=True)
+                    flat = tensor.detach().reshape(-1).view(torch.uint8)
+                    copy_bytes(flat, source[offset : offset + size], non_blocking=True)
                     offset += size
 
     def within_reach_of(self, device: torch.device) -> "Snapshot":
