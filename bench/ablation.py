@@ -18,14 +18,12 @@ are medians over rounds. `theory` is bench/simulated/theory.py: the same costs w
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from report import write
 from rich.console import Console
 from rich.table import Table
 from simulated.accounts import LOSSES, ROLES, Accounts
@@ -143,13 +141,8 @@ def main() -> None:
     results = asyncio.run(measure(arguments, console))
     for workload in arguments.workloads:
         console.print(table_of(results, workload, arguments.modes))
-    if arguments.json:
-        machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        machine |= {"python": platform.python_version(), "load": os.getloadavg()[1]}
-        run = {"rounds": arguments.rounds, "steps": arguments.steps, "real_s": arguments.real_s}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        text = {"metrics": metrics_of(results), "machine": {**machine, **run}}
-        arguments.json.write_text(json.dumps(text, indent=2) + "\n")
+    run = {"rounds": arguments.rounds, "steps": arguments.steps, "real_s": arguments.real_s}
+    write(arguments.json, metrics_of(results), load=os.getloadavg()[1], **run)
 
 
 if __name__ == "__main__":

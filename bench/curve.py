@@ -1,19 +1,21 @@
 """What CURVE costs: round trips over the product's own links, with keys and without, in turns.
 
-python bench/curve.py --json bench/results/curve.json
+python bench/curve.py [--quick] [--json PATH]
 """
 
 import argparse
 import asyncio
-import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from children import Child, cpu_s, reply
+from report import Samples, write
+from rich.console import Console
+from rich.table import Table
 
 from flowrt.wire import messages as m
 from flowrt.wire.keys import controller_keys, worker_keys, write_keys
@@ -57,11 +59,11 @@ async def trips(address: str, keys: str, message: m.Message) -> list[float]:
     return seconds[WARM:]
 
 
-def measure() -> dict[str, Any]:
-    results: dict[str, list[float]] = {}
+def measure(repeats: int) -> Samples:
+    samples = Samples()
     with tempfile.TemporaryDirectory() as folder:
         write_keys(Path(folder) / "keys", [], new_pair)
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             for way, keys in (("plain", ""), ("curve", f"{folder}/keys")):
                 server = Child("curve.py", "--serve", keys or "-")
                 address = server.wait_ready()
@@ -69,25 +71,27 @@ def measure() -> dict[str, Any]:
                     before_s = cpu_s(server.pid)
                     seconds = run_loop(trips(address, keys, message))
                     spent_s = cpu_s(server.pid) - before_s
-                    results.setdefault(f"{name}_{way}_p50_us", []).append(1e6 * statistics.median(seconds))
-                    results.setdefault(f"{name}_{way}_server_us", []).append(1e6 * spent_s / (WARM + TRIPS))
+                    samples.add(f"{name}_{way}_p50_us", 1e6 * statistics.median(seconds))
+                    samples.add(f"{name}_{way}_server_us", 1e6 * spent_s / (WARM + TRIPS))
                 server.leave()
-    return {name: round(statistics.median(values), 1) for name, values in results.items()}
+    return samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help=f"1 repeat in place of {REPEATS}")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     arguments = parser.parse_args()
     if arguments.serve:
         run_loop(serve(arguments.serve.strip("-")))
         return
-    numbers = measure()
-    for name, value in numbers.items():
-        print(f"{name:32} {value}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    samples = measure(1 if arguments.quick else REPEATS)
+    table = Table("microseconds", "median", title="CURVE")
+    for name, value in samples.medians().items():
+        table.add_row(name, f"{value:.1f}")
+    Console().print(table)
+    write(arguments.json, samples.medians(), repeats=samples.repeats(), load=os.getloadavg()[1])
 
 
 if __name__ == "__main__":

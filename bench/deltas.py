@@ -4,22 +4,20 @@
 
 The weights are bf16 copies of fp32 weights ~ N(0, 0.02); a step moves each by the learning rate times Adam's update: a
 normal number of mean size 0.2 once the moments have settled, +1 or -1 in the very first step. Rates are full bytes by
-seconds, in one thread: a 10 Gbit/s wire moves 1.25 GB/s of them. "known" starts from checksums that the publisher has
-already; "spare" writes into the buckets of an older version, as receivers do; "whole" is sum, encode and apply one
-after the other, as a version takes them (the versions behind it overlap: they are made while it is applied).
+seconds, in one thread: a 10 Gbit/s wire moves 1.25 GB/s of them. "encode" finds and writes what has changed, as a
+publisher does: it has both checksums, for it offers the version whole, too. "summed" computes the new one's on the
+way. "spare" writes into the buckets of an older version, as receivers do; "whole" is sum, encode and apply one after
+the other, as a version takes them (the versions behind it overlap: they are made while it is applied).
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -80,10 +78,10 @@ def measure(full_bytes: int, learning_rate: float, mean_size: float | None, repe
     return {
         "changed_fraction": differing * 2 / full_bytes,
         "delta_fraction": delta.fraction,
-        "delta_encode_gbps": gbps(full_bytes, repeats, lambda: Delta.between(old, new)),
-        "delta_encode_known_gbps": gbps(
+        "delta_encode_gbps": gbps(
             full_bytes, repeats, lambda: Delta.between(old, new, base_checksum=old_sum, checksum=new_sum)
         ),
+        "delta_encode_summed_gbps": gbps(full_bytes, repeats, lambda: Delta.between(old, new, base_checksum=old_sum)),
         "delta_apply_gbps": gbps(full_bytes, repeats, lambda: Delta.from_buffers(delta.buffers()).apply(old)),
         "delta_apply_spare_gbps": gbps(
             full_bytes, repeats, lambda: Delta.from_buffers(delta.buffers()).apply(old, spare)
@@ -113,7 +111,7 @@ def main() -> None:
         "changed",
         "delta",
         "encode",
-        "known",
+        "summed",
         "apply",
         "spare",
         "checksum",
@@ -133,11 +131,7 @@ def main() -> None:
             if name == PLAIN:
                 metrics |= found
     Console(width=120).print(table)
-    if arguments.json:
-        machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        text = {"metrics": metrics, "machine": {**machine, "python": platform.python_version(), "threads": 1}}
-        arguments.json.write_text(json.dumps(text, indent=2) + "\n")
+    write(arguments.json, metrics, threads=1)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,13 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+GIT_S = 10.0
 
 
 def processor() -> str:
@@ -19,11 +23,23 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def commit() -> str:
+    """The tree that is measured; with "-dirty" where it is not quite that. Empty outside a checkout."""
+    here = ["git", "-C", str(Path(__file__).parents[1])]
+    looks = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"]
+    with suppress(OSError):
+        runs = (subprocess.run([*here, *look], capture_output=True, text=True, timeout=GIT_S) for look in looks)
+        tree, changes = (run.stdout.strip() for run in runs)
+        return f"{tree}-dirty" if tree and changes else tree
+    return ""
+
+
 def write(path: Path | None, metrics: dict[str, float], **about: Any) -> None:
     """Write {metrics, machine} as JSON; ``about`` joins what is said of the machine."""
     if path is None:
         return
-    machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(), **about}
+    machine: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine |= {"commit": commit(), **about}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
 

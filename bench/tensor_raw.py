@@ -15,6 +15,7 @@ import time
 from collections import deque
 from datetime import timedelta
 
+import numpy as np
 import torch
 
 GB = 1e9
@@ -94,21 +95,25 @@ def run_tcp(size: int, count: int) -> float:
         return float(first.stdout.readline())
 
 
-def run_shm(size: int, count: int) -> float:
-    """One copy of so many rows into shared memory that has been written before."""
-    fd = os.memfd_create("bench")
-    os.ftruncate(fd, size * count)
-    with mmap.mmap(fd, size * count) as memory:
+class WarmMemory:
+    """Shared memory that has been written before, and as many rows to copy into it."""
+
+    def __init__(self, size: int, count: int) -> None:
+        self._size, total = size, size * count
+        fd = os.memfd_create("bench")
+        os.ftruncate(fd, total)
+        self._memory = mmap.mmap(fd, total)
         os.close(fd)
-        target, source = torch.frombuffer(memory, dtype=torch.uint8), torch.ones(size * count, dtype=torch.uint8)
-        seconds = []
-        for _ in range(REPEATS + 1):
-            begin_s = time.perf_counter()
-            for start in range(0, size * count, size):
-                target[start : start + size].copy_(source[start : start + size])
-            seconds.append(time.perf_counter() - begin_s)
-        del target
-    return size * count / GB / statistics.median(seconds[1:])
+        self._source = np.ones(total, dtype=np.uint8)
+        self.once()
+
+    def once(self) -> float:
+        """Seconds of one copy of every row."""
+        target, total = np.frombuffer(self._memory, dtype=np.uint8), self._source.size
+        begin_s = time.perf_counter()
+        for start in range(0, total, self._size):
+            np.copyto(target[start : start + self._size], self._source[start : start + self._size])
+        return time.perf_counter() - begin_s
 
 
 if __name__ == "__main__":

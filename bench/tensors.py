@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -29,10 +28,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from report import write
 from rich.console import Console
 from rich.table import Table
 from tensor_desk import CONSUMER, PRODUCER, TRANSPORTS, Desk
-from tensor_raw import run_gloo, run_shm, run_tcp
+from tensor_raw import WarmMemory, run_gloo, run_tcp
 
 from flowrt.wire.loops import serve_loop
 
@@ -184,7 +184,9 @@ async def measure(ours: Ours, peer: Peer | None, repeats: int, console: Console)
         if peer is not None and peer_too:
             await asyncio.to_thread(peer.make, sizes)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*TRANSPORTS, PEER)}
+        warm, copies_s = WarmMemory(sum(sizes) // len(sizes), len(sizes)), []
         for _ in range(repeats + 1):
+            copies_s.append(await asyncio.to_thread(warm.once))
             for transport in TRANSPORTS:
                 seconds[transport].append(await ours.once(transport, len(sizes)))
             if peer is not None and peer_too:
@@ -196,7 +198,7 @@ async def measure(ours: Ours, peer: Peer | None, repeats: int, console: Console)
             size, count = SIZES[case]
             metrics[f"raw_gloo_gbps_{case}"] = await asyncio.to_thread(run_gloo, size, count)
             metrics[f"raw_tcp_gbps_{case}"] = await asyncio.to_thread(run_tcp, size, count)
-            metrics[f"raw_shm_gbps_{case}"] = await asyncio.to_thread(run_shm, size, count)
+            metrics[f"raw_shm_gbps_{case}"] = size * count / GB / statistics.median(copies_s[1:])
         console.print(case, {name: round(value, 3) for name, value in metrics.items() if name.endswith(f"_{case}")})
     return metrics
 
@@ -248,10 +250,7 @@ async def main(arguments: argparse.Namespace) -> None:
     for name, value in metrics.items():
         table.add_row(name, f"{value:.3g}")
     console.print(table)
-    if arguments.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+    write(arguments.json, metrics, load=os.getloadavg()[1])
 
 
 if __name__ == "__main__":

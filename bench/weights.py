@@ -24,7 +24,7 @@ RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
 PERIOD_S = 2.0
 PROMPTS = 20_000
-MORE_OF_CHANGES = ("delta_apply_spare_gbps", "delta_whole_gbps")
+MORE_OF_CHANGES = ("delta_encode_summed_gbps", "delta_apply_spare_gbps", "delta_whole_gbps")
 CONSOLE = Console(width=120)
 
 
