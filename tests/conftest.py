@@ -1,3 +1,7 @@
+from collections.abc import Generator
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -5,3 +9,20 @@ torch.set_num_threads(1)
 # The machines that run these tests are small and shared: a slow example is no bug.
 settings.register_profile("flowrt", deadline=None, max_examples=60)
 settings.load_profile("flowrt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--must", action="append", default=[], metavar="MARKER", help="what is so marked may not be skipped"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Where the real thing has to be there, a test that misses it has failed."""
+    report = yield
+    missed = [name for name in item.config.getoption("--must") if item.get_closest_marker(name)]
+    if report.skipped and missed and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"--must {missed[0]}: {reason}"
+    return report

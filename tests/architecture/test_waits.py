@@ -23,6 +23,10 @@ ELSEWHERE = {
     ("workers/nursery.py", "socket.recv_fds"),
     # Whether a process has ended; returns at once.
     ("flowrt/engines/sglang_server.py", "self._process.poll"),
+    # Of a child that has ended, or was killed.
+    ("workers/nursery.py", "os.waitpid"),
+    # Stays until it is ended, and ends with whoever started it.
+    ("workers/meeting.py", "signal.sigwait"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/wire/link.py", "self._context.term"),
 }
@@ -71,7 +75,12 @@ MEETING = {
 OF_SHARDS = {"full_tensor", "unshard", "distribute_tensor", "init_device_mesh"}
 
 ASYNCIO = {"wait", "wait_for", "timeout", "timeout_at", "sleep", "gather", "as_completed"}
-BLOCKING = {"wait", "wait_for", "acquire", "accept", "communicate", "recv_into", "recvfrom", "term", "getoutput"}
+BLOCKING = {
+    *("wait", "wait_for", "acquire", "accept", "communicate", "recv_into", "recvfrom", "term", "getoutput"),
+    *("waitpid", "waitid", "wait3", "wait4", "sigwait", "sigwaitinfo", "sigtimedwait"),
+    *("readline", "readexactly", "readuntil", "wait_closed"),
+}
+CONNECTING = {"create_connection", "open_connection", "urlopen"}
 RECEIVING = {"recv", "recv_fds", "recv_multipart", "recvmsg", "poll", "select"}
 PROCESSES = {"run", "call", "check_call", "check_output"}
 
@@ -82,6 +91,8 @@ def waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _waits(node) and id(node) not in handed:
             yield node.lineno, ast.unparse(node.func)
+        if isinstance(node, ast.AsyncFor) or (isinstance(node, ast.comprehension) and node.is_async):
+            yield node.iter.lineno, ast.unparse(node.iter)
         if isinstance(node, ast.AsyncWith):  # a lock stands there by its name
             for item in node.items:
                 if isinstance(item.context_expr, ast.Name | ast.Attribute):
@@ -112,7 +123,9 @@ def _waits(call: ast.Call) -> bool:
         return not call.args or any(word.arg in ("timeout", "block") for word in call.keywords)
     if name == "result":
         return bool(call.args or call.keywords) or "run_coroutine_threadsafe" in owner or ".submit(" in owner
-    if name == "init_process_group":
+    if name in ("flock", "lockf"):
+        return "LOCK_NB" not in words
+    if name == "init_process_group" or name in CONNECTING:
         return all(word.arg != "timeout" for word in call.keywords)
     return name in BLOCKING
 
@@ -239,10 +252,19 @@ def test_every_wait_goes_through_the_primitive() -> None:
         "dist.init_process_group('gloo')",
         "zmq_socket.poll(100)",
         "context.term()",
+        "os.waitpid(pid, 0)",
+        "signal.sigwait({2})",
+        "fcntl.flock(fd, fcntl.LOCK_EX)",
+        "await reader.readline()",
+        "await writer.wait_closed()",
+        "socket.create_connection((host, port))",
+        "urllib.request.urlopen(url)",
+        "async for line in reader: pass",
+        "x = [one async for one in stream]",
     ],
 )
 def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
-    if code.startswith(("await", "async")):
+    if "await" in code or "async " in code:
         code = f"async def one():\n    {code}"
     assert len(list(waits(ast.parse(code)))) >= 1
 
@@ -255,6 +277,7 @@ def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
         "f'{a} '.join(names)",
         "table.get('key')",
         "task.result()",
+        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "roster.join(worker, role, now)",
     ],
 )

@@ -17,7 +17,7 @@ from flowrt.recipes.load import defaults, to_toml
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 LONGEST_SENTENCE = 400
-TOKEN = "FLOWRT_TEST_TOKEN"
+TOKEN = "TOKEN_OF_TEST"  # no FLOWRT_…: those are not handed on to servers
 LOOK_EVERY_S = 0.05
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lane_peer
+import psutil
 import pytest
 import torch
 
@@ -95,6 +96,12 @@ class Pair:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
+
+    def worked_s(self) -> float:
+        """Processor time of the peer so far, in seconds."""
+        assert self._process is not None
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
 
     async def close(self) -> None:
         await self.lanes.close()

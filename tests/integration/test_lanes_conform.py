@@ -176,11 +176,13 @@ async def test_slow_is_not_hung_as_long_as_something_moves(start: Start, transpo
     work = pair.lanes.receive(turn, peer.sizes_of(columns))
     await asyncio.wait([work], timeout=0.02)
     while not work.done() and time.monotonic() - begin_s < 2 * deadline_s:
-        # Most of the time it is stopped; what it does in between is progress.
+        # Most of the time it is stopped; what it does in between, however busy this machine is, is progress.
         pair.kill(signal.SIGSTOP)
         await asyncio.wait([work], timeout=0.35)
+        worked_s, woken_s = pair.worked_s(), time.monotonic()
         pair.kill(signal.SIGCONT)
-        await asyncio.wait([work], timeout=0.04)
+        while not work.done() and pair.worked_s() < worked_s + 0.03 and time.monotonic() < woken_s + 0.5 * deadline_s:
+            await asyncio.wait([work], timeout=0.01)
     (flat,) = await work
     assert (await answer)["error"] is None
     assert flat.numel() == 600_000_000
@@ -200,7 +202,7 @@ async def test_a_transfer_that_trickles_is_an_error_that_says_how_slow_it_was(
     work = pair.lanes.send_each(turn, mine) if sending else pair.lanes.receive_each(turn, mine)
     slow = r"is too slow: 0\.\d MB moved in \d s, and after 2 s 1 MB/s are wanted; .* lower controller.lane_mb_per_s"
     try:
-        assert await failed(work, 4 * FAST_S, f"lane .*({slow}|gone|losed)") >= 0.5 * FAST_S
+        assert await failed(work, 4 * FAST_S, f"lane .*({slow}|gone|losed|reset by peer)") >= 0.5 * FAST_S
     finally:
         error = str(work.exception())
     async with asyncio.timeout(4 * FAST_S):

@@ -166,7 +166,7 @@ async def test_one_that_cannot_begin_is_done_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_workers_of_a_run_are_forked_unless_they_shall_not(launch: Callable[..., Launch], forks: bool) -> None:
     run = launch("--steps", "10", *TINY, "--launch.forked", str(forks))
     run.wait_for(lambda: run.find("flowrt.workers.trainer"), "trainer")
@@ -178,9 +178,8 @@ def test_workers_of_a_run_are_forked_unless_they_shall_not(launch: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment", [pytest.param("before anybody is forked", marks=pytest.mark.long), "while it trains"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["before anybody is forked", "while it trains"])
 def test_a_run_outlives_its_nursery(launch: Callable[..., Launch], moment: str) -> None:
     run = launch("--steps", "30", "--checkpoint.every", "2", *TINY)
     run.wait_for(lambda: run.find("flowrt.workers.nursery"), "nursery")

@@ -29,6 +29,10 @@ EXACT = [
     *("--checkpoint.every", str(EVERY), *SMALL),
 ]
 TIMES = {"wall_s", "samples_per_s"}
+VICTIMS = [
+    *("flowrt.workers.rollout", "flowrt.workers.source", "flowrt.launch.controller"),
+    *("flowrt.workers.reward", "flowrt.workers.reference", "flowrt.workers.trainer"),
+]
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:
@@ -53,12 +57,16 @@ def wait_for_steps(run: Any, steps: int) -> None:
     run.wait_for(lambda: (run.run_dir / "metrics.jsonl").is_file() and len(lines(run.run_dir)) >= steps, "steps")
 
 
+def let_pass(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        pass
+
+
 def kill_at_a_random_moment(run: Any, rng: random.Random) -> None:
     wait_for_steps(run, rng.randint(EVERY + 1, STEPS // 2))
     found = run.processes()
-    end_s = time.monotonic() + rng.uniform(0.0, 0.3)
-    while time.monotonic() < end_s:
-        pass
+    let_pass(rng.uniform(0.0, 0.3))
     run.kill_all(found)
 
 
@@ -77,6 +85,15 @@ def kill_while_saving(run: Any, after: int) -> None:
                 return
             os.kill(trainer.pid, signal.SIGCONT)
     pytest.fail("no checkpoint was caught while it was written")
+
+
+def kill_one(run: Any, victim: str, rng: random.Random) -> None:
+    """At a random moment, two steps from now or a little later; returns when another one stands in for it."""
+    wait_for_steps(run, len(lines(run.run_dir)) + 2)
+    [gone] = run.find(victim)
+    let_pass(rng.uniform(0.0, 0.3))
+    run.signal(signal.SIGKILL, gone)
+    run.wait_for(lambda: {one.pid for one in run.find(victim)} - {gone.pid}, f"another {victim}")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +122,23 @@ def test_the_weights_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Pa
     start = parameters(taught_model)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in plain.items())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in plain.items())
+
+
+def test_the_weights_do_not_show_whose_process_was_killed(
+    runs: tuple[Path, Path], launch: Callable[..., Any], taught_model: Path
+) -> None:
+    """Everybody once; whoever made samples that are lost makes the same ones again."""
+    rng = random.Random(SEED + 1)
+    struck = launch("--model", str(taught_model), *EXACT, "--supervisor.backoff-s", "0.1")
+    wait_for_steps(struck, 1)
+    for victim in VICTIMS:
+        kill_one(struck, victim, rng)
+    assert struck.wait(120.0) == 0, struck.output
+    struck.assert_gone(10.0)
+    plain, final = (parameters(run_dir / "final") for run_dir in (runs[0], struck.run_dir))
+    assert all(torch.equal(tensor, final[name]) for name, tensor in plain.items())
+    assert [line["reward"] for line in lines(struck.run_dir)] == [line["reward"] for line in lines(runs[0])]
+    assert (summary(struck.run_dir)["prompts_lost"], summary(struck.run_dir)["prompts_trained_twice"]) == (0, 0)
 
 
 def test_the_metrics_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Path]) -> None:
