@@ -80,6 +80,7 @@ class Bench:
         for _ in range(self.repeats):
             for system in systems:
                 system.start_queue()
+                rows.warm(system)
             for size in rows.REQUESTS:
                 for system in systems:
                     rows.put_and_get(system, size, self.shrink, self.samples)

@@ -89,10 +89,10 @@ def put_and_get(system: System, rows: int, shrink: int, samples: Samples) -> Non
 
 
 def warm(system: System) -> None:
-    """Let every client do once what it will be timed at."""
+    """Let every client, and the queue, do some of what they will be timed at."""
     for producer, consumer in zip(system.clients[::2], system.clients[1::2], strict=True):
-        for rows in REQUESTS:
-            load = {"part": system.part(), "rows": rows, "requests": 5}
+        for rows, requests in REQUESTS.items():
+            load = {"part": system.part(), "rows": rows, "requests": requests // 10}
             producer.ask("put", **load)
             consumer.ask("get", **load)
             producer.ask("clear", part=load["part"], rows=0)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from flowrt.client.deadlines import Deadlines
@@ -13,6 +14,10 @@ from flowrt.wire import messages as m
 Request = m.Offer | m.Pull | m.Commit | m.Saved
 LAST_WORD_S = 30.0
 """How long the controller may take to answer a request that was withdrawn."""
+BRISK_S = 0.001
+"""While answers come sooner than this, whoever waits for a single one looks for it before it sleeps, …"""
+WATCH_S = 0.0005
+"""… for so long at most: what a request may cost in processor time. To wake up may take as long as to be answered."""
 
 
 @dataclass(slots=True)
@@ -28,16 +33,27 @@ class _Open:
 class Asking:
     """The open requests of one session."""
 
-    def __init__(self, worker: str, send: Callable[[m.Message], None], unclaimed: Callable[[m.Message], None]) -> None:
-        """``unclaimed`` is called with each answer that nobody waits for any more."""
+    def __init__(
+        self,
+        worker: str,
+        send: Callable[[m.Message], None],
+        watch: Callable[[float], object],
+        unclaimed: Callable[[m.Message], None],
+    ) -> None:
+        """``watch`` looks for answers, without sleeping, for so many seconds at most.
+
+        ``unclaimed`` is called with each answer that nobody waits for any more.
+        """
         self._worker = worker
         self._send = send
+        self._watch = watch
         self._unclaimed = unclaimed
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
         self._ended: FlowError | None = None
         self._leaving = False
         self._numbers = 0
+        self._brisk = False  # the last answer came at once
         self._deadlines = Deadlines(self._expire)
 
     def number(self) -> int:
@@ -58,8 +74,13 @@ class Asking:
         self._deadlines.add(number, deadline_s)
         try:
             self._send(message)
+            if self._brisk and len(self._open) == 1:
+                self._loop.call_soon(self._look_for, one)  # after whoever else has something to do, or to ask
+            asked_s = monotonic()
             with noted(f"the answer to {type(message).__name__} {number}", CONTROLLER, deadline_s):
-                return await one.reply
+                answer = await one.reply
+            self._brisk = monotonic() < asked_s + BRISK_S
+            return answer
         except asyncio.CancelledError:
             # Whoever asked has given up: nothing may wait at the controller in its name, nor an answer be lost that
             # came at this very moment.
@@ -113,6 +134,10 @@ class Asking:
         for one in self._open.values():
             if not one.reply.done():
                 one.reply.set_exception(error)
+
+    def _look_for(self, one: _Open) -> None:
+        if len(self._open) == 1 and not one.reply.done():
+            self._watch(WATCH_S)
 
     def _expire(self, number: int) -> None:
         if (one := self._open.get(number)) is None:

@@ -45,6 +45,11 @@ class Contact:
         if not self.is_away:
             self._line.send(message)
 
+    def watch(self, for_s: float) -> None:
+        """Look for an answer that is about to come, for so many seconds at most."""
+        if not self.is_away:
+            self._line.watch(for_s)
+
     def over(self) -> None:
         """The session has ended: a line that is cut from now on is not replaced."""
         self._over = True

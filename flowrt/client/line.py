@@ -55,6 +55,11 @@ class Line:
     def send(self, message: m.Message) -> None:
         self._link.send(message)
 
+    def watch(self, for_s: float) -> None:
+        """Look for what comes, for so many seconds at most, without sleeping."""
+        if not self._closed:
+            self._link.watch(for_s)
+
     def close(self, linger_ms: int | None = None) -> None:
         """Drop the connection; what is still to be sent gets so many milliseconds (None: the usual ones)."""
         if not self._closed:

@@ -52,7 +52,7 @@ class Session:
         self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
         self._beside = Beside(self.end)
         self.params = Params(self._lanes, self.send, self._beside.spawn, welcome.lane_s)
-        self._asking = Asking(worker, self.send, self._unclaimed)
+        self._asking = Asking(worker, self.send, lambda for_s: self._contact.watch(for_s), self._unclaimed)
         self._promised = Promised(self.store)
         self._memory = Memory(welcome.renewable)
         self._orders = Orders(

@@ -1,6 +1,5 @@
 """The walk of a version: named models, each with versions of its own, moved from holder to receiver."""
 
-import math
 from collections.abc import Collection, Sequence
 
 from flowrt.controller.events import Command, Keep, Send
@@ -81,7 +80,8 @@ class Models:
     def move(self, gated: Collection[WorkerId], now: float) -> None:
         """Order what is due, and let go of what nobody will ask for again."""
         for name, versions in self.of.items():
-            if not versions.changed and now < min(self.resting[name].values(), default=math.inf):
+            rests = self.resting[name]
+            if not versions.changed and (not rests or now < min(rests.values())):
                 continue
             versions.changed, self.resting[name] = False, self._resting(versions, now)
             hurried = gated if versions is self.policy else ()

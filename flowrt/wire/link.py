@@ -17,6 +17,7 @@ from zmq.backend import zmq_poll
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
 from flowrt.wire.addresses import check_address
+from flowrt.wire.awake import watch
 from flowrt.wire.codec import MAX_MESSAGE_BYTES, decode, encode
 from flowrt.wire.gate import Doorstep, Failure, Gate
 from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
@@ -61,7 +62,7 @@ class _Socket:
         self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
         # A frame that is not copied yet knows whether more follows; pyzmq's types do not know the frame.
         self._receive_whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
-        self._look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
+        self.look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
         self.latest: zmq.Frame | None = None
         self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
@@ -78,7 +79,7 @@ class _Socket:
             self._send_frame(frame, _MORE)
         self._send_frame(frames[-1], _NOBLOCK)
         # A look costs a system call; a drain that is under way will look anyway.
-        if not self._draining and self._look():
+        if not self._draining and self.look():
             self._loop.call_soon(self.drain)
 
     def drain(self) -> bool:
@@ -99,7 +100,7 @@ class _Socket:
         receive_frame, receive_whole, names_sender = self._receive_frame, self._receive_whole, self._names_sender
         for taken in range(_DRAIN_AT_MOST):
             # Most often one message is all there is, and to look costs less than an exception; in a crowd, more.
-            if taken == 1 and not self._look():
+            if taken == 1 and not self.look():
                 return True
             try:
                 frames = [receive_frame()] if names_sender else []
@@ -131,8 +132,7 @@ class _Monitor:
     def __init__(self, socket: zmq.Socket[bytes], on_event: OnEvent, failed: Callable[[Failure], None]) -> None:
         self._watched, self._on_event, self._failed = socket, on_event, failed
         self._events = socket.get_monitor_socket(sum(on_event) + sum(_FAILURES))
-        self._descriptor = int(self._events.getsockopt(zmq.FD))
-        self._loop = asyncio.get_running_loop()
+        self._descriptor, self._loop = int(self._events.getsockopt(zmq.FD)), asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._drain)
         self._loop.call_soon(self._drain)
 
@@ -189,8 +189,7 @@ class ServerLink:
         closed: Callable[[], None],
         keys: ControllerKeys | None = None,
     ) -> None:
-        self._receive, self._garbled = receive, garbled
-        self._keyed = keys is not None
+        self._receive, self._garbled, self._keyed = receive, garbled, keys is not None
         self._raw = server_socket()
         self.drain = self._raw.drain
         self.gate = Gate({} if keys is None else keys.admitted, closed)
@@ -265,6 +264,7 @@ class ClientLink:
             self._raw.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
             self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
             self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+        self.watch = partial(watch, self._raw.look, self._raw.drain)
         self._doorstep = Doorstep(keys, failed)
         self._monitor = _Monitor(self._raw.socket, {zmq.EVENT_DISCONNECTED: self._closed}, self._doorstep.failed)
 
