@@ -19,8 +19,9 @@ from rich.table import Table
 
 from flowrt.wire import messages as m
 from flowrt.wire.keys import controller_keys, worker_keys, write_keys
-from flowrt.wire.link import ClientLink, ServerLink, new_pair
+from flowrt.wire.link import ClientLink, ServerLink
 from flowrt.wire.loops import run_loop
+from flowrt.wire.sockets import new_pair
 
 MESSAGES = {"pull": m.Pull(1, "rollout", 1, 0, -1), "commit_1000": m.Committed(1, tuple(range(1000)), "")}
 TRIPS, WARM, REPEATS = 4000, 400, 5

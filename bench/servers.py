@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
 from children import raise_open_files, reply
 
 from flowrt.controller.batchers import GroupCount
@@ -26,9 +25,9 @@ from flowrt.controller.refresh import DelayedUpdate
 from flowrt.controller.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.walk import Entry
-from flowrt.wire.link import _bind, server_socket
 from flowrt.wire.loops import serve_loop
 from flowrt.wire.records import Stage
+from flowrt.wire.sockets import server_socket
 
 ANY_PORT = "tcp://127.0.0.1:0"
 PATIENCE_S = 3600.0
@@ -77,9 +76,9 @@ async def echo(answer: bytes) -> None:
     """On the product's own socket: no codec, no core, one constant answer."""
     raw = server_socket()
     send = raw.send
-    _bind(raw.socket, ANY_PORT)
+    address = raw.bind(ANY_PORT)
     raw.start(lambda frames: send([frames[0], answer]))
-    reply(raw.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    reply(address)
     await input_ended()
     raw.close()
 

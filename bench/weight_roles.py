@@ -27,7 +27,7 @@ from flowrt.api import (
 from flowrt.engines.build import build_model
 from flowrt.engines.checkpoint import named_parameters
 from flowrt.wire.keys import worker_keys, write_keys
-from flowrt.wire.link import new_pair
+from flowrt.wire.sockets import new_pair
 
 MODEL = "policy"
 JOIN_S = 20.0

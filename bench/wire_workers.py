@@ -15,6 +15,7 @@ from children import obey, raise_open_files
 
 from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
+from flowrt.wire.sockets import client_options
 
 STAGE = "consume"
 PULL = encode(m.Pull(1, STAGE, 1, 0, -1))
@@ -49,8 +50,8 @@ class Workers:
 
     def _connect(self, address: str, name: str) -> None:
         one = self._context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            one.setsockopt(option, 0)
+        for option, value in {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0, **client_options()}.items():
+            one.setsockopt(option, value)
         one.connect(address)
         descriptor = int(one.getsockopt(zmq.FD))
         self._sockets[descriptor] = one

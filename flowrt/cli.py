@@ -46,7 +46,7 @@ def _run(words: list[str]) -> int:
 
 def _keys(words: list[str]) -> int:
     from flowrt.wire.keys import write_keys
-    from flowrt.wire.link import new_pair
+    from flowrt.wire.sockets import new_pair
 
     if not words or any(word.startswith("-") for word in words):
         raise ConfigError("flowrt keys takes a new directory, and names of workers if each is to have its own key")

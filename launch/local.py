@@ -31,7 +31,7 @@ from flowrt.recipes.paths import address_file, model_dir, private, write_whole
 from flowrt.recipes.subjects import subject
 from flowrt.waiting import pause
 from flowrt.wire.keys import KEYS_VARIABLE, controller_keys, worker_keys
-from flowrt.wire.link import check_free
+from flowrt.wire.sockets import check_free
 
 OBSERVER = "observer"
 TRAINER = "trainer"

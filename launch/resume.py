@@ -16,7 +16,7 @@ from flowrt.recipes.load import check, from_file
 from flowrt.recipes.paths import checkpoint_steps, kept_model_dir
 from flowrt.recipes.subjects import subject
 from flowrt.wire.keys import controller_keys
-from flowrt.wire.link import check_free
+from flowrt.wire.sockets import check_free
 
 
 def resume(run_dir: Path, steps: int | None, console: Console) -> int:

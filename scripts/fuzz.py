@@ -23,7 +23,7 @@ from flowrt.testing.targets import MOST_MEMBERS, SPEAKERS, hear
 from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
 from flowrt.wire.keys import WorkerKeys, worker_keys, write_keys
-from flowrt.wire.link import new_pair
+from flowrt.wire.sockets import new_pair
 
 ROUND_S = 10.0
 MEGABYTES = 400

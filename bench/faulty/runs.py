@@ -28,7 +28,7 @@ from flowrt.lifeline import die_with_parent
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import defaults
 from flowrt.wire.keys import write_keys
-from flowrt.wire.link import new_pair
+from flowrt.wire.sockets import new_pair
 
 STEPS, PROMPTS, MEMBERS = 8, 4, 2
 HELD_OUT = 3

@@ -1,179 +1,16 @@
-"""ZeroMQ under asyncio: the only file that imports zmq.
+"""The two ends of the wire: whole messages in and out, what is wrong with one, and who has gone."""
 
-Raw ROUTER and DEALER sockets on ``loop.add_reader``: about half the cost of zmq.asyncio. The descriptor of a ZeroMQ
-socket is edge-triggered, so a wake-up must drain it until it would block, and a send must look whether it made
-the socket readable without a new edge. No send blocks: a full queue is an error with a name.
-"""
-
-import asyncio
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import zmq
-from zmq.backend import Socket as BareSocket
-from zmq.backend import zmq_poll
-
-from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
+from flowrt.errors import FlowError, RemoteProtocolError
 from flowrt.wire.addresses import check_address
 from flowrt.wire.awake import watch
-from flowrt.wire.codec import MAX_MESSAGE_BYTES, decode, encode
-from flowrt.wire.gate import Doorstep, Failure, Gate
-from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
+from flowrt.wire.codec import decode, encode
+from flowrt.wire.gate import Doorstep, Gate
+from flowrt.wire.keys import ControllerKeys, WorkerKeys
 from flowrt.wire.messages import Message
-
-_DRAIN_AT_MOST = 256
-_BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
-_OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
-# Of one peer: messages that wait to be read (it sends no faster); answers that it does not read (it counts as gone).
-_WAITING = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
-# A peer whose machine is gone closes nothing: the I/O threads ask each other, however busy the processes are, and know
-# within 17 s: a link that was cut for 5 s speaks after up to 7 s. Of stopped processes `silence` knows within 5 s.
-_HEARTBEATS = {zmq.HEARTBEAT_IVL: 2000, zmq.HEARTBEAT_TIMEOUT: 15000}
-_SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, **_WAITING, **_HEARTBEATS}
-_ASK_KEYS = "inproc://zeromq.zap.01"
-_FAILURES = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failure.UNKNOWN_KEY,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Failure.OTHER_WAYS,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Failure.SILENT,
-}
-_EVENT = struct.Struct("=HI")
-OnEvent = Mapping[zmq.Event, Callable[[int], object]]
-
-# As plain numbers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
-_NOBLOCK, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.POLLIN)
-
-
-class _Socket:
-    """What both ends share: a socket that calls back for every multipart message."""
-
-    def __init__(
-        self, kind: int, beside: "_Socket | None" = None, options: dict[zmq.SocketOption, int] | None = None
-    ) -> None:
-        self._context: zmq.Context[Any] = zmq.Context() if beside is None else beside._context
-        self._shared = beside is not None
-        self.socket = self._context.socket(kind)
-        self._descriptor = int(self.socket.getsockopt(zmq.FD))
-        for option, value in (_OPTIONS | (options or {})).items():
-            self.socket.setsockopt(option, value)
-        # The calls below pyzmq's Python layer, which checks and converts on every call what is fixed here.
-        self._send_frame = partial(BareSocket.send, self.socket)
-        self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
-        # A frame that is not copied yet knows whether more follows; pyzmq's types do not know the frame.
-        self._receive_whole: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
-        self.look = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
-        self.latest: zmq.Frame | None = None
-        self._names_sender = kind == zmq.ROUTER
-        self._loop = asyncio.get_running_loop()
-        self._receive: Callable[[list[bytes]], None] | None = None
-        self._draining = self._closed = False
-
-    def start(self, receive: Callable[[list[bytes]], None]) -> None:
-        self._receive = receive
-        self._loop.add_reader(self._descriptor, self.drain)
-        self._loop.call_soon(self.drain)
-
-    def send(self, frames: list[bytes]) -> None:
-        for frame in frames[:-1]:
-            self._send_frame(frame, _MORE)
-        self._send_frame(frames[-1], _NOBLOCK)
-        # A look costs a system call; a drain that is under way will look anyway.
-        if not self._draining and self.look():
-            self._loop.call_soon(self.drain)
-
-    def drain(self) -> bool:
-        if self._receive is None or self._closed or self._draining:
-            return not self._draining
-        self._draining, emptied = True, False
-        try:
-            emptied = self._receive_waiting(self._receive)
-        finally:
-            self._draining = False
-            if not emptied and not self._closed:
-                # More is waiting, but others on this loop want a turn too.
-                self._loop.call_soon(self.drain)
-        return emptied
-
-    def _receive_waiting(self, receive: Callable[[list[bytes]], None]) -> bool:
-        """Take what is waiting, up to a limit; returns whether that was all."""
-        receive_frame, receive_whole, names_sender = self._receive_frame, self._receive_whole, self._names_sender
-        for taken in range(_DRAIN_AT_MOST):
-            # Most often one message is all there is, and to look costs less than an exception; in a crowd, more.
-            if taken == 1 and not self.look():
-                return True
-            try:
-                frames = [receive_frame()] if names_sender else []
-                frame = receive_whole()
-            except zmq.Again:
-                return True
-            frames.append(frame.bytes)
-            while frame.more:
-                frame = receive_whole()
-                frames[9:] = [frame.bytes]  # ZeroMQ asks for a key in nine, peers say two: more are too many
-            self.latest = frame
-            receive(frames)
-            if self._closed:
-                return True
-        return False
-
-    def close(self, linger_ms: int | None = None) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._descriptor)
-            self.socket.close(linger_ms)
-            if not self._shared:
-                self._context.term()
-
-
-class _Monitor:
-    """Calls back for events of a socket's connections; ZeroMQ says the descriptor at best, never the peer."""
-
-    def __init__(self, socket: zmq.Socket[bytes], on_event: OnEvent, failed: Callable[[Failure], None]) -> None:
-        self._watched, self._on_event, self._failed = socket, on_event, failed
-        self._events = socket.get_monitor_socket(sum(on_event) + sum(_FAILURES))
-        self._descriptor, self._loop = int(self._events.getsockopt(zmq.FD)), asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        while not self._events.closed and int(self._events.getsockopt(zmq.EVENTS)) & _POLLIN:
-            event, value = _EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
-            if event in _FAILURES:
-                self._failed(_FAILURES[event])
-            else:
-                self._on_event[event](value)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        self._watched.disable_monitor()
-        self._events.close(linger=0)
-
-
-def new_pair() -> Pair:
-    """A fresh CURVE key pair."""
-    public, secret = zmq.curve_keypair()
-    return Pair(public.decode(), secret.decode())
-
-
-def check_free(address: str, keyed: bool) -> None:
-    """Bind and let go. Raises ConfigError when the address is malformed, taken, or open to others without keys."""
-    check_address(address, keyed)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        _bind(socket, address)
-
-
-def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
-        raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
-
-
-def server_socket() -> _Socket:
-    """The controller's socket, not yet bound."""
-    return _Socket(zmq.ROUTER, options=_SERVER_OPTIONS)
+from flowrt.wire.sockets import Monitor, asking_socket, client_socket, server_socket
 
 
 class ServerLink:
@@ -190,20 +27,14 @@ class ServerLink:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._receive, self._garbled, self._keyed = receive, garbled, keys is not None
-        self._raw = server_socket()
+        self._raw = server_socket(keys)
         self.drain = self._raw.drain
         self.gate = Gate({} if keys is None else keys.admitted, closed)
-        self._asked: _Socket | None = None
-        if keys is not None:
-            # Before anybody can connect: where nobody answers for the keys, ZeroMQ lets every key in.
-            asked = self._asked = _Socket(zmq.ROUTER, self._raw)
-            asked.socket.bind(_ASK_KEYS)
+        self._asked = None if keys is None else asking_socket(self._raw)
+        if (asked := self._asked) is not None:
             asked.start(lambda frames: asked.send(self.gate.answer(frames)))
-            self._raw.socket.setsockopt(zmq.CURVE_SERVER, 1)
-            self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
-            self._raw.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
-        on_event = {zmq.EVENT_ACCEPTED: self.gate.knocked, zmq.EVENT_DISCONNECTED: self.gate.left}
-        self._monitor = _Monitor(self._raw.socket, on_event, self.gate.failed)
+        self.source = self._raw.source
+        self._monitor = Monitor(self._raw, self.gate.left, self.gate.failed, self.gate.knocked)
 
     def bind(self, address: str) -> str:
         """Listen on ``tcp://HOST:PORT`` (port 0: any free one); returns the address with its real port.
@@ -211,28 +42,18 @@ class ServerLink:
         Raises ConfigError when the address is malformed, taken, or not loopback without keys.
         """
         check_address(address, self._keyed)
-        _bind(self._raw.socket, address)
+        bound = self._raw.bind(address)
         self._raw.start(self._on_frames)
-        return str(self._raw.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Send; False when that peer's connection is gone."""
-        try:
-            self._raw.send([peer, encode(message)])
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
-            raise
-        return True
+        return self._raw.try_send([peer, encode(message)])
 
     def close(self) -> None:
         self._monitor.close()
         for one in filter(None, (self._asked, self._raw)):
             one.close()
-
-    def source(self) -> int:
-        """The descriptor of the connection over which the latest message came."""
-        return -1 if self._raw.latest is None else int(self._raw.latest.get(zmq.SRCFD))
 
     def hang_up(self, peer: bytes) -> None:
         """End the connection of the peer that sent the latest message."""
@@ -259,25 +80,16 @@ class ClientLink:
     def __init__(
         self, receive: Callable[[Message], None], failed: Callable[[FlowError], None], keys: WorkerKeys | None = None
     ) -> None:
-        self.receive, self._failed, self._raw = receive, failed, _Socket(zmq.DEALER)
-        if keys is not None:
-            self._raw.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
-            self._raw.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
-            self._raw.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+        self.receive, self._failed, self._raw = receive, failed, client_socket(keys)
         self.watch = partial(watch, self._raw.look, self._raw.drain)
         self._doorstep = Doorstep(keys, failed)
-        self._monitor = _Monitor(self._raw.socket, {zmq.EVENT_DISCONNECTED: self._closed}, self._doorstep.failed)
+        self._monitor = Monitor(self._raw, self._closed, self._doorstep.failed)
 
     def connect(self, address: str, cut: Callable[[], None] = lambda: None) -> None:
         """Connect, again and again; ``cut`` hears of each that closes. Raises ConfigError on a malformed address."""
         self._cut = cut
         self._doorstep.address = address
-        try:
-            self._raw.socket.connect(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"controller address {address!r} cannot be used ({error.strerror}); write tcp://HOST:PORT"
-            ) from error
+        self._raw.connect(address)
         self._raw.start(self._on_frames)
 
     def send(self, message: Message) -> None:

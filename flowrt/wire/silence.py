@@ -1,9 +1,9 @@
 """Two kinds of silence: a process that is stopped, and a link that is cut.
 
-ZeroMQ's I/O threads ask every peer every two seconds whether it lives. Where a process is stopped its kernel still
-acknowledges the question, and no answer comes; where the link is cut, or the machine is gone, nothing comes at all. A
-link may come back, and TCP will have lost nothing; so it is given more time. The kernel knows which it is (`tcp_info`
-in Linux's include/uapi/linux/tcp.h).
+The I/O threads of a worker say something every two seconds, however busy it is; of one that does not our kernel asks
+whether it is there. Where a process is stopped its kernel still acknowledges the question, and no word comes; where the
+link is cut, or the machine is gone, nothing comes at all. A link may come back, and TCP will have lost nothing; so it
+is given more time. The kernel knows which it is (`tcp_info` in Linux's include/uapi/linux/tcp.h).
 """
 
 import ctypes

@@ -28,7 +28,7 @@ ELSEWHERE = {
     # Stays until it is ended, and ends with whoever started it.
     ("workers/meeting.py", "signal.sigwait"),
     # zmq's own thread is told to end within LINGER.
-    ("flowrt/wire/link.py", "self._context.term"),
+    ("flowrt/wire/sockets.py", "self._context.term"),
 }
 """Waits that are no calls of the primitive, each with its reason."""
 

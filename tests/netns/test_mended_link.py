@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrt.wire.keys import write_keys
-from flowrt.wire.link import new_pair
+from flowrt.wire.sockets import new_pair
 
 SERVER = """
 import asyncio, sys

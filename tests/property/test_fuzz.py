@@ -27,8 +27,8 @@ from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
 from flowrt.wire.gate import STRANGE_WORDS
 from flowrt.wire.keys import controller_keys, worker_keys, write_keys
-from flowrt.wire.link import new_pair
 from flowrt.wire.records import Incoming, LaneTurn, Part
+from flowrt.wire.sockets import new_pair
 
 WORKERS = NAMES[:6]
 GROWN_BYTES = 64 * 2**20
