@@ -18,6 +18,12 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     behind: tuple[str, ...] = ()
+    ranks: int = 1
+
+    @property
+    def workers(self) -> list[str]:
+        """What the run knows its processes as."""
+        return [self.name] if self.ranks == 1 else [f"{self.name}-{rank}" for rank in range(self.ranks)]
 
     @property
     def words(self) -> list[str]:
@@ -78,4 +84,4 @@ def _trainer(config: RunConfig, find: tuple[str, ...], meeting: str) -> Command:
     if nodes > 1:
         # The store is the launcher's: no torchrun takes itself for its host, and none needs a port that is known.
         together = (*together, "--hosts", str(nodes), "--meeting", meeting)
-    return Command("trainer", (*together, *worker), behind)
+    return Command("trainer", (*together, *worker), behind, ranks)

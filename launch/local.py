@@ -171,13 +171,12 @@ class LocalRun:
         self._controller, self._is_new = controller, False
         commands = worker_commands(self._config, address, await self._start_meeting(address))
         missing = Missing(self._children, self._config.supervisor.hung_s, self._config.controller.join_s, view.say)
-        ours = {command.name for command in commands if not command.behind}
-        vital = ours & {TRAINER} if self._config.trainer.ranks == 1 else set()  # ranks come under names of their own
+        ours = {command.name: command.workers for command in commands if not command.behind}
 
         def show(status: dict[str, Any]) -> None:
             view.show(status)
             if status["ended"] is None:
-                missing.look(status["workers"], ours - {TRAINER}, vital)
+                missing.look(status["workers"], ours, {TRAINER})
 
         observer = Observer(address, show, self._keys, self._config.controller.silence_s)
         view.say(f"controller at {address}")

@@ -29,23 +29,25 @@ class Missing:
         """Another controller begins: whoever was in has so many seconds more to find it."""
         self._until_s = dict.fromkeys(self._until_s, monotonic() + for_s + self._patience_s)
 
-    def look(self, workers: Mapping[str, str], replaceable: Collection[str], vital: Collection[str] = ()) -> None:
-        """``workers`` are those that the controller has now; kills who of the replaceable is none for too long.
+    def look(self, workers: Collection[str], ours: Mapping[str, Collection[str]], vital: Collection[str] = ()) -> None:
+        """``workers`` are those that the controller has now; kills who of ``ours`` is none for too long.
 
-        Who is vital is only missed until it comes: that it leaves ends this life of the run anyway.
+        A process of ours may be several workers: the ranks of a torchrun, each of which has to come. Who is vital is
+        only missed until it has: that it leaves ends this life of the run anyway.
         """
         now = monotonic()
         living = {}
         for child in self._children.running():
             who = (child.name, child.process.pid)
-            if child.name in workers:
+            absent = [name for name in ours.get(child.name, ()) if name not in workers]
+            if child.name in ours and not absent:
                 living[who] = now + self._patience_s
                 self._came.add(who)
-            elif child.name in replaceable or (child.name in vital and who not in self._came):
+            elif absent and not (child.name in vital and who in self._came):
                 living[who] = self._until_s.get(who, now + self._join_s + self._patience_s)
                 if now > living[who]:
                     how = "left the run and its process has not" if who in self._came else "never come, and it lives"
-                    self._say(f"{child.name} has {how}: it is killed")
+                    self._say(f"{', '.join(absent)} has {how}: it is killed")
                     self._children.signal_group(child, signal.SIGKILL)
         self._until_s = living
         self._came &= living.keys()

@@ -17,6 +17,7 @@ class Watched:
         self.now = 1000.0
         self.killed: list[str] = []
         names = ("reward", "trainer", "theirs")
+        self.ours = {"reward": ["reward"], "trainer": ["trainer"]}
         self._running = [SimpleNamespace(name=name, process=SimpleNamespace(pid=1)) for name in names]
         children: Any = self
         self.said: list[str] = []
@@ -32,7 +33,7 @@ class Watched:
 
     def look(self, after_s: float, *workers: str) -> list[str]:
         self.now += after_s
-        self.missing.look(dict.fromkeys(workers, "a role"), {"reward"}, {"trainer"})
+        self.missing.look(workers, self.ours, {"trainer"})
         return self.killed
 
 
@@ -67,3 +68,17 @@ def test_another_controller_gives_everybody_time_to_find_it(watched: Watched) ->
     watched.missing.excuse(RETURN_S)
     assert watched.look(RETURN_S + PATIENCE_S - 1) == []
     assert watched.look(2.0) == ["reward"]
+
+
+def test_each_of_several_ranks_has_to_come(watched: Watched) -> None:
+    watched.ours["trainer"] = ["trainer-0", "trainer-1"]
+    watched.look(0.0, "reward", "trainer-0")
+    assert watched.look(JOIN_S + PATIENCE_S - 1, "reward", "trainer-0") == []
+    assert watched.look(2.0, "reward", "trainer-0") == ["trainer"]
+    assert watched.said == ["trainer-1 has never come, and it lives: it is killed"]
+
+
+def test_a_rank_that_leaves_is_not_missed_here(watched: Watched) -> None:
+    watched.ours["trainer"] = ["trainer-0", "trainer-1"]
+    watched.look(0.0, "reward", "trainer-0", "trainer-1")
+    assert watched.look(10 * JOIN_S, "reward", "trainer-0") == []
