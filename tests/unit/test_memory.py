@@ -1,5 +1,7 @@
 """Copies of bytes in host memory: exact, and the memory stays torch's own."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ SIZE = 10_000
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> None:
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
-    request.addfinalizer(lambda: torch.set_num_threads(1))
+    yield
+    torch.set_num_threads(1)
 
 
 def some_bytes() -> torch.Tensor:
