@@ -87,7 +87,7 @@ class Checkpoints:
     def _publish(self, aside: Path, whole: Path) -> None:
         aside.rename(whole)
         for named_in in (whole.parent, self._run_dir):  # the first checkpoint has a new directory around it
-            _sync(named_in)
+            sync(named_in)
         for step in checkpoint_steps(self._run_dir)[: -self._config.checkpoint.keep]:
             old = checkpoint_dir(self._run_dir, step)
             gone = old.with_name(f".{old.name}.old")
@@ -115,7 +115,7 @@ def keep_model(model: Path, kept: Path) -> None:
     shutil.copytree(model, aside, copy_function=_link_or_copy)
     make_certain(aside)
     aside.rename(kept)
-    _sync(kept.parent)
+    sync(kept.parent)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -128,11 +128,12 @@ def _link_or_copy(source: str, target: str) -> None:
 def make_certain(directory: Path) -> None:
     """All that is in it is on the disk when this returns: a machine that loses its power then loses none of it."""
     for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
+        sync(path)
+    sync(directory)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What this file holds, or which names this directory has, is on the disk when this returns."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from flowrt.workers.engines import train_engine
 from flowrt.workers.entry import TRAINER, main
-from flowrt.workers.saving import Checkpoints, make_certain, naming
+from flowrt.workers.saving import Checkpoints, make_certain, naming, sync
 from flowrt.workers.together import Together
 
 from flowrt.algorithms import group_advantages
@@ -182,6 +182,7 @@ def save(engine: TrainEngine, config: RunConfig, first: bool = True) -> None:
             load_tokenizer(model_dir(config)).save_pretrained(aside)
             make_certain(aside)
             put_in_place(aside, path)
+            sync(path.parent)
     if first:
         log.info("the trained model is %s on host %s", path, socket.gethostname())
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from flowrt.errors import EngineError
+
 KEY_BYTES = 32
 VARIABLE = "SGLANG_API_KEY"
 """The key of a server that somebody else has started, in the environment of the worker."""
@@ -31,13 +33,19 @@ class KeyFile:
         self._path = path.with_suffix(".yaml")  # SGLang reads no others
 
     def arguments(self, others: Sequence[str]) -> tuple[str, list[str]]:
-        """A key, and the arguments that tell the server of it; of another one, if its ``others`` speak of keys."""
+        """A key, and the arguments that tell the server of it; of another one, if its ``others`` speak of keys.
+
+        Raises EngineError where it cannot be written down.
+        """
         if any(one.partition("=")[0] in KEYLESS for one in others):
             return given_key(os.environ), []
         key = secrets.token_hex(KEY_BYTES)
         self.remove()
-        with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"api-key: '{key}'\n")
+        try:
+            with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"api-key: '{key}'\n")
+        except OSError as error:
+            raise EngineError(f"the key of an SGLang server cannot be written: {error}; make room there") from error
         return key, ["--config", str(self._path)]
 
     def remove(self) -> None:

@@ -151,6 +151,11 @@ def test_what_tells_the_key_is_for_this_account_alone(tmp_path: Path) -> None:
         assert told.arguments(named) == ("", [])
 
 
+def test_a_key_that_cannot_be_written_down_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"key of an SGLang server cannot be written: .*No such file"):
+        KeyFile(tmp_path / "gone" / "server.log").arguments([])
+
+
 def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:
     python = in_place("echo no such model >&2\nexit 7")
     with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):
