@@ -25,6 +25,8 @@ from flowrt.lifeline import die_with_parent
 from flowrt.waiting import Guard, blocking
 
 LAUNCHER = Guard("the end of the launcher, which takes it along")
+JOB_WIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a whole job may be sent: workers know what to do then, and would die with this process."""
 MOST_BYTES = 1 << 16
 MOST_FDS = 16
 SHARED = (
@@ -65,6 +67,8 @@ def nurse(orders: socket.socket) -> NoReturn:
     # Whoever is forked shares these pages for as long as no collector writes to them.
     gc.collect()
     gc.freeze()
+    for number in JOB_WIDE:
+        signal.signal(number, signal.SIG_IGN)
     me = os.getpid()
     selector = selectors.DefaultSelector()
     selector.register(orders, selectors.EVENT_READ)
@@ -76,11 +80,13 @@ def nurse(orders: socket.socket) -> NoReturn:
                     os._exit(0)
                 order = json.loads(data)
                 came = len(fds) == 1 + len(order["fds"])
+                signal.pthread_sigmask(signal.SIG_BLOCK, JOB_WIDE)  # until who is forked ignores them no more
                 pid, end, failed = _fork() if came else (0, -1, "too many open files")
                 if pid == 0 and not failed:
                     orders.close()
                     selector.close()
                     _become(order, fds, me)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_WIDE)
                 for fd in fds:
                     os.close(fd)
                 orders.send(json.dumps({"failed": failed} if failed else {"born": pid}).encode())
@@ -112,6 +118,8 @@ def _fork() -> tuple[int, int, str]:
 def _become(order: dict[str, Any], fds: list[int], nursery: int) -> NoReturn:
     """The process that was ordered: its output, its environment, its arguments, its name, chances of its own."""
     os.setsid()
+    for number in JOB_WIDE:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != nursery:
         os._exit(1)  # it died before we could ask to die with it
@@ -129,6 +137,7 @@ def _become(order: dict[str, Any], fds: list[int], nursery: int) -> NoReturn:
     sys.argv = [module, *arguments]
     code: Any = 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_WIDE)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as left:
         code = left.code

@@ -101,6 +101,28 @@ async def test_it_is_handed_what_is_open(tmp_path: Path) -> None:
         assert reader.read() == "said\n"
 
 
+async def test_what_a_whole_job_is_sent_does_not_take_the_workers_along(tmp_path: Path) -> None:
+    """A job that is preempted: each process is terminated, and the workers have something to save."""
+    async with begun() as nursery:
+        staying = await forked(nursery, tmp_path, "stay")
+        assert staying is not None
+        assert nursery.process is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            nursery.process.send_signal(number)
+        assert await ended(await forked(nursery, tmp_path, "leave", "0")) == 0
+        assert staying.returncode is None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            mortal = await forked(nursery, tmp_path, "stay")
+            assert mortal is not None
+            mortal.send_signal(number)
+            assert await ended(mortal) == -number
+        interrupted = await forked(nursery, tmp_path, "stay")
+        assert interrupted is not None
+        interrupted.send_signal(signal.SIGINT)
+        assert await ended(interrupted) == 1
+    assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
+
+
 async def test_many_at_once(tmp_path: Path) -> None:
     async with begun() as nursery:
         born = await asyncio.gather(*(forked(nursery, tmp_path, "leave", str(code)) for code in range(20)))
