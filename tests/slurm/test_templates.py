@@ -122,9 +122,10 @@ def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
     site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
     number = site.submit("ascend.sbatch", "--model", model, *SMALL, "--steps", "20")
-    cluster.wait_until(lambda: (site.job(number) / "run" / "metrics.jsonl").is_file(), JOB_S, lambda: site.log(number))
+    trainers = lambda: [one for one in cluster.processes() if "-m flowrt.workers.trainer" in " ".join(one.cmdline())]  # noqa: E731
+    cluster.wait_until(trainers, JOB_S, lambda: site.log(number))
     assert "npu:8" in site.cluster.run("scontrol", "show", "job", number)
-    [trainer] = [one for one in cluster.processes() if "flowrt.workers.trainer" in one.cmdline()]
+    [trainer] = trainers()
     settings = trainer.environ()
     assert settings["FROM_CANN"] == "yes"
     assert int(settings["HCCL_EVENT_TIMEOUT"]) > int(settings["HCCL_EXEC_TIMEOUT"]) > 600
@@ -163,7 +164,8 @@ def test_a_job_whose_time_is_up_saves_first_and_is_requeued(cluster: Any, model:
     cluster.wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", 60.0, lambda: site.log(number))
     [saved] = checkpoint_steps(run)
     assert saved >= 5
-    cluster.run("scontrol", "update", f"job={number}", "StartTime=now")
+    # Not at once: by SLURM's clock of whole seconds its node would take it for the job that it has just killed.
+    cluster.run("scontrol", "update", f"job={number}", "StartTime=now+3")
     summary = site.finish(number)
     assert cluster.job(number)["Restarts"] == "1"
     log = (run / "logs" / "controller.log").read_text()
