@@ -104,13 +104,14 @@ class Board:
         if number is None:
             number = LeaseId(self._next_lease)
             self._next_lease += 1
-        lease = Lease(number, stage, worker, deadline_s, version, step, {slot.id: slot for slot in slots})
+        leased = {}
         for slot in slots:
             if stage in slot.leases or slot.done & bit:
                 raise LocalProtocolError(f"slot {slot.id} (stage {stage}) is not ready and cannot be leased")
+            leased[slot.id] = slot
+        lease = self.leases[number] = Lease(number, stage, worker, deadline_s, version, step, leased)
         for slot in slots:
             slot.leases[stage] = lease
-        self.leases[lease.id] = lease
         if self.stages[stage].whole_groups:
             for slot in slots:
                 self.ready_groups[stage].pop(slot.group.id, None)

@@ -30,7 +30,7 @@ def grant(
     parts, incoming = plan(board, lanes, lease.worker, fetched, slots) if fetched else ((), ())
     inline = more
     if columns := board.flows.inline[pull.stage]:
-        inline += tuple([Values(column, tuple([slot.inline[column] for slot in slots])) for column in columns])
+        inline += _values(slots, columns)
     message = Grant(
         pull.request,
         lease.id,
@@ -52,6 +52,13 @@ def grant(
         return [Send(lease.worker, message)]
     orders = [Send(WorkerId(one.turn.sender), Serve(one.turn, one.parts)) for one in incoming]
     return [Send(lease.worker, message), *orders]
+
+
+def _values(slots: Sequence[Slot], columns: Sequence[str]) -> tuple[Values, ...]:
+    if len(slots) == 1:
+        only = slots[0].inline
+        return tuple([Values(column, (only[column],)) for column in columns])
+    return tuple([Values(column, tuple([slot.inline[column] for slot in slots])) for column in columns])
 
 
 def _columns(slots: Sequence[Slot]) -> Columns:

@@ -114,7 +114,6 @@ class Ledger:
         if record.state not in SOON:
             self._promised = True
 
-    @property
     def is_behind(self) -> bool:
         """Something was added that has to be durable before anybody hears of it."""
         return self._promised or len(self._page.records) > MOST_WAITING

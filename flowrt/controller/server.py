@@ -60,7 +60,7 @@ class Server:
         self._books = Books(self.ledger, self.journal)
         self._unsaved: list[tuple[WorkerId, int]] = []  # who waits for what was done so far to be on disk
         self._link = ServerLink(self._receive, self._garbled, lambda: self._peers.somebody_left(), keys)
-        self._peers = Peers(self._link, lambda: self.ledger.is_behind, self._flush, self._see_off)
+        self._peers = Peers(self._link, self.ledger.is_behind, self._flush, self._see_off)
         self._ended = asyncio.Event()
         self._complaints = Complaints()
 

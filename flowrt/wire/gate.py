@@ -115,10 +115,6 @@ class Gate:
         self._strange[peer] = words = self._strange.get(peer, 0) + 1
         return words <= STRANGE_WORDS
 
-    def is_shunned(self, peer: bytes) -> bool:
-        """Whether its connection was ended: what it had sent before that is not looked at."""
-        return peer in self._shunned
-
     def shun(self, peer: bytes, descriptor: int) -> None:
         """End the connection over which this peer speaks. ZeroMQ has no call for that: it finds it ended."""
         self._strange.pop(peer, None)
@@ -139,10 +135,14 @@ class Gate:
         look = look_at(descriptor) if address and self.address(descriptor) == address else None
         return float("inf") if look is None else look.heard_ms / 1000
 
-    def delivered(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> None:
-        """A message of a peer is here; ``descriptor`` says over which connection it came."""
+    def lets_in(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> bool:
+        """A message of a peer is here; ``descriptor`` says over which connection it came.
+
+        False when its connection was ended: what it had sent before that is not looked at.
+        """
         if (greedy := self.arrears.deliver(peer, size, descriptor)) >= 0:
             self._end_greedy(greedy)
+        return peer not in self._shunned
 
     def _end_greedy(self, descriptor: int) -> None:
         address = self._knocking.get(descriptor, "an unknown address")

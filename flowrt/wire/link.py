@@ -60,8 +60,7 @@ class ServerLink:
         self.gate.shun(peer, self.source())
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        self.gate.delivered(peer := frames[0], len(frames[1]), self.source)
-        if self.gate.is_shunned(peer):
+        if not self.gate.lets_in(peer := frames[0], len(frames[1]), self.source):
             return
         if len(frames) != 2:
             self._garbled(peer, f"a message of {len(frames)} frames or more, expected 2")

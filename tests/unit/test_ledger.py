@@ -115,13 +115,13 @@ def test_a_lease_waits_for_nobody_and_a_promise_is_behind_until_it_is_written(tm
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for state, is_behind in (("ready", False), ("leased", False), ("trained", True), ("dropped", True)):
         ledger.add(record(1, state), 0.0)
-        assert ledger.is_behind is is_behind
+        assert ledger.is_behind() is is_behind
         ledger.commit()
-        assert not ledger.is_behind
+        assert not ledger.is_behind()
     ledger.keep(Reached("step", 1))
-    assert ledger.is_behind
+    assert ledger.is_behind()
     ledger.settle()
-    assert not ledger.is_behind
+    assert not ledger.is_behind()
     ledger.close()
 
 
