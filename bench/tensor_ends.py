@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowrt.client.arrivals import Arrivals
+from flowrt.client.asking import WATCH_S
 from flowrt.errors import FlowError
 from flowrt.transport.lane import LaneSet
 from flowrt.transport.rows import Packed
@@ -86,6 +87,7 @@ class End:
     async def _ask(self, message: m.Message) -> Any:
         self._answer = self._loop.create_future()
         self._link.send(message)
+        self._loop.call_soon(self._link.watch, WATCH_S)  # as who asks for one thing at a time
         return await self._answer
 
     async def make(self, sizes: list[int], first: int) -> None:

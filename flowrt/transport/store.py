@@ -112,6 +112,17 @@ class TensorStore:
             block.drop(dropped)
             self._held_bytes += block.size
 
+    def _drop_together(self, column: str, items: Sequence[int]) -> bool:
+        """What came together goes together, most often: a whole block, in a fraction of the time."""
+        held = self._blocks[column]
+        block = held.get(items[0]) if items else None
+        if block is None or not block.has_all(items):
+            return False
+        for item in items:
+            del held[item]
+        self._held_bytes -= block.size
+        return True
+
     # ---- out
 
     def get(self, column: str, item: int) -> torch.Tensor:
@@ -251,7 +262,8 @@ class TensorStore:
         for name in columns or list(self._columns):
             arriving, held = self._arriving[name], self._blocks[name]
             items = slots if self.scope(name) == "slot" else groups
-            self._drop(name, {item for item in items if item in held})
+            if not self._drop_together(name, items):
+                self._drop(name, {item for item in items if item in held})
             if arriving:
                 self._overtaken.update([arriving.pop(item, None) for item in items])
 
