@@ -25,7 +25,9 @@ _RECEIVED = struct.Struct("=128xQ")  # Linux 4.1 and later
 class Arrears:
     """Counts by connection, known by its descriptor, and by the peer that speaks over it."""
 
-    def __init__(self) -> None:
+    def __init__(self, spoke: Callable[[int], None]) -> None:
+        """``spoke`` is told of a connection when its first message is here."""
+        self._spoke = spoke
         self._delivered: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
         self._descriptors: dict[int, None] = {}
@@ -47,8 +49,9 @@ class Arrears:
         """
         before = self._delivered.get(peer)
         if before is None:
-            before = 0
-            self._peers[descriptor()] = peer
+            before, first = 0, descriptor()
+            self._peers[first] = peer
+            self._spoke(first)
         self._delivered[peer] = delivered = before + size + OVERHEAD_BYTES
         if size > LARGE_BYTES and received_bytes(at := descriptor()) - delivered > MOST_BYTES:
             return at

@@ -60,7 +60,7 @@ class Gate:
         self._closed = closed
         self._knocking: dict[int, str] = {}
         self._watch = Watch()
-        self.arrears = Arrears()
+        self.arrears = Arrears(self._watch.begin)
         self._round: Iterator[list[int]] | None = None  # of looking at all connections
         self._failure: Failure | None = None
         self._strange: dict[bytes, int] = {}
@@ -77,7 +77,6 @@ class Gate:
     def knocked(self, descriptor: int) -> None:
         """A connection was accepted; what it wants is not known yet."""
         self._knocking[descriptor] = _peer_of(descriptor)
-        self._watch.begin(descriptor)
         self.arrears.begin(descriptor)
 
     def look(self) -> None:

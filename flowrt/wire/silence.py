@@ -18,8 +18,6 @@ STOPPED_MS = 4200
 """A peer that was asked, that acknowledged this and has said nothing for so long is stopped: noticed in 5 s."""
 ASKED_MS = 500
 """The acknowledgement must be that much younger than the last thing that was heard: it is one of a later question."""
-GREETED_S = 6.0
-"""Until then who says nothing may be in the handshake, which ZeroMQ ends after 5 s and says why."""
 AGAIN_MS = 50
 """A verdict is looked at again after this: when a link is mended, the acknowledgement may come before the answer."""
 AT_ONCE = 256
@@ -85,7 +83,8 @@ class Watch:
         self._watched: dict[int, Watched] = {}
 
     def begin(self, descriptor: int) -> None:
-        self._watched[descriptor] = Watched(monotonic() + GREETED_S)
+        """It has spoken: before that it is in its handshake, of which ZeroMQ knows the end."""
+        self._watched[descriptor] = Watched()
 
     def end(self, descriptor: int) -> None:
         self._watched.pop(descriptor, None)
