@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flowrt.controller.events import Event, Gone, Said, Send, Tick
+from flowrt.controller.events import Event, Gone, Joined, Said, Send, Tick
 from flowrt.errors import RemoteProtocolError
 from flowrt.testing.scenario import LEASE_S
 from flowrt.testing.simworker import Worker
@@ -53,7 +53,9 @@ class Misfortunes:
         self._cluster.handle(Tick())
 
     def hear(self, event: Event) -> None:
-        """This was said, and may be said again."""
+        """This was said, and may be said again: by the same process, not by another that has taken its name."""
+        if isinstance(event, Joined):
+            self._said = [one for one in self._said if one.worker != event.worker]
         if isinstance(event, Said) and isinstance(event.message, REPEATED):
             self._said.append(event)
 
