@@ -29,7 +29,7 @@ def join_and_fail(address: str) -> None:
     """Let in, it fails at once; all that it said has been sent when this returns, and its connection is closed."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 5000)
-        socket.setsockopt(zmq.RCVHWM, 0)  # as a worker has it: with answers unread the kernel would not close, but reset
+        socket.setsockopt(zmq.RCVHWM, 0)  # as a worker: with answers unread its kernel would not close, but reset
         socket.connect(address)
         socket.send(encode(m.Hello(m.PROTOCOL, "trainer", "trainer", "host", 1, ("gloo",))))
         assert socket.poll(5000)
