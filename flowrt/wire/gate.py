@@ -60,7 +60,7 @@ class Gate:
         self._closed = closed
         self._knocking: dict[int, str] = {}
         self._watch = Watch()
-        self.arrears = Arrears(self._watch.begin)
+        self.arrears = Arrears(self._spoke)
         self._round: Iterator[list[int]] | None = None  # of looking at all connections
         self._failure: Failure | None = None
         self._strange: dict[bytes, int] = {}
@@ -142,6 +142,11 @@ class Gate:
         if (greedy := self.arrears.deliver(peer, size, descriptor)) >= 0:
             self._end_greedy(greedy)
         return peer not in self._shunned
+
+    def _spoke(self, descriptor: int) -> None:
+        """Its first message is here; perhaps it has closed since, and the descriptor will be another's."""
+        if descriptor in self._knocking:
+            self._watch.begin(descriptor)
 
     def _end_greedy(self, descriptor: int) -> None:
         address = self._knocking.get(descriptor, "an unknown address")
