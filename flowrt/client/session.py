@@ -174,11 +174,11 @@ class Session:
         message. Raises, with nothing said or kept, LocalProtocolError when a tensor is not what its column takes,
         OverBudget when the store has no room for them.
         """
-        request, columns = self._asking.number(), tensors or {}
-        self._promised.commit(request, slots, columns)
-        parts = tuple([Part(column, tuple(slots), lengths_of(rows)) for column, rows in columns.items()])
+        request, columns, ids = self._asking.number(), tensors or {}, tuple(slots)
+        self._promised.commit(request, ids, columns)
+        parts = tuple([Part(column, ids, lengths_of(rows)) for column, rows in columns.items()])
         values = tuple([Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items()])
-        commit = m.Commit(request, stage, tuple(slots), tuple(leases), parts, values, tuple(spans))
+        commit = m.Commit(request, stage, ids, tuple(leases), parts, values, tuple(spans))
         done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
         return done.refused
 

@@ -27,7 +27,7 @@ def grant(
     """Tell the puller what it got, and each owner of what it lacks to serve it."""
     ids, members, attempts, spans, flows, groups, prompts, epochs = _columns(slots)
     fetched = board.flows.fetched[pull.stage]
-    parts, incoming = plan(board, lanes, lease.worker, fetched, slots) if fetched else ((), ())
+    parts, incoming = plan(board, lanes, lease.worker, fetched, slots, ids) if fetched else ((), ())
     inline = more
     if columns := board.flows.inline[pull.stage]:
         inline += _values(slots, columns)

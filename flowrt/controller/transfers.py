@@ -13,7 +13,7 @@ from flowrt.controller.board import Board
 from flowrt.controller.slots import Holding, Slot
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, SlotId, WorkerId
-from flowrt.wire.records import Incoming, LaneTurn, Part
+from flowrt.wire.records import Incoming, Ints, LaneTurn, Part
 
 LaneKey = tuple[WorkerId, WorkerId, str]
 AUTO = "auto"
@@ -125,13 +125,14 @@ def lose_copies(tensors: Mapping[str, Holding], worker: WorkerId) -> None:
 
 
 def plan(
-    board: Board, lanes: Lanes, receiver: WorkerId, columns: Iterable[str], slots: Sequence[Slot]
+    board: Board, lanes: Lanes, receiver: WorkerId, columns: Iterable[str], slots: Sequence[Slot], ids: Ints
 ) -> tuple[tuple[Part, ...], tuple[Incoming, ...]]:
     """The tensor columns of these slots, one part a column (a group column once per group), and how they come.
 
     There is one packed transfer per owner for whatever ``receiver`` neither holds nor is being sent.
     """
     parts = []
+    one_of = {ids: ids}
     wanted: dict[WorkerId, dict[str, list[tuple[int, Holding]]]] = defaultdict(lambda: defaultdict(list))
     shared: list[tuple[str, int, Holding]] = []  # by several owners: left to those who serve something anyway
     for name in columns:
@@ -139,7 +140,7 @@ def plan(
             holdings = {int(slot.group.id): slot.group.tensors[name] for slot in slots}
         else:
             holdings = {int(slot.id): slot.tensors[name] for slot in slots}
-        parts.append(_part(name, list(holdings.items())))
+        parts.append(_part(name, list(holdings.items()), one_of))
         for item, holding in holdings.items():
             if receiver not in holding.owners and receiver not in holding.sent:
                 if len(holding.owners) == 1:
@@ -154,9 +155,11 @@ def plan(
         for rows in packed.values():
             for _, holding in rows:
                 holding.sent[receiver] = turn
-        incoming.append(Incoming(turn, tuple(_part(name, rows) for name, rows in packed.items())))
+        incoming.append(Incoming(turn, tuple(_part(name, rows, one_of) for name, rows in packed.items())))
     return tuple(parts), tuple(incoming)
 
 
-def _part(column: str, rows: Sequence[tuple[int, Holding]]) -> Part:
-    return Part(column, tuple([item for item, _ in rows]), tuple([holding.length for _, holding in rows]))
+def _part(column: str, rows: Sequence[tuple[int, Holding]], one_of: dict[Ints, Ints]) -> Part:
+    """The rows of a column; equal ids become one object, because a message says it only once."""
+    ids = tuple([item for item, _ in rows])
+    return Part(column, one_of.setdefault(ids, ids), tuple([holding.length for _, holding in rows]))

@@ -11,8 +11,9 @@ import msgpack
 
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.wire.bounds import MAX_ITEMS, SMALL_BYTES, check_bounds
-from flowrt.wire.fields import TAGS, Decoder, Encoder, Misfit, record_decoder, record_encoder
+from flowrt.wire.fields import TAGS, Decoder, Encoder, record_decoder, record_encoder
 from flowrt.wire.messages import MESSAGES, Message
+from flowrt.wire.misfit import Misfit
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _KEEP_BYTES = 1024 * 1024
@@ -31,7 +32,7 @@ def encode(message: Message) -> bytes:
             raise LocalProtocolError(f"{kind.__name__} is not a message; see wire/messages.py for those that are")
         encoder = _encoders[kind] = record_encoder(kind)
     try:
-        data: bytes = _pack(encoder(message))
+        data: bytes = _pack(encoder(message, []))
     except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise LocalProtocolError(f"{kind.__name__} cannot be encoded: {error}") from error
     if len(data) > _KEEP_BYTES:
@@ -68,6 +69,6 @@ def decode(data: bytes) -> Message:
         kind: type = MESSAGES[tag]
         decoder = _decoders[tag] = record_decoder(kind)
     try:
-        return decoder(raw)  # type: ignore[no-any-return]
+        return decoder(raw, [])  # type: ignore[no-any-return]
     except Misfit as misfit:
         raise RemoteProtocolError(f"{MESSAGES[tag].__name__}{misfit.path} must be {misfit.expected}") from None

@@ -1,6 +1,7 @@
 """Records to what MessagePack packs and back, field by field: code for each kind, compiled when it is first used.
 
-The controller spends much of its time here. A path is only put together once a field is wrong.
+The controller spends much of its time here. A path is only put together once a field is wrong. Each function gets,
+beside what it works on, the whole numbers that the message has repeated so far (see `repeats`).
 """
 
 import dataclasses
@@ -11,10 +12,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from flowrt.wire.messages import MESSAGES
+from flowrt.wire.misfit import Misfit
 from flowrt.wire.records import MAX_SIGNAL_BYTES, Alike
+from flowrt.wire.repeats import Said, heard, repeated, say
 
-Encoder = Callable[[Any], Any]
-Decoder = Callable[[Any], Any]
+Encoder = Callable[[Any, Said], Any]
+Decoder = Callable[[Any, Said], Any]
 TAGS: dict[type, int] = {kind: tag for tag, kind in enumerate(MESSAGES)}
 _ITEM_BYTES = 8
 _LEAST = -(2**63)
@@ -31,26 +34,13 @@ for _code in "qd":
     _FEW |= {f"pack_{_code}": _one.pack, f"unpack_{_code}": _one.unpack}
 
 
-class Misfit(Exception):
-    """What was received does not fit; the path grows as it is passed outwards."""
-
-    def __init__(self, expected: str) -> None:
-        super().__init__(expected)
-        self.expected = expected
-        self.path = ""
-
-    def within(self, step: str) -> "Misfit":
-        self.path = step + self.path
-        return self
-
-
 # ---- records: compiled
 
 
 @cache
 def record_encoder(kind: type) -> Encoder:
     """A function from a record to the tuple that is packed for it, a message's tag in front."""
-    lines = ["def compiled(value):", "    if type(value) is not kind:", "        wrong(value, kind)"]
+    lines = ["def compiled(value, said):", "    if type(value) is not kind:", "        wrong(value, kind)"]
     scope: dict[str, Any] = {**_FEW, "kind": kind, "wrong": _wrong, "scalar": _scalar, "tag": TAGS.get(kind)}
     items = ["tag"] if kind in TAGS else []
     for number, (name, hint) in enumerate(_fields(kind)):
@@ -63,7 +53,8 @@ def record_encoder(kind: type) -> Encoder:
             ]
         else:
             scope[f"encode{number}"], few = _encoder(hint), _few_encoded(hint, number, scope)
-            lines += [f"    item = value.{name}", f"    item{number} = {few}{_one_for_all(hint)}encode{number}(item)"]
+            few += _one_for_all(hint)
+            lines += [f"    item = value.{name}", f"    item{number} = {few}encode{number}(item, said)"]
         items.append(f"item{number}")
     lines += [f"    return ({''.join(f'{item}, ' for item in items)})"]
     return _compiled(lines, scope)
@@ -76,7 +67,7 @@ def record_decoder(kind: type) -> Decoder:
     names = [name for name, _ in fields]
     items = (["tag"] if kind in TAGS else []) + [f"item{number}" for number in range(len(fields))]
     lines = [
-        "def compiled(raw):",
+        "def compiled(raw, said):",
         f"    if type(raw) is not tuple or len(raw) != {len(items)}:",
         f"        raise Misfit('an array of {len(fields)} fields')",
         f"    {''.join(f'{item}, ' for item in items)} = raw" if items else "    pass",
@@ -95,7 +86,7 @@ def record_decoder(kind: type) -> Decoder:
             lines += [
                 f"    item = item{number}",
                 "    try:",
-                f"        item{number} = {few}{_all_of_one(hint, names)}decode{number}(item)",
+                f"        item{number} = {few}{_all_of_one(hint, names)}decode{number}(item, said)",
                 "    except Misfit as misfit:",
                 f"        raise misfit.within('.{name}')",
             ]
@@ -115,7 +106,7 @@ def _few_encoded(hint: Any, number: int, scope: dict[str, Any]) -> str:
         return f"{few}item if type(item) is tuple and len(item) == 1 and type(item[0]) is str else "
     if dataclasses.is_dataclass(inner):
         scope[f"record{number}"] = record_encoder(inner)  # type: ignore[arg-type]
-        return f"{few}(record{number}(item[0]),) if type(item) is tuple and len(item) == 1 else "
+        return f"{few}(record{number}(item[0], said),) if type(item) is tuple and len(item) == 1 else "
     return few
 
 
@@ -157,9 +148,9 @@ def _fields(kind: type) -> list[tuple[str, Any]]:
     return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
 
 
-def _compiled(lines: list[str], scope: dict[str, Any]) -> Callable[[Any], Any]:
+def _compiled(lines: list[str], scope: dict[str, Any]) -> Callable[[Any, Said], Any]:
     exec("\n".join(lines), scope)  # noqa: S102 (names come from our own declarations, never from a peer)
-    function: Callable[[Any], Any] = scope["compiled"]
+    function: Callable[[Any, Said], Any] = scope["compiled"]
     return function
 
 
@@ -191,25 +182,34 @@ def _encoder(hint: Any) -> Encoder:
         return _tuple_encoder(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         inner = _encoder(next(argument for argument in get_args(hint) if argument is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    return lambda value: _scalar(value, hint)
+        return lambda value, said: None if value is None else inner(value, said)
+    return lambda value, said: _scalar(value, hint)  # noqa: ARG005
 
 
 def _packed_encoder(code: str) -> Encoder:
-    return lambda values: struct.pack(f"<{len(_sequence(values))}{code}", *values) if values != () else _NO_BYTES
+    whole = code == "q"
+
+    def encode_packed(values: Any, said: Said) -> Any:
+        if whole and type(values) is tuple and (place := say(values, said)) is not None:
+            return place
+        return struct.pack(f"<{len(_sequence(values))}{code}", *values) if values != () else _NO_BYTES
+
+    return encode_packed
 
 
 def _tuple_encoder(arguments: tuple[Any, ...]) -> Encoder:
     if arguments[-1] is not Ellipsis:
         encoders = [_encoder(argument) for argument in arguments]
-        return lambda values: [one(value) for one, value in zip(encoders, _sequence(values), strict=True)]
+        return lambda values, said: [one(value, said) for one, value in zip(encoders, _sequence(values), strict=True)]
     inner = _encoder(arguments[0])
     if arguments[0] is str:
         # All at once; one by one only to say which is wrong.
-        return lambda values: values if {*map(type, _sequence(values))} <= _TEXT else [inner(one) for one in values]
+        return lambda values, said: (
+            values if {*map(type, _sequence(values))} <= _TEXT else [inner(one, said) for one in values]
+        )
     if get_origin(arguments[0]) is Annotated:
-        return lambda values: [_NO_BYTES if one is _NO_VALUES else inner(one) for one in _sequence(values)]
-    return lambda values: [inner(one) for one in _sequence(values)]
+        return lambda values, said: [_NO_BYTES if one is _NO_VALUES else inner(one, said) for one in _sequence(values)]
+    return lambda values, said: [inner(one, said) for one in _sequence(values)]
 
 
 def _misfit_of(raw: Any, hint: type) -> Misfit:
@@ -229,9 +229,9 @@ def _decoder(hint: Any) -> Decoder:
         return _many_decoder(arguments[0]) if arguments[-1] is Ellipsis else _fixed_decoder(arguments)
     if get_origin(hint) in (Union, UnionType):
         inner = _decoder(next(argument for argument in get_args(hint) if argument is not NoneType))
-        return lambda raw: None if raw is None else inner(raw)
+        return lambda raw, said: None if raw is None else inner(raw, said)
 
-    def decode_scalar(raw: Any) -> Any:
+    def decode_scalar(raw: Any, said: Said) -> Any:  # noqa: ARG001
         if type(raw) is not hint or (hint is int and not _LEAST <= raw <= -_LEAST - 1):
             raise _misfit_of(raw, hint)
         return raw
@@ -240,10 +240,15 @@ def _decoder(hint: Any) -> Decoder:
 
 
 def _packed_decoder(code: str) -> Decoder:
-    def decode_packed(raw: Any) -> Any:
+    whole = code == "q"
+
+    def decode_packed(raw: Any, said: Said) -> Any:
+        if whole and (again := repeated(raw, said)) is not None:
+            return again
         if type(raw) is not bytes or len(raw) % _ITEM_BYTES:
             raise Misfit("packed 8-byte items")
-        return struct.unpack(f"<{len(raw) // _ITEM_BYTES}{code}", raw) if raw else _NO_VALUES
+        values = struct.unpack(f"<{len(raw) // _ITEM_BYTES}{code}", raw) if raw else _NO_VALUES
+        return heard(values, said) if whole else values
 
     return decode_packed
 
@@ -251,17 +256,19 @@ def _packed_decoder(code: str) -> Decoder:
 def _many_decoder(item: Any) -> Decoder:
     inner, texts, packed = _decoder(item), item is str, get_origin(item) is Annotated
 
-    def decode_many(raw: Any) -> Any:
+    def decode_many(raw: Any, said: Said) -> Any:
         if type(raw) is not tuple:
             raise Misfit("an array")
         if not raw or (texts and {*map(type, raw)} == _TEXT):
             return raw
+        known = len(said)
         try:
             if packed:
-                return tuple([_NO_VALUES if one is _NO_BYTES else inner(one) for one in raw])
-            return tuple([inner(one) for one in raw])
+                return tuple([_NO_VALUES if one is _NO_BYTES else inner(one, said) for one in raw])
+            return tuple([inner(one, said) for one in raw])
         except Misfit:
-            return _one_by_one([inner] * len(raw), raw)
+            del said[known:]
+            return _one_by_one([inner] * len(raw), raw, said)
 
     return decode_many
 
@@ -269,20 +276,20 @@ def _many_decoder(item: Any) -> Decoder:
 def _fixed_decoder(arguments: tuple[Any, ...]) -> Decoder:
     decoders = [_decoder(argument) for argument in arguments]
 
-    def decode_fixed(raw: Any) -> Any:
+    def decode_fixed(raw: Any, said: Said) -> Any:
         if type(raw) is not tuple or len(raw) != len(decoders):
             raise Misfit(f"an array of {len(decoders)}")
-        return _one_by_one(decoders, raw)
+        return _one_by_one(decoders, raw, said)
 
     return decode_fixed
 
 
-def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...]) -> tuple[Any, ...]:
+def _one_by_one(decoders: list[Decoder], raw: tuple[Any, ...], said: Said) -> tuple[Any, ...]:
     """Slower, but knows which item does not fit."""
     items = []
     for index, (decoder, one) in enumerate(zip(decoders, raw, strict=True)):
         try:
-            items.append(decoder(one))
+            items.append(decoder(one, said))
         except Misfit as misfit:
             raise misfit.within(f"[{index}]") from None
     return tuple(items)

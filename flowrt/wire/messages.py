@@ -273,4 +273,4 @@ Message = (Hello | Welcome | Heartbeat | Finished | Bye | Stop | Refused | Offer
     | ServeWeights | Fetch | Staged | FetchFailed | Applied | Retire | Report | Status
     | Drain | Renew | Holds)  # fmt: skip
 MESSAGES: tuple[type[Message], ...] = get_args(Message)  # the position is the tag; a changed field raises PROTOCOL
-PROTOCOL = 7  # said in the greeting; both sides must speak the same one
+PROTOCOL = 8  # said in the greeting; both sides must speak the same one
