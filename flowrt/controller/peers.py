@@ -32,6 +32,7 @@ class Peers:
         ``see_off`` is called when somebody may have been found gone (`left`) whom nobody had spoken to.
         """
         self._link = link
+        link.unsent = self._unreachable
         self._is_behind = is_behind
         self._flush = flush
         self._see_off = see_off
@@ -103,15 +104,18 @@ class Peers:
         if not self._left:
             return ()
         if not (at_once or self._link.drain()):
-            if not self._sees_off:
-                self._sees_off = True
-                asyncio.get_running_loop().call_soon(self._see_off_later)
+            self._see_off_soon()
             return ()
         left = list(self._left)
         for worker in left:
             log.warning("%s is gone: its connection is closed", worker)
             self.forget(worker)
         return left
+
+    def _see_off_soon(self) -> None:
+        if not self._sees_off:
+            self._sees_off = True
+            asyncio.get_running_loop().call_soon(self._see_off_later)
 
     def _see_off_later(self) -> None:
         self._sees_off = False
@@ -137,7 +141,8 @@ class Peers:
     def send(self, worker: WorkerId, message: Message) -> None:
         """Say it as soon as everything before it is durable: nobody is told what a crash could take back."""
         if not (self._outbox or self._is_behind()):
-            self.send_now(worker, message)
+            self._post(worker, message)
+            self._link.flush()
             return
         if not self._outbox:
             # After all that is waiting to be read: what came together is written together.
@@ -154,7 +159,18 @@ class Peers:
         """Everything is written down: say what has waited for that."""
         outbox, self._outbox = self._outbox, []
         for worker, message in outbox:
-            self.send_now(worker, message)
+            self._post(worker, message)
+        self._link.flush()
+
+    def _unreachable(self, peer: bytes) -> None:
+        """It was posted something, and is gone."""
+        if (worker := self._name.get(peer)) is not None:
+            self._left[worker] = None
+            self._see_off_soon()
+
+    def _post(self, worker: WorkerId, message: Message) -> None:
+        if (peer := self._peer.get(worker)) is not None and worker not in self._left:
+            self._link.post(peer, message)
 
     def send_now(self, worker: WorkerId, message: Message) -> None:
         """Say it at once, whatever the ledger knows."""

@@ -17,6 +17,7 @@ class ServerLink:
     """The controller's end: ``receive(peer, message)`` for each message, ``garbled(peer, why)`` for bad bytes.
 
     ``closed`` is called when a connection has closed: a `send` says whose. What it has said before is read by `drain`.
+    ``unsent``, which may be set, is called with each peer to whom something was posted and who is gone.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class ServerLink:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._receive, self._garbled, self._keyed = receive, garbled, keys is not None
+        self.unsent: Callable[[bytes], None] = lambda peer: None  # noqa: ARG005
         self._raw = server_socket(keys)
-        self.drain = self._raw.drain
+        self.drain, self.flush = self._raw.drain, self._raw.flush
         self.gate = Gate({} if keys is None else keys.admitted, closed)
         self._asked = None if keys is None else asking_socket(self._raw)
         if (asked := self._asked) is not None:
@@ -43,12 +45,16 @@ class ServerLink:
         """
         check_address(address, self._keyed)
         bound = self._raw.bind(address)
-        self._raw.start(self._on_frames)
+        self._raw.start(self._on_frames, lambda peer: self.unsent(peer))
         return bound
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Send; False when that peer's connection is gone."""
         return self._raw.try_send([peer, encode(message)])
+
+    def post(self, peer: bytes, message: Message) -> None:
+        """Send, together with what else is posted before the messages that wait are received, or before a `flush`."""
+        self._raw.post([peer, encode(message)])
 
     def close(self) -> None:
         self._monitor.close()

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from functools import partial
 from random import randint
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -23,6 +24,8 @@ from flowrt.wire.gate import Failure
 from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
 
 _DRAIN_AT_MOST = 256
+# To wake ZeroMQ's thread costs as much as to answer: it is woken for so many at once, and none waits much longer.
+_TOGETHER, _TOGETHER_S = 16, 0.0003
 _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
 _OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
 # Of one peer: messages that wait to be read (it sends no faster); answers that it does not read (it counts as gone).
@@ -65,14 +68,50 @@ class Socket:
         self._names_sender = kind == zmq.ROUTER
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[list[bytes]], None] | None = None
+        self._posted: list[list[bytes]] = []
+        self._posted_until_s = 0.0
+        self._unsent: Callable[[bytes], None] = lambda peer: None  # noqa: ARG005
         self._draining = self._closed = False
 
-    def start(self, receive: Callable[[list[bytes]], None]) -> None:
-        self._receive = receive
+    def start(
+        self,
+        receive: Callable[[list[bytes]], None],
+        unsent: Callable[[bytes], None] = lambda peer: None,  # noqa: ARG005
+    ) -> None:
+        """``unsent`` hears of each peer to whom something was posted and who is gone."""
+        self._receive, self._unsent = receive, unsent
         self._loop.add_reader(self._descriptor, self.drain)
         self._loop.call_soon(self.drain)
 
+    def post(self, frames: list[bytes]) -> None:
+        """Send with what else is posted until the messages that wait are received, or until `flush`."""
+        if not self._posted:
+            self._posted_until_s = monotonic() + _TOGETHER_S
+        self._posted.append(frames)
+        if len(self._posted) >= _TOGETHER or monotonic() > self._posted_until_s:
+            self._send_posted()
+
+    def flush(self) -> None:
+        """Send what was posted; while messages are received, that is done when they are."""
+        if not self._draining:
+            self._send_posted()
+            if self.look():
+                self._loop.call_soon(self.drain)
+
+    def _send_posted(self) -> None:
+        posted, self._posted = self._posted, []
+        for frames in posted:
+            try:
+                self._send_frame(frames[0], _MORE)
+                self._send_frame(frames[1], _NOBLOCK)
+            except zmq.ZMQError as error:
+                if not _is_gone(error):
+                    raise
+                self._unsent(frames[0])
+
     def send(self, frames: list[bytes]) -> None:
+        if self._posted:
+            self._send_posted()
         for frame in frames[:-1]:
             self._send_frame(frame, _MORE)
         self._send_frame(frames[-1], _NOBLOCK)
@@ -87,6 +126,7 @@ class Socket:
         try:
             emptied = self._receive_waiting(self._receive)
         finally:
+            self._send_posted()
             self._draining = False
             if not emptied and not self._closed:
                 # More is waiting, but others on this loop want a turn too.
@@ -97,14 +137,20 @@ class Socket:
         """Take what is waiting, up to a limit; returns whether that was all."""
         receive_frame, receive_whole, names_sender = self._receive_frame, self._receive_whole, self._names_sender
         for taken in range(_DRAIN_AT_MOST):
-            # Most often one message is all there is, and to look costs less than an exception; in a crowd, more.
-            if taken == 1 and not self.look():
-                return True
+            # Most often one message is all there is, and to look costs less than an exception; in a crowd, more. What
+            # is sent may make the socket readable: the last look comes after it.
+            if taken == 1:
+                self._send_posted()
+                if not self.look():
+                    return True
             try:
                 frames = [receive_frame()] if names_sender else []
                 frame = receive_whole()
             except zmq.Again:
-                return True
+                if not self._posted:
+                    return True
+                self._send_posted()
+                continue
             frames.append(frame.bytes)
             while frame.more:
                 frame = receive_whole()
@@ -120,7 +166,7 @@ class Socket:
         try:
             self.send(frames)
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if _is_gone(error):
                 return False
             raise
         return True
@@ -145,6 +191,7 @@ class Socket:
 
     def close(self, linger_ms: int | None = None) -> None:
         if not self._closed:
+            self._send_posted()
             self._closed = True
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger_ms)
@@ -184,6 +231,11 @@ class Monitor:
         self._loop.remove_reader(self._descriptor)
         self._watched.disable_monitor()
         self._events.close(linger=0)
+
+
+def _is_gone(error: zmq.ZMQError) -> bool:
+    """Whether a message was not sent because its peer has left, or reads nothing."""
+    return error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN)
 
 
 def new_pair() -> Pair:
