@@ -188,7 +188,7 @@ async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[ap
     assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], responses, strict=True))
     assert (await trainer.pull("train", slots=0, step=0)).closed
     trainer.step_done(0, {})
-    # The answer to a later request comes after the orders to free; the trainer's, after it has said that the step is done.
+    # The answer to a later request comes after the orders to free; of the trainer's, after its word of the step.
     for session in (trainer, source, rollout, reward):
         with pytest.raises(RemoteProtocolError):
             await session.pull("nothing", slots=1)
