@@ -80,6 +80,10 @@ def draw(status: Mapping[str, Any]) -> Group:
     graph = status["graph"]
     alarms = [Text(f"these wait for each other: {', '.join(knot)}", style=RED) for knot in graph["knots"]]
     alarms += [
+        Text(f"nothing has come from {worker} for {since_s:.0f} s: its link is cut, or its machine is gone", style=RED)
+        for worker, since_s in status["cut_off"].items()
+    ]
+    alarms += [
         Text(f"{wait['who']} waits for {wait['what']}, and nobody is there to act", style=RED)
         for wait in graph["waits"]
         if wait["nobody"]

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 FAREWELL_S = 4.0
 FAREWELL = Guard("the deadline of the farewell")
 ROLL_CALL_S = 0.05
+CUT = "nothing has come from %s for %.1f s: its link is cut or its machine is gone (it is given up after 17 s)"
 LATE_S = 0.00005
 """What is to be said waits no longer than this for more that could be written down with it."""
 
@@ -41,6 +42,7 @@ class Peers:
         self._peer: dict[WorkerId, bytes] = {}
         self._role: dict[WorkerId, str] = {}
         self._source: dict[WorkerId, tuple[int, str]] = {}  # connections: their descriptors and addresses
+        self._cut: dict[WorkerId, float] = {}  # nothing comes from them, since when
         self._outbox: list[tuple[WorkerId, Message]] = []
         self._outbox_since_s = 0.0
         self._left: dict[WorkerId, None] = {}  # found gone; perhaps not all that they have said has been read
@@ -52,12 +54,35 @@ class Peers:
         self._name[peer], self._peer[worker], self._role[worker] = worker, peer, role
         self._source[worker] = source, self._link.gate.address(source)
 
-    def breathing(self, roster: Roster, now: float) -> Iterator[Alive]:
+    def _breathing(self, roster: Roster, now: float) -> Iterator[Alive]:
         """Those that have said nothing for a while, though their processes answer: their interpreters are busy."""
         for worker, heard_s in roster.quiet(now):
             at_s = now - self._link.gate.quiet_s(*self._source.get(worker, (-1, "")))
             if at_s > heard_s:
                 yield Alive(worker, at_s)
+
+    def look_at_links(self, roster: Roster, now: float) -> Iterator[Alive]:
+        """End the connections of stopped processes, say whose links are cut; returns who lives and is busy."""
+        self._link.gate.end_stopped()
+        self._say_who_is_cut_off()
+        return self._breathing(roster, now)
+
+    def _say_who_is_cut_off(self) -> None:
+        """Of whom nothing comes any more, not even from their kernels, and of whom it does again."""
+        cut: dict[WorkerId, float] = {}
+        for worker, source in self._source.items() if self._link.gate.has_cuts else ():
+            if (since_s := self._link.gate.cut_since_s(*source)) is not None:
+                cut[worker] = since_s
+        for worker in cut.keys() - self._cut.keys():
+            log.warning(CUT, worker, monotonic() - cut[worker])
+        for worker in self._cut.keys() - cut.keys():
+            if worker in self:
+                log.info("%s is heard again", worker)
+        self._cut = cut
+
+    def cut_off(self) -> dict[str, float]:
+        """For how many seconds nothing has come from those who seem to be cut off."""
+        return {worker: round(monotonic() - since_s, 1) for worker, since_s in self._cut.items() if worker in self}
 
     def name(self, peer: bytes) -> WorkerId | None:
         return self._name.get(peer)

@@ -126,8 +126,7 @@ class Server:
     async def _tick(self) -> None:
         while True:
             await pause(TICK_S)
-            self._link.gate.end_stopped()
-            for alive in self._peers.breathing(self._core.roster, self._clock.now()):
+            for alive in self._peers.look_at_links(self._core.roster, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
             self._link.gate.look()
@@ -297,4 +296,5 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Where the run is, who waits for what since when."""
-        return status(self._core, self._clock.now(), self._welcome.wait_s, self.journal.latest, self.journal.numbers)
+        told = self.journal.latest, self.journal.numbers, self._peers.cut_off()
+        return status(self._core, self._clock.now(), self._welcome.wait_s, *told)

@@ -134,6 +134,15 @@ class Gate:
         look = look_at(descriptor) if address and self.address(descriptor) == address else None
         return float("inf") if look is None else look.heard_ms / 1000
 
+    @property
+    def has_cuts(self) -> bool:
+        """Whether there is any connection over which nothing comes any more."""
+        return bool(self._watch.cut)
+
+    def cut_since_s(self, descriptor: int, address: str) -> float | None:
+        """Since when nothing has come over a connection, where that is too long for a link that is whole."""
+        return self._watch.cut.get(descriptor) if self.address(descriptor) == address else None
+
     def lets_in(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> bool:
         """A message of a peer is here; ``descriptor`` says over which connection it came.
 

@@ -1,9 +1,9 @@
 """Two kinds of silence: a process that is stopped, and a link that is cut.
 
-The I/O threads of a worker say something every two seconds, however busy it is; of one that does not our kernel asks
-whether it is there. Where a process is stopped its kernel still acknowledges the question, and no word comes; where the
-link is cut, or the machine is gone, nothing comes at all. A link may come back, and TCP will have lost nothing; so it
-is given more time. The kernel knows which it is (`tcp_info` in Linux's include/uapi/linux/tcp.h).
+The I/O threads of a worker say something every second, however busy it is; of one that does not our kernel asks, as
+often, whether it is there. Where a process is stopped its kernel still acknowledges the question, and no word comes;
+where the link is cut, or the machine is gone, nothing comes at all. A link may come back, and TCP will have lost
+nothing; so it is given more time. The kernel knows which it is (`tcp_info` in Linux's include/uapi/linux/tcp.h).
 """
 
 import ctypes
@@ -14,10 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 
-STOPPED_MS = 4200
-"""A peer that was asked, that acknowledged this and has said nothing for so long is stopped: noticed in 5 s."""
-ASKED_MS = 500
-"""The acknowledgement must be that much younger than the last thing that was heard: it is one of a later question."""
+SPOKEN_MS = 1200
+"""Whoever is there has said something by then."""
+STOPPED_MS = 4300
+"""Whose kernel acknowledged, and who has said nothing for so long, is stopped: noticed in 5 s.
+
+Until then somebody may be silent of whom we know no better: what he said was lost while the link was cut for less than
+GAP_MS, and TCP repeats after 0.2, 0.6, 1.4 and 3 s.
+"""
+GAP_MS = 2000
+"""Without a sign for so long: the link was cut. Our kernel asks every second, and we look twice."""
+CUT_MS = 3500
+"""Without a sign for so long, it is said that the link is cut: noticed in 5 s, too."""
 AGAIN_MS = 50
 """A verdict is looked at again after this: when a link is mended, the acknowledgement may come before the answer."""
 AT_ONCE = 256
@@ -35,7 +43,7 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(slots=True)  # not frozen: one is made for every look, and that takes three times as long
 class Look:
-    """What the kernel knows of a connection: milliseconds of silence and of no acknowledgement; how much is not
+    """What the kernel knows of a connection: milliseconds since a word, and since any sign of life; how much is not
     acknowledged, and how much was sent again because it was lost.
     """
 
@@ -45,13 +53,10 @@ class Look:
     repeated: int
 
     @property
-    def asked(self) -> bool:
-        """Whether a question got there after the last thing that was heard from there."""
-        return self.acknowledged_ms < self.heard_ms - ASKED_MS
-
-    @property
     def stopped(self) -> bool:
-        return self.heard_ms > STOPPED_MS and self.asked and self.unacknowledged == 0
+        """Whether a question got there when a word was due, and none has come."""
+        due_ms = self.heard_ms - SPOKEN_MS
+        return self.heard_ms > STOPPED_MS and self.acknowledged_ms < due_ms and self.unacknowledged == 0
 
 
 @dataclass(slots=True)
@@ -59,6 +64,8 @@ class Watched:
     """What earlier looks at a connection have shown."""
 
     due_s: float = 0.0
+    cut: bool = False  # nothing comes any more, not even from the kernel there
+    sign_ms: float = 0.0  # when something came last
     repeated: int = 0
     doubted_until_s: float = 0.0
 
@@ -68,11 +75,14 @@ class Watched:
         Where the link was cut, the other end repeats what it could not send at intervals that double: after a link is
         mended it may stay silent for as long again as it was cut, though its kernel acknowledges everything.
         """
-        cut = look.heard_ms > STOPPED_MS and not look.asked
-        if cut or look.repeated > self.repeated:
+        now_ms = 1000 * now_s
+        before_ms, self.sign_ms = max(self.sign_ms, now_ms - look.heard_ms), now_ms - look.acknowledged_ms
+        self.cut = look.acknowledged_ms > CUT_MS
+        gap_ms = max(self.sign_ms - before_ms, look.acknowledged_ms)
+        if gap_ms > GAP_MS or look.repeated > self.repeated:
             self.doubted_until_s = now_s + max(look.heard_ms, STOPPED_MS) / 1000
         self.repeated = look.repeated
-        self.due_s = now_s + max(STOPPED_MS - look.heard_ms, 0) / 1000
+        self.due_s = now_s + max(SPOKEN_MS - look.heard_ms, 0) / 1000
         return look.stopped and now_s >= self.doubted_until_s
 
 
@@ -81,6 +91,8 @@ class Watch:
 
     def __init__(self) -> None:
         self._watched: dict[int, Watched] = {}
+        self.cut: dict[int, float] = {}
+        """Connections over which nothing comes any more, and since when (`monotonic`)."""
 
     def begin(self, descriptor: int) -> None:
         """It has spoken: before that it is in its handshake, of which ZeroMQ knows the end."""
@@ -88,6 +100,7 @@ class Watch:
 
     def end(self, descriptor: int) -> None:
         self._watched.pop(descriptor, None)
+        self.cut.pop(descriptor, None)
 
     def stopped(self) -> Iterator[list[int]]:
         """The connections whose other end is stopped, as far as one look can tell; each item is of a few of them."""
@@ -103,8 +116,14 @@ class Watch:
         watched = self._watched.get(descriptor)
         if watched is None or watched.due_s > now_s:
             return False
-        look = look_at(descriptor)
-        return look is not None and watched.judge(look, now_s)
+        if (look := look_at(descriptor)) is None:
+            return False
+        stopped = watched.judge(look, now_s)
+        if watched.cut:
+            self.cut.setdefault(descriptor, now_s - look.acknowledged_ms / 1000)
+        else:
+            self.cut.pop(descriptor, None)
+        return stopped
 
 
 def look_at(descriptor: int) -> Look | None:
@@ -118,4 +137,4 @@ def look_at(descriptor: int) -> Look | None:
         return None
     unacknowledged, heard_ms, acknowledged_ms, repeated = _INFO.unpack_from(buffer)
     twice = _TWICE.unpack_from(buffer)[0] if size.value >= _TWICE.size else 0
-    return Look(heard_ms, acknowledged_ms, unacknowledged, max(repeated - twice, 0))
+    return Look(heard_ms, min(heard_ms, acknowledged_ms), unacknowledged, max(repeated - twice, 0))

@@ -22,6 +22,7 @@ from flowrt.wire.addresses import check_address
 from flowrt.wire.codec import MAX_MESSAGE_BYTES
 from flowrt.wire.gate import Failure
 from flowrt.wire.keys import ControllerKeys, Pair, WorkerKeys
+from flowrt.wire.silence import SPOKEN_MS
 
 _DRAIN_AT_MOST = 256
 # To wake ZeroMQ's thread costs as much as to answer: it is woken for so many at once, and none waits much longer.
@@ -30,9 +31,9 @@ _BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster con
 _OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
 # Of one peer: messages that wait to be read (it sends no faster); answers that it does not read (it counts as gone).
 _WAITING = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
-# A worker whose machine is gone closes nothing: the kernel asks who is silent, and knows within 17 s; a link that was
-# cut for 5 s speaks after up to 7 s. Of stopped processes `silence` knows within 5 s.
-_ASKING = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 2, zmq.TCP_KEEPALIVE_INTVL: 2, zmq.TCP_KEEPALIVE_CNT: 7}
+# A worker whose machine is gone closes nothing: the kernel asks who is silent, and gives up after 16 s; a link that was
+# cut for 5 s speaks after up to 7 s. Of stopped processes, and that a link is cut, `silence` knows within 5 s.
+_ASKING = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 1, zmq.TCP_KEEPALIVE_INTVL: 1, zmq.TCP_KEEPALIVE_CNT: 15}
 _SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, zmq.TCP_MAXRT: 15000, **_WAITING, **_ASKING}
 _ASK_KEYS = "inproc://zeromq.zap.01"
 _FAILURES = {
@@ -277,12 +278,12 @@ def asking_socket(beside: Socket) -> Socket:
 
 
 def client_options() -> dict[zmq.SocketOption, int]:
-    """A worker's I/O thread says something every two seconds, however busy the worker is, and each at times of its own:
+    """A worker's I/O thread says something every second, however busy the worker is, and each at times of its own:
     thousands join at the same moment.
 
     Whether a controller that is silent may come back, `Contact` knows: ZeroMQ never gives it up.
     """
-    return {zmq.HEARTBEAT_IVL: randint(1600, 2400), zmq.HEARTBEAT_TIMEOUT: 3_600_000}
+    return {zmq.HEARTBEAT_IVL: randint(SPOKEN_MS * 2 // 3, SPOKEN_MS), zmq.HEARTBEAT_TIMEOUT: 3_600_000}
 
 
 def client_socket(keys: WorkerKeys | None = None) -> Socket:

@@ -96,6 +96,10 @@ class Run:
         wait_until(lambda: self.steps() >= count or self._over(), 180.0, self.words)
         assert self.steps() >= count, self.words()
 
+    def wait_for_word(self, name: str, word: str, deadline_s: float) -> None:
+        """Return when a process has said that."""
+        wait_until(lambda: word in self.said(name), deadline_s, self.words)
+
     def code(self, deadline_s: float) -> int:
         """How the controller left."""
         return self.left("controller", deadline_s)

@@ -1,5 +1,6 @@
 """A host that is cut off for ever: the run does what it says, and what is left on that host leaves by itself."""
 
+import re
 import signal
 import subprocess
 import time
@@ -13,7 +14,8 @@ from tests.netns.runs import CONTROLLER, ROLLOUT, ROOT, TRAINER, Run
 
 NAME = {"rollout": "rollout-0", "reward": "reward-0", "trainer": "trainer-0"}
 RETURN_S = 10.0
-NOTICED_S = 17.0  # the controller's side of a link on which nothing comes any more
+SEEN_S = 5.0  # when the controller says that nothing comes over a link any more, …
+NOTICED_S = 17.0  # … and when it gives up who is behind it
 ALONE_S = 30.0 + RETURN_S  # that of a worker: so many heartbeats, then the wait for a controller that comes back
 SLOW_S = 15.0  # for a machine that has other things to do
 RETRIES, RETRIED_S = 6, 26.0  # how often the kernel repeats what is not acknowledged, and how long that takes it
@@ -53,6 +55,10 @@ def test_a_role_that_nobody_else_has_ends_the_run(
     processes = family(run, far)
     hosts.cut(ROLLOUT)
     cut_s = time.monotonic()
+    run.wait_for_word("controller", f"nothing has come from {NAME[far]} for", SEEN_S + SLOW_S)
+    seen = re.search(rf"nothing has come from {NAME[far]} for ([0-9.]+) s", run.said("controller"))
+    assert seen is not None
+    assert float(seen[1]) < SEEN_S
     assert run.code(ended_s + SLOW_S) == 1, run.words()
     reason = run.summary()["reason"]
     assert f"{NAME[far]}: its connection is closed" in reason

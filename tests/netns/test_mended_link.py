@@ -38,7 +38,7 @@ async def main():
         links.append(ClientLink(lambda message: None, lambda error: None, worker_keys(Path(sys.argv[2]), "peer")))
         links[-1].connect(sys.argv[1])
         links[-1].send(m.Heartbeat())
-        await asyncio.sleep(0.15)  # silent connections are asked every two seconds, each at a time of its own
+        await asyncio.sleep(0.15)  # silent connections are asked every second, each at a time of its own
     while True:
         for link in links:
             link.send(m.Heartbeat())

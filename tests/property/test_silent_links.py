@@ -1,49 +1,85 @@
-"""What looks at a connection say: the process there is stopped, or the link is cut, or it was and is mended."""
+"""What looks at a connection say: the process there is stopped, or the link is cut, or it was and is mended.
 
-from hypothesis import given
+Times in milliseconds since the last word that came. Our kernel asks a second after the last sign, and every second
+when none comes; the other end has something to say within SPOKEN_MS, and repeats it as TCP does.
+"""
+
+from itertools import count
+
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flowrt.wire.silence import STOPPED_MS, Look, Watched
+from flowrt.wire.silence import CUT_MS, SPOKEN_MS, STOPPED_MS, Look, Watched
 
-ASK_EVERY_MS = 2000
-LOOK_EVERY_MS = 250
+ASK_AFTER_MS = 1000
+LOOK_EVERY_MS = 500
 FIRST_AGAIN_MS = 200
 GIVEN_UP_MS = 15_000
-times = st.integers(0, ASK_EVERY_MS - 1), st.integers(0, LOOK_EVERY_MS - 1)
+NOTICED_MS = 5000
+looks = st.integers(0, LOOK_EVERY_MS - 1)
+words = st.integers(SPOKEN_MS * 2 // 3, SPOKEN_MS)
 
 
-@given(*times)
-def test_a_process_that_is_stopped_is_noticed_within_five_seconds(first_asked_ms: int, first_look_ms: int) -> None:
-    looks = []
-    for at_ms in range(first_look_ms, 10_000, LOOK_EVERY_MS):
-        asked = range(first_asked_ms, at_ms + 1, ASK_EVERY_MS)
-        looks.append((at_ms, Look(at_ms, at_ms - asked[-1] if asked else at_ms, 0, 0)))
-    noticed_ms = first_verdict(looks)
-    assert noticed_ms is not None
-    assert STOPPED_MS < noticed_ms < 5000
+def signs(cut: range) -> list[int]:
+    """When the kernel of the other end answered; what is asked while the link is cut is lost."""
+    asked, answered = 0, [0]
+    while asked < 2 * GIVEN_UP_MS:
+        asked += ASK_AFTER_MS
+        if asked not in cut:
+            answered.append(asked)
+    return answered
 
 
-@given(st.integers(100, GIVEN_UP_MS - 1), *times)
-def test_a_link_that_is_mended_has_time_to_speak(cut_ms: int, first_asked_ms: int, first_look_ms: int) -> None:
-    """The other end had something to say when the link was cut, and repeats it; so do we."""
-    speaks_ms = next(ms for ms in repeats(0) if ms >= cut_ms)
-    through_ms = next(ms for ms in repeats(first_asked_ms) if ms >= cut_ms)
-    looks = []
-    for at_ms in range(first_look_ms, min(speaks_ms, GIVEN_UP_MS), LOOK_EVERY_MS):
-        sent = sum(ms <= min(at_ms, through_ms) for ms in repeats(first_asked_ms))
-        cut = at_ms < through_ms
-        looks.append(
-            (at_ms, Look(at_ms, at_ms if cut else at_ms - through_ms, int(cut and sent > 0), max(sent - 1, 0)))
-        )
-    assert first_verdict(looks) is None
+def says(spoken_ms: int, cut: range) -> int:
+    """When a word comes that was said then."""
+    return next(ms for ms in (spoken_ms + FIRST_AGAIN_MS * (2**again - 1) for again in count()) if ms not in cut)
 
 
-def first_verdict(looks: list[tuple[int, Look]]) -> int | None:
-    """When, in milliseconds, the process counts as stopped for the first time."""
+def judged(until_ms: int, first_look_ms: int, cut: range, ours_ms: int = 0) -> tuple[int | None, int | None]:
+    """When the process counts as stopped, and the link as cut, for the first time; at ``ours_ms`` we said something."""
+    watched, answered, stopped, noticed = Watched(), signs(cut), None, None
+    for at_ms in range(first_look_ms, until_ms, LOOK_EVERY_MS):
+        if at_ms / 1000 < watched.due_s:
+            continue
+        heard = [ms for ms in (*answered, *([ours_ms] if ours_ms not in cut else [])) if ms <= at_ms]
+        if watched.judge(Look(at_ms, at_ms - max(heard), 0, 0), at_ms / 1000) and stopped is None:
+            stopped = at_ms
+        if watched.cut and noticed is None:
+            noticed = at_ms
+    return stopped, noticed
+
+
+@given(looks, st.integers(0, STOPPED_MS))
+def test_a_process_that_is_stopped_is_noticed_within_five_seconds(first_look_ms: int, ours_ms: int) -> None:
+    stopped_ms, cut_ms = judged(2 * STOPPED_MS, first_look_ms, range(0), ours_ms)
+    assert stopped_ms is not None
+    assert STOPPED_MS < stopped_ms < NOTICED_MS
+    assert cut_ms is None
+
+
+@given(words, st.integers(1, SPOKEN_MS), st.integers(1, GIVEN_UP_MS), looks)
+def test_a_link_that_is_mended_has_time_to_speak(
+    spoken_ms: int, cut_from_ms: int, cut_for_ms: int, first_look_ms: int
+) -> None:
+    assume(cut_from_ms <= spoken_ms)
+    cut = range(cut_from_ms, cut_from_ms + cut_for_ms)
+    stopped_ms, _ = judged(min(says(spoken_ms, cut), GIVEN_UP_MS), first_look_ms, cut)
+    assert stopped_ms is None
+
+
+@given(st.integers(1, SPOKEN_MS), looks)
+def test_a_link_that_is_cut_is_noticed_within_five_seconds(cut_from_ms: int, first_look_ms: int) -> None:
+    stopped_ms, cut_ms = judged(GIVEN_UP_MS, first_look_ms, range(cut_from_ms, 2 * GIVEN_UP_MS))
+    assert stopped_ms is None
+    assert cut_ms is not None
+    assert (
+        CUT_MS < cut_ms - max(ms for ms in signs(range(cut_from_ms, 2 * GIVEN_UP_MS)) if ms < cut_from_ms) < NOTICED_MS
+    )
+
+
+def test_a_link_that_is_mended_is_cut_no_more() -> None:
     watched = Watched()
-    return next((at_ms for at_ms, look in looks if watched.judge(look, at_ms / 1000)), None)
-
-
-def repeats(sent_ms: int) -> list[int]:
-    """When something that was sent then is sent, as TCP does it: after 0.2 s again, then after twice as long, ..."""
-    return [sent_ms + FIRST_AGAIN_MS * (2**count - 1) for count in range(9)]
+    assert not watched.judge(Look(CUT_MS + 1, CUT_MS + 1, 0, 0), 10.0)
+    assert watched.cut
+    assert not watched.judge(Look(10, 10, 0, 0), 11.0)
+    assert not watched.cut
