@@ -39,18 +39,23 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def speedups(results: Results, workload: str, mode: str) -> list[float]:
-    """Against the sync run of the same round, which had the same seed."""
+def speedups(results: Results, workload: str, mode: str, base: str = "sync") -> list[float]:
+    """Against another mode's run of the same round, which had the same seed."""
     return [
-        one.samples_per_s / base.samples_per_s
-        for one, base in zip(results[workload, mode], results[workload, "sync"], strict=True)
+        one.samples_per_s / other.samples_per_s
+        for one, other in zip(results[workload, mode], results[workload, base], strict=True)
     ]
+
+
+def over_before(results: Results, workload: str, mode: str, modes: list[str]) -> float:
+    """What a mode gains over the one before it, seed by seed."""
+    return median(speedups(results, workload, mode, modes[max(modes.index(mode) - 1, 0)]))
 
 
 def table_of(results: Results, workload: str, modes: list[str]) -> Table:
     """One workload: what each mode gains, who is busy, what the rest of the time went to."""
     table = Table(title=f"{workload}: medians of {len(results[workload, modes[0]])} runs; times in simulated seconds")
-    for name in ("mode", "speed-up (range)", "s a step", "theory", "staleness", "rows full"):
+    for name in ("mode", "speed-up (range)", "over before", "s a step", "theory", "staleness", "rows full"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for role in ROLES:
         table.add_column(f"{role}: busy, lost to", justify="left")
@@ -61,6 +66,7 @@ def table_of(results: Results, workload: str, modes: list[str]) -> Table:
         table.add_row(
             mode,
             f"{median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})",
+            f"{over_before(results, workload, mode, modes):.3f}",
             f"{median([one.step_s for one in runs]):.1f}",
             f"{median([predicted_s(one.play) for one in runs]):.1f}",
             f"{median([one.staleness_mean for one in runs]):.2f}",
@@ -79,13 +85,14 @@ def cell(runs: list[Accounts], role: str) -> str:
     return f"[bold]{median([one.busy[role] for one in runs]):.0%}[/]{steady} {words}"
 
 
-def metrics_of(results: Results) -> dict[str, float]:
+def metrics_of(results: Results, modes: list[str]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for (workload, mode), runs in results.items():
         key = f"{mode}_{workload}"
         gains = speedups(results, workload, mode)
         metrics[f"speedup_{key}"] = median(gains)
         metrics[f"speedup_least_{key}"], metrics[f"speedup_most_{key}"] = min(gains), max(gains)
+        metrics[f"over_before_{key}"] = over_before(results, workload, mode, modes)
         metrics[f"step_s_{key}"] = median([one.step_s for one in runs])
         metrics[f"theory_step_s_{key}"] = median([predicted_s(one.play) for one in runs])
         metrics[f"rows_full_{key}"] = median([one.occupied for one in runs])
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the workload says")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--real-s", type=float, default=0.015, help="real seconds that a simulated one takes")
+    parser.add_argument("--real-s", type=float, default=0.025, help="real seconds that a simulated one takes")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.workloads, arguments.rounds, arguments.steps, arguments.real_s = ["paper"], 1, 3, 0.009
@@ -142,7 +149,7 @@ def main() -> None:
     for workload in arguments.workloads:
         console.print(table_of(results, workload, arguments.modes))
     run = {"rounds": arguments.rounds, "steps": arguments.steps, "real_s": arguments.real_s}
-    write(arguments.json, metrics_of(results), load=os.getloadavg()[1], **run)
+    write(arguments.json, metrics_of(results, arguments.modes), load=os.getloadavg()[1], **run)
 
 
 if __name__ == "__main__":
