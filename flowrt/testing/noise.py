@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from flowrt.wire.codec import encode
 from flowrt.wire.messages import MESSAGES, Message
+from flowrt.wire.repeats import SHORT
 
 NAMES = ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0", "policy", "samples", "weights", "")
 WORDS = (
@@ -26,6 +27,8 @@ WORDS = (
 )
 EDGES = (-(2**63), 2**63 - 1, 2**53 + 1, 2**32, 2**31, 10**6, 1000, 64, -2)
 REALS = (0.0, -1.0, 1.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
+LONG = (tuple(range(SHORT)), (1,) * SHORT, tuple(range(-1, 2 * SHORT)))
+"""Columns that a message says once, however often it holds them."""
 _MOST = 4
 _OPENERS = (0x90, 0x9F, 0xDC, 0xDD, 0xC4, 0xC6, 0xD9, 0xDB, 0x80, 0xDF, 0xC1, 0xC7, 0xCF, 0xCB)
 
@@ -81,6 +84,8 @@ class Noise:
     def _value(self, hint: Any) -> Any:
         draw = self.random
         if get_origin(hint) is Annotated:
+            if hint.__metadata__[0] == "q" and draw.random() < 0.1:
+                return draw.choice(LONG)
             make = self._whole if hint.__metadata__[0] == "q" else self._real
             return tuple(make() for _ in range(self._count()))
         if dataclasses.is_dataclass(hint):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
+from flowrt.testing.noise import LONG
 from flowrt.wire import codec
 from flowrt.wire import messages as m
 from flowrt.wire.codec import decode, encode
@@ -24,7 +25,9 @@ REALS = st.floats(allow_nan=False)
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Annotated:
-        return st.lists(INT64 if hint.__metadata__[0] == "q" else REALS, max_size=4).map(tuple)
+        whole = hint.__metadata__[0] == "q"
+        few = st.lists(INT64 if whole else REALS, max_size=4).map(tuple)
+        return few | st.sampled_from(LONG) if whole else few
     if dataclasses.is_dataclass(hint):
         return record_of(hint)
     if get_origin(hint) is tuple:
