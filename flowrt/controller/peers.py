@@ -76,7 +76,7 @@ class Peers:
         for worker in cut.keys() - self._cut.keys():
             log.warning(CUT, worker, monotonic() - cut[worker])
         for worker in self._cut.keys() - cut.keys():
-            if worker in self:
+            if worker in self and self._link.gate.is_open(*self._source[worker]):
                 log.info("%s is heard again", worker)
         self._cut = cut
 

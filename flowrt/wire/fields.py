@@ -190,7 +190,7 @@ def _packed_encoder(code: str) -> Encoder:
     whole = code == "q"
 
     def encode_packed(values: Any, said: Said) -> Any:
-        if whole and type(values) is tuple and (place := say(values, said)) is not None:
+        if whole and (place := say(_sequence(values), said)) is not None:
             return place
         return struct.pack(f"<{len(_sequence(values))}{code}", *values) if values != () else _NO_BYTES
 

@@ -131,8 +131,12 @@ class Gate:
 
     def quiet_s(self, descriptor: int, address: str) -> float:
         """For how long nothing at all has come over a connection, not even an answer of ZeroMQ's own threads."""
-        look = look_at(descriptor) if address and self.address(descriptor) == address else None
+        look = look_at(descriptor) if self.is_open(descriptor, address) else None
         return float("inf") if look is None else look.heard_ms / 1000
+
+    def is_open(self, descriptor: int, address: str) -> bool:
+        """Whether this is still the connection that it was."""
+        return bool(address) and self.address(descriptor) == address
 
     @property
     def has_cuts(self) -> bool:
@@ -141,7 +145,7 @@ class Gate:
 
     def cut_since_s(self, descriptor: int, address: str) -> float | None:
         """Since when nothing has come over a connection, where that is too long for a link that is whole."""
-        return self._watch.cut.get(descriptor) if self.address(descriptor) == address else None
+        return self._watch.cut.get(descriptor) if self.is_open(descriptor, address) else None
 
     def lets_in(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> bool:
         """A message of a peer is here; ``descriptor`` says over which connection it came.

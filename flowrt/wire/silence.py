@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 
-SPOKEN_MS = 1200
+SPOKEN_MS = 1000
 """Whoever is there has said something by then."""
-STOPPED_MS = 4300
+STOPPED_MS = 4400
 """Whose kernel acknowledged, and who has said nothing for so long, is stopped: noticed in 5 s.
 
 Until then somebody may be silent of whom we know no better: what he said was lost while the link was cut for less than
-GAP_MS, and TCP repeats after 0.2, 0.6, 1.4 and 3 s.
+GAP_MS, and TCP repeats after 0.2, 0.4, 0.8, 1.7 and 3.4 s.
 """
 GAP_MS = 2000
 """Without a sign for so long: the link was cut. Our kernel asks every second, and we look twice."""

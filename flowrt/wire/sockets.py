@@ -157,6 +157,8 @@ class Socket:
                 frame = receive_whole()
                 frames[9:] = [frame.bytes]  # ZeroMQ asks for a key in nine, peers say two: more are too many
             self.latest = frame
+            if self._posted and monotonic() > self._posted_until_s:
+                self._send_posted()
             receive(frames)
             if self._closed:
                 return True

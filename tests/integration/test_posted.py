@@ -148,6 +148,32 @@ async def test_what_comes_while_the_last_answers_are_sent_is_read() -> None:
     link.close()
 
 
+async def test_an_answer_does_not_wait_for_the_work_of_others() -> None:
+    """The second is answered; what comes after it takes its time, and the answer has gone out before the last of it."""
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+
+        def hear(peer: bytes, message: m.Message) -> None:
+            assert isinstance(message, m.Withdraw)
+            if message.request == 3:
+                done.set_result(bool(socket.poll(int(1000 * DEADLINE_S))))
+                return
+            until_readable(link)  # the next one
+            if message.request == 1:
+                link.post(peer, m.Opened(1, 0))
+            elif message.request == 2:
+                while time.monotonic() < link._raw._posted_until_s:
+                    assert not done.done()
+
+        link = ServerLink(hear, lambda peer, why: None, lambda: None)
+        socket.connect(link.bind("tcp://127.0.0.1:0"))
+        for number in range(4):
+            socket.send(encode(m.Withdraw(number)))
+        async with asyncio.timeout(2 * DEADLINE_S):
+            assert await done, "while the last work is done, the answer is there"
+    link.close()
+
+
 async def test_who_is_gone_is_named() -> None:
     heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     left, gone = asyncio.Event(), list[bytes]()

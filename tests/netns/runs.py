@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,12 @@ class Run:
         one = ("--standalone", "--nproc-per-node", "1")
         self.torchrun(ROLLOUT, "rollout", *one, f"{ROOT}/workers/rollout.py")
         self.torchrun(TRAINER, "trainer", *one, f"{ROOT}/workers/trainer.py")
+
+    def status(self) -> dict[str, Any]:
+        """What ``flowrt status`` says on the controller's host."""
+        words = [*self._hosts.on(CONTROLLER), str(FLOWRT), "status", str(self.dir), "--json"]
+        asked = subprocess.run(words, check=True, timeout=60, capture_output=True, env=os.environ | self._environment)
+        return json.loads(asked.stdout)
 
     def words(self) -> str:
         paths = sorted(self._logs.glob("*.log"))

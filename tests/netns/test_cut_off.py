@@ -75,6 +75,8 @@ def test_a_run_goes_on_without_one_of_its_rollout_workers(hosts: Any, begin: Cal
     run.wait_for_steps(3)
     processes = family(run, "rollout")
     hosts.cut(ROLLOUT)
+    run.wait_for_word("controller", f"nothing has come from {NAME['rollout']} for", SEEN_S + SLOW_S)
+    assert list(run.status()["cut_off"]) == [NAME["rollout"]]
     leaves_alone(run, "rollout", ALONE_S + SLOW_S, processes)
     says_why(run, "rollout")
     assert "rollout-0 is gone: its connection is closed" in run.said("controller")

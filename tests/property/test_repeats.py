@@ -50,6 +50,16 @@ def test_equal_numbers_in_two_objects_are_just_packed() -> None:
     assert decode(encode(message)) == message
 
 
+def test_columns_of_which_some_are_lists_are_what_they_were() -> None:
+    slots, ids = list(range(20)), tuple(range(100, 120))
+    parts = (part_of(ids), part_of(ids))
+    data = encode(m.Grant(1, 2, slots, ("data",), ids, slots, ids, (0,) * 20, ids, (), (), parts, (), False))  # type: ignore[arg-type]
+    grant = decode(data)
+    assert isinstance(grant, m.Grant)
+    assert grant.slots == grant.members == tuple(slots)
+    assert {grant.groups, grant.prompts, grant.attempts, *(part.ids for part in grant.parts)} == {ids}
+
+
 SERVE = m.MESSAGES.index(m.Serve)
 RAW_TURN = ["a", "b", "samples", 0, 0, "gloo"]
 PACKED = bytes(8 * SHORT)
