@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from io import StringIO
 
 import pytest
@@ -16,6 +17,8 @@ from flowrt.ids import WorkerId
 from flowrt.testing.scenario import MODEL, offered_lengths, whole
 from flowrt.testing.talk import Talk
 from flowrt.wire import messages as m
+
+NOBODY: Mapping[str, float] = {}
 
 
 def graph(talk: Talk) -> WaitGraph:
@@ -110,10 +113,10 @@ def test_each_waiting_for_the_others_next_version_is_a_knot() -> None:
     assert "wait for each other" not in printed(talk)
 
 
-def printed(talk: Talk) -> str:
+def printed(talk: Talk, cut_off: Mapping[str, float] = NOBODY) -> str:
     """What ``flowrt status`` shows of it where there are no colours, every stretch of white space made one space."""
     console = Console(width=200, file=StringIO(), color_system=None)
-    console.print(draw(json.loads(json.dumps(status(talk.core, talk.now, 600.0, {}, {})))))
+    console.print(draw(json.loads(json.dumps(status(talk.core, talk.now, 600.0, {}, {}, cut_off)))))
     assert isinstance(console.file, StringIO)
     return " ".join(console.file.getvalue().replace("│", " ").split())
 
@@ -133,6 +136,13 @@ def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> N
     assert not [edge for edge in graph(talk).waits if edge.who == "trainer0"]
     talk.say("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))
     assert len(str(graph(talk).as_json())) < 10_000
+
+
+def test_who_is_cut_off_is_named_first() -> None:
+    talk = Talk()
+    assert "nothing has come" not in printed(talk)
+    said = printed(talk, {"rollout0": 6.4})
+    assert said.startswith("nothing has come from rollout0 for 6 s: its link is cut, or its machine is gone")
 
 
 def test_a_source_that_died_is_nobody() -> None:
@@ -166,7 +176,7 @@ def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
         talk.now = float(number)
         talk.say("reward0", m.Pull(100 + number, "reward", 1, 0, -1))
         talk.say("source0", m.Offer(500 + number, "train", (number,), 0, 1, 0, offered_lengths(4, 1), ()))
-    told = status(talk.core, talk.now, 600.0, {}, {})
+    told = status(talk.core, talk.now, 600.0, {}, {}, {})
     assert len(told["waits"]) == MOST_WAITS
     waits = told["graph"]["waits"]
     assert len(waits) == MOST_WAITS
