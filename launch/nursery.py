@@ -155,7 +155,15 @@ class Nursery:
 
     def _look_after(self, nursling: Nursling) -> None:
         """A nursery that is stopped cannot hide an end: the kernel tells it here too, but not how."""
-        loop, end = asyncio.get_running_loop(), os.pidfd_open(nursling.pid)
+        loop = asyncio.get_running_loop()
+        try:
+            end = os.pidfd_open(nursling.pid)
+        except ProcessLookupError:  # it has ended by now, and the nursery is about to say how
+            loop.call_later(LATE_S, self._miss, nursling)
+            return
+        except OSError as error:
+            log.warning("only %s will tell of the end of process %d: %s", WHO, nursling.pid, error.strerror)
+            return
 
         def ended() -> None:
             loop.remove_reader(end)

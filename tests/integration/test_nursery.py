@@ -123,6 +123,24 @@ async def test_what_a_whole_job_is_sent_does_not_take_the_workers_along(tmp_path
     assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
 
 
+GONE = """
+import json, socket, subprocess, sys
+orders = socket.socket(fileno=int(sys.argv[1]))
+orders.send(json.dumps({"unfit": ""}).encode())
+orders.recv(65536)
+gone = subprocess.Popen([sys.executable, "-c", ""])
+gone.wait()
+orders.send(json.dumps({"born": gone.pid}).encode())
+orders.send(json.dumps({"pid": gone.pid, "code": 7}).encode())
+orders.recv(1)
+"""
+
+
+async def test_who_has_ended_before_its_birth_is_heard_of_has_its_code(tmp_path: Path) -> None:
+    async with begun(GONE) as nursery:
+        assert await ended(await forked(nursery, tmp_path, "leave", "7")) == 7
+
+
 async def test_many_at_once(tmp_path: Path) -> None:
     async with begun() as nursery:
         born = await asyncio.gather(*(forked(nursery, tmp_path, "leave", str(code)) for code in range(20)))
