@@ -92,6 +92,8 @@ async def with_one_lost(stream, puppet, how: str):
     await second.do("commit", stage="make", makes={"text": 2}, spans=True)
     await judge_all(judge, 3)
     trainer.tell("pull", stage="train", slots=0, step=0)
+    # Processes are heard of in any order: only from here on is the trainer known to wait.
+    await stream.until(lambda: "trainer" in stream.waits)
     if how == "said":
         await maker.do("lost", stage="make", reason="the environment broke")
     else:
