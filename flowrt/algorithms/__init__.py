@@ -2,7 +2,8 @@
 
 A micro-batch walks through it in this order:
 
-    cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T
+    cut_folded -> fold_samples -> (model) -> predicted_logprobs            where the model can take folded samples
+    cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T                        else
     group_advantages, truncated_importance -> grpo_token_loss_sum -> backward
 
 and the step ends by dividing the accumulated gradient by the global count.
@@ -20,8 +21,9 @@ from flowrt.algorithms.correction import (
     sequence_truncated_importance,
     truncated_importance,
 )
+from flowrt.algorithms.folding import Folded, cut_folded, fold_samples
 from flowrt.algorithms.kl import kl_k1_T, kl_k2_T, kl_k3_T
-from flowrt.algorithms.logprobs import prediction_entropy, selected_logprobs
+from flowrt.algorithms.logprobs import predicted_logprobs, prediction_entropy, selected_logprobs
 from flowrt.algorithms.losses import (
     ClipStatistics,
     GrpoLoss,
@@ -36,12 +38,15 @@ from flowrt.algorithms.packing import Padded, cut_by_tokens, pad_samples
 
 __all__ = [
     "ClipStatistics",
+    "Folded",
     "GrpoLoss",
     "Padded",
     "TokenLossSum",
     "cispo_loss_T",
     "constant_length_weights_T",
     "cut_by_tokens",
+    "cut_folded",
+    "fold_samples",
     "group_advantages",
     "grpo_token_loss_sum",
     "gspo_loss_T",
@@ -53,6 +58,7 @@ __all__ = [
     "mismatch_statistics",
     "pad_samples",
     "policy_loss_T",
+    "predicted_logprobs",
     "prediction_entropy",
     "selected_logprobs",
     "sequence_mean_weights_T",

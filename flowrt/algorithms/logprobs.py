@@ -4,7 +4,8 @@ Logits are the largest tensor of a training step. They are read a slice of posit
 and the backward pass recomputes a slice's softmax instead of keeping it: beside the logits and their
 gradient, which exist anyway, no more than CHUNK_ELEMENTS floats are alive (a few times over).
 
-Shapes: B = rows, L = padded length, M = L - 1 predictions, V = vocabulary.
+Shapes: B = rows, L = padded length, M = L - 1 predictions a row, U = all predictions, T = tokens that they are about,
+V = vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +33,23 @@ def selected_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float 
             f"logits_BLV {list(logits_BLV.shape)} and tokens_BL {list(tokens_BL.shape)} must agree in rows "
             "and positions; pass the logits of every token, the last one included"
         )
-    apply: Callable[[Tensor, Tensor, float], Tensor] = _SelectedLogprobs.apply
-    return apply(logits_BLV, tokens_BL, temperature)
+    rows, length = tokens_BL.shape
+    if length < 2:
+        return logits_BLV.new_empty(rows, 0, dtype=torch.promote_types(logits_BLV.dtype, torch.float32))
+    prediction_BM = torch.arange(rows * length, device=tokens_BL.device).view(rows, length)[:, :-1]
+    target_T = tokens_BL[:, 1:].reshape(-1)
+    return predicted_logprobs(logits_BLV.flatten(0, 1), prediction_BM.reshape(-1), target_T, temperature).view(rows, -1)
+
+
+def predicted_logprobs(logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, temperature: float = 1.0) -> Tensor:
+    """logprobs_T in nats, where [t] is that of token target_T[t] under logits_UV[prediction_T[t]] / temperature.
+
+    Several tokens may be of one prediction. Computed as `selected_logprobs` says. Raises ValueError if the temperature
+    isn't positive.
+    """
+    _require_temperature(temperature)
+    apply: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _PredictedLogprobs.apply
+    return apply(logits_UV, prediction_T, target_T, temperature)
 
 
 @torch.no_grad()
@@ -43,55 +59,57 @@ def prediction_entropy(logits_BLV: Tensor, temperature: float = 1.0) -> Tensor:
     Aligned with `selected_logprobs`. Raises ValueError if `temperature` isn't positive.
     """
     _require_temperature(temperature)
+    rows, length, vocabulary = logits_BLV.shape
+    logits_UV = logits_BLV[:, :-1].reshape(-1, vocabulary)
     chunks = [
-        torch.special.entr(_centred(logits_BLV, span, temperature).softmax(-1)).sum(-1) for span in _spans(logits_BLV)
+        torch.special.entr(_centred(logits_UV[span], temperature)[0].softmax(-1)).sum(-1) for span in _spans(logits_UV)
     ]
-    return torch.cat(chunks, dim=1) if chunks else logits_BLV.new_empty(logits_BLV.shape[0], 0)
+    return torch.cat(chunks).view(rows, length - 1) if chunks else logits_BLV.new_empty(rows, 0)
 
 
-class _SelectedLogprobs(torch.autograd.Function):
+class _PredictedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_BLV: Tensor, tokens_BL: Tensor, temperature: float) -> Tensor:
-        rows, length, _ = logits_BLV.shape
-        dtype = torch.promote_types(logits_BLV.dtype, torch.float32)
-        normaliser_BM = logits_BLV.new_empty(rows, max(length - 1, 0), dtype=dtype)
-        logprobs_BM = torch.empty_like(normaliser_BM)
-        next_BM1 = tokens_BL[:, 1:].unsqueeze(-1)
-        for span in _spans(logits_BLV):
-            centred = _centred(logits_BLV, span, temperature)
-            normaliser_BM[:, span] = centred.logsumexp(-1)
-            logprobs_BM[:, span] = centred.gather(-1, next_BM1[:, span]).squeeze(-1) - normaliser_BM[:, span]
-        ctx.save_for_backward(logits_BLV, next_BM1, normaliser_BM)
+    def forward(ctx: Any, logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+        peak_U = logits_UV.new_empty(len(logits_UV), dtype=torch.promote_types(logits_UV.dtype, torch.float32))
+        normaliser_U = torch.empty_like(peak_U)
+        for span in _spans(logits_UV):
+            centred, peak_U[span] = _centred(logits_UV[span], temperature)
+            normaliser_U[span] = centred.logsumexp(-1)
+        ctx.save_for_backward(logits_UV, prediction_T, target_T, normaliser_U)
         ctx.temperature = temperature
-        return logprobs_BM
+        selected_T = logits_UV[prediction_T, target_T].to(peak_U.dtype) / temperature
+        return selected_T - peak_U[prediction_T] - normaliser_U[prediction_T]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BM: Tensor) -> tuple[Tensor, None, None]:
-        logits_BLV, next_BM1, normaliser_BM = ctx.saved_tensors
-        # Zeros, because the last position predicts nothing and must get no gradient.
-        logits_gradient_BLV = torch.zeros_like(logits_BLV)
-        for span in _spans(logits_BLV):
-            upstream = gradient_BM[:, span].unsqueeze(-1)
-            centred = _centred(logits_BLV, span, ctx.temperature)
+    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_UV, prediction_T, target_T, normaliser_U = ctx.saved_tensors
+        upstream_T = gradient_T / ctx.temperature
+        upstream_U = torch.zeros_like(normaliser_U).index_put_((prediction_T,), upstream_T, accumulate=True)
+        slope_UV = torch.empty_like(logits_UV)
+        for span in _spans(logits_UV):
             # d logprob / d scaled logit = one-hot of the token minus softmax.
-            slope = (centred - normaliser_BM[:, span].unsqueeze(-1)).exp_().mul_(-upstream)
-            slope.scatter_add_(-1, next_BM1[:, span], upstream)
-            logits_gradient_BLV[:, span] = slope.div_(ctx.temperature)
-        return logits_gradient_BLV, None, None
+            centred, _ = _centred(logits_UV[span], ctx.temperature)
+            slope = centred.sub_(normaliser_U[span].unsqueeze(-1)).exp_().mul_(-upstream_U[span].unsqueeze(-1))
+            # Added before the sum is rounded to the logits' type: it is nearly nothing where the token was certain.
+            here_T = (prediction_T >= span.start) & (prediction_T < span.stop)
+            where = (prediction_T[here_T] - span.start, target_T[here_T])
+            slope_UV[span] = slope.index_put_(where, upstream_T[here_T], accumulate=True)
+        return slope_UV, None, None, None
 
 
-def _spans(logits_BLV: Tensor) -> Iterator[slice]:
-    rows, length, vocabulary = logits_BLV.shape
-    width = max(1, CHUNK_ELEMENTS // max(1, rows * vocabulary))
-    return (slice(start, min(start + width, length - 1)) for start in range(0, length - 1, width))
+def _spans(logits_UV: Tensor) -> Iterator[slice]:
+    count, vocabulary = logits_UV.shape
+    height = max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+    return (slice(start, min(start + height, count)) for start in range(0, count, height))
 
 
-def _centred(logits_BLV: Tensor, span: slice, temperature: float) -> Tensor:
-    chunk = logits_BLV[:, span]
-    scaled = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) / temperature
+def _centred(chunk_UV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The logits over temperature, less the largest of each prediction; and these."""
+    scaled = chunk_UV.to(torch.promote_types(chunk_UV.dtype, torch.float32)) / temperature
     # Softmax does not mind a common offset, but the digits of logit - logsumexp do when logits are large.
-    return scaled.sub_(scaled.amax(-1, keepdim=True))
+    peak = scaled.amax(-1, keepdim=True)
+    return scaled.sub_(peak), peak.squeeze(-1)
 
 
 def _require_temperature(temperature: float) -> None:
