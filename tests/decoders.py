@@ -15,7 +15,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -39,12 +39,12 @@ _GPT2 = GPT2Config(
     initializer_range=0.3,
 )
 DECODERS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**_COMMON)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_COMMON)),
-    "mistral": (MistralForCausalLM, MistralConfig(**_COMMON, sliding_window=None)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**COMMON)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON)),
+    "mistral": (MistralForCausalLM, MistralConfig(**COMMON, sliding_window=None)),
     "gemma2": (
         Gemma2ForCausalLM,
-        Gemma2Config(**_COMMON, head_dim=8, final_logit_softcapping=2.0, sliding_window=128),
+        Gemma2Config(**COMMON, head_dim=8, final_logit_softcapping=2.0, sliding_window=128),
     ),
     "gpt2": (GPT2LMHeadModel, _GPT2),
 }

@@ -6,6 +6,7 @@ from flowrt.workers.entry import main
 
 from flowrt.client.session import Session
 from flowrt.engines.checkpoint import load_model
+from flowrt.engines.folded_attention import use_folded
 from flowrt.engines.scoring import score
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
@@ -17,6 +18,8 @@ async def run(session: Session, config: RunConfig) -> None:
     """Score whatever has a response, as soon as it has one."""
     with session.timeline.busy("load"):
         model = (await asyncio.to_thread(load_model, model_dir(config))).eval()
+        if config.trainer.share_prompts:
+            await asyncio.to_thread(use_folded, model)
     # One sample at a time has the same shapes, and so the same bits, whatever was pulled with it.
     budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
     while True:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharded_state, sharding
 from flowrt.engines.checkpoint import without_dropout, written_dtype
+from flowrt.engines.faster import made_fast
 from flowrt.engines.lora import merged
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.passes import LossPasses, finite, step_metrics
@@ -72,10 +73,11 @@ class FsdpTrainer:
         self._roll = RollCall("passes")
         self._final_dtype = written_dtype(source, options.final_dtype)
         self._begin()
+        made_fast(self.model, options)
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._device.use()
-        for rows in self._passes.cut(batch):
+        for rows in self._passes.cut(self.model, batch):
             if self._lock_step:
                 self._anyone(has_work=True)
             self._passes.loss_sum(self.model, batch, rows).backward()

@@ -29,7 +29,11 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     forward_tokens: int = 8192
-    """Most padded tokens in one forward pass; a larger micro-batch is cut."""
+    """Most tokens in one forward pass; a larger micro-batch is cut."""
+    share_prompts: bool = True
+    """Compute a prompt once for all samples of a pass that have it, and no padding, where the model allows it."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile: passes are faster after a first one of up to some minutes."""
     final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"
     """Type of the trained model that is written; source: that of the model that training began with."""
 

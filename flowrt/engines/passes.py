@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrt.algorithms import GrpoLoss, cut_by_tokens, grpo_token_loss_sum, mismatch_statistics, truncated_importance
+from flowrt.algorithms import GrpoLoss, grpo_token_loss_sum, mismatch_statistics, truncated_importance
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.engines.protocols import TrainingBatch
-from flowrt.engines.scoring import response_logprobs
+from flowrt.engines.scoring import cut_into_passes, response_logprobs
 from flowrt.errors import EngineError
 
 SUMS = (
@@ -48,23 +48,20 @@ class LossPasses:
         self._sums: dict[str, float] = defaultdict(float)
         self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, and tokens
 
-    def cut(self, batch: TrainingBatch) -> list[list[int]]:
-        """The rows of each pass: those of like length together, since short ones are padded to the longest."""
-        lengths = [len(p) + len(r) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        passes = cut_by_tokens([lengths[row] for row in order], self._forward_tokens)
-        return [[order[place] for place in places] for places in passes]
+    def cut(self, model: Any, batch: TrainingBatch) -> list[list[int]]:
+        """The rows of each pass."""
+        return cut_into_passes(model, batch.prompts, batch.responses, self._forward_tokens)
 
     def loss_sum(self, model: Any, batch: TrainingBatch, rows: list[int]) -> torch.Tensor:
         """The sum of the token losses of these rows, with its graph."""
-        logprobs_T, padded = response_logprobs(
+        logprobs_T, samples = response_logprobs(
             model,
             [batch.prompts[row] for row in rows],
             [batch.responses[row] for row in rows],
             self._temperature,
         )
         device = logprobs_T.device
-        sample_T = padded.sample_T
+        sample_T = samples.sample_T
         old_T = logprobs_T.detach()
         rollout_T = torch.cat([batch.rollout_logprobs[row] for row in rows]).to(device)
         importance_T = truncated_importance(old_T, rollout_T, cap=self._cap)

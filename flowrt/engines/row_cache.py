@@ -40,13 +40,10 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
             self.fresh = (key_states, value_states)
             return key_states, value_states
         count, longest = len(positions), self._cache.longest
-        rows = self._cache.row_index_R[:count]
-        if positions.dim() > 1:  # several tokens a row
-            self.keys[rows.unsqueeze(1), :, positions] = key_states.transpose(1, 2)
-            self.values[rows.unsqueeze(1), :, positions] = value_states.transpose(1, 2)
-        else:
-            self.keys[rows, :, positions] = key_states[:, :, 0]
-            self.values[rows, :, positions] = value_states[:, :, 0]
+        places = self._cache.places(self.keys.shape[1])
+        for slab, states in ((self.keys, key_states), (self.values, value_states)):
+            width = slab.shape[3]
+            slab.view(-1, width).index_copy_(0, places, states.reshape(-1, width))
         return self.keys[:count, :, :longest], self.values[:count, :, :longest]
 
     def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
@@ -91,6 +88,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self.positions_R: torch.Tensor | None = None
         self.longest = 0
         self.row_index_R = torch.arange(rows)
+        self._places: dict[int, torch.Tensor] = {}
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
     def begin_prefill(self, longest: int) -> None:
@@ -105,6 +103,16 @@ class RowCache(Cache):  # type: ignore[misc]
         self._reserve(longest)
         self.positions_R = positions_R
         self.longest = longest
+        self._places.clear()
+
+    def places(self, heads: int) -> torch.Tensor:
+        """Where the tokens of this step go, row after row and head after head, in a layer of so many heads."""
+        assert self.positions_R is not None
+        if heads not in self._places:
+            rows = self.row_index_R[: len(self.positions_R), None] * heads + torch.arange(heads)
+            places = rows.unsqueeze(2) * self.capacity + self.positions_R.view(len(rows), 1, -1)
+            self._places[heads] = places.flatten()
+        return self._places[heads]
 
     def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
         for layer in self.layers:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowrt.engines.checkpoint import load_model
+from flowrt.engines.faster import decoder_layers
 from flowrt.engines.lora import add_adapters, merged
 from flowrt.engines.options import FsdpOptions, LoraOptions
 from flowrt.engines.roll_call import RollCall
@@ -68,10 +69,8 @@ def shard(model: Any, device: Device, options: FsdpOptions) -> None:
     mesh = init_device_mesh(device.kind, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, options.dtype), reduce_dtype=wide(options))
     by_pass = options.gather == "pass"
-    # What transformers says is not to be split: the decoder layers, in most models.
-    layers = set(getattr(model, "_no_split_modules", None) or ())
-    for module in [module for module in model.modules() if type(module).__name__ in layers]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=by_pass)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=by_pass)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=by_pass)
     for part in parts(model):
         part.set_gradient_divide_factor(1.0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.checkpoint import named_parameters, without_dropout, written_dtype
+from flowrt.engines.faster import made_fast
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import LossPasses, finite, ranks, step_metrics
 from flowrt.engines.protocols import TrainingBatch
@@ -26,7 +27,7 @@ class TorchTrainer:
     """AdamW on the GRPO loss. With more than one rank, `torch.distributed` must be initialised."""
 
     def __init__(self, model: Any, options: TrainOptions, loss: GrpoLoss, *, correction_cap: float, temperature: float):
-        self.model = without_dropout(model).train()
+        self.model = made_fast(without_dropout(model), options).train()
         self._options = options
         self._passes = LossPasses(
             loss, correction_cap=correction_cap, temperature=temperature, forward_tokens=options.forward_tokens
@@ -44,7 +45,7 @@ class TorchTrainer:
         self._final_dtype = model.dtype if as_it_is else written_dtype(origin, options.final_dtype)
 
     def accumulate(self, batch: TrainingBatch) -> None:
-        for rows in self._passes.cut(batch):
+        for rows in self._passes.cut(self.model, batch):
             self._passes.loss_sum(self.model, batch, rows).backward()
 
     def step(self) -> dict[str, float]:

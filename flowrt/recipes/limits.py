@@ -113,6 +113,10 @@ def check_trainer(trainer: TrainerConfig) -> None:
         raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
     if trainer.engine == "torch" and trainer.lora.rank:
         raise ConfigError("trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp")
+    if trainer.compile and trainer.fsdp.recompute:
+        raise ConfigError(
+            "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers as they are; leave out one"
+        )
     if trainer.min_lr > trainer.lr:
         raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
 

@@ -13,6 +13,7 @@ import torch
 
 from flowrt.algorithms import GrpoLoss, group_advantages
 from flowrt.engines.checkpoint import load_model, load_tokenizer
+from flowrt.engines.folded_attention import use_folded
 from flowrt.engines.protocols import Prompt, TrainingBatch
 from flowrt.engines.scoring import score
 from flowrt.engines.seeds import sample_seed
@@ -56,6 +57,7 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     problems, tokenizer = subject(config).training_problems(), load_tokenizer(model)
     policy, reference = load_model(model), load_model(model).eval()
+    assert use_folded(reference)
     loss = GrpoLoss(config.loss.clip_low, config.loss.clip_high, config.loss.kl_coef)
     trainer = TorchTrainer(
         policy, config.trainer, loss, correction_cap=config.loss.correction_cap, temperature=config.rollout.temperature

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ spec.loader.exec_module(fsdp_rank)
 STEPS = 10
 EXACT = {"dtype": "float64"}
 LORA = {"rank": 4}
+COMPILER = bool(shutil.which("g++"))
 OTHERS = ["gemma2", "gpt2", "llama"]
 """Tied weights and capped logits; another naming of everything, and dropout; neither."""
 NARROW = "llama"
@@ -112,6 +114,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         2,
         two={"fsdp": EXACT},
         lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass", "recompute": True}},
+        compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}},
         # A fraction of the model's size: several files.
         until_4={
             "steps": [0, 4],
@@ -191,15 +194,27 @@ def test_ranks_in_lock_step_find_the_same_weights(ranks: Ranks) -> None:
     assert apart(ranks.weights("lock_step"), ranks.weights("until_4")) < 1e-6
 
 
+@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_find_the_same_weights(ranks: Ranks) -> None:
+    """Parts of the model are in float32 whatever its type, and are rounded elsewhere once they are compiled."""
+    assert 0 < apart(ranks.weights("compiled"), ranks.weights("until_4")) < 2e-6
+
+
 def load_model_weights(ranks: Ranks) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in load_model(ranks.model).named_parameters()}
 
 
 def test_single_precision_stays_as_close_as_rounding_allows(ranks: Ranks, torch_engine: Any) -> None:
-    """Adam divides by the gradient's size, so a gradient that is all rounding still moves its weight."""
-    expected = torch_engine(STEPS, torch.float32)
+    """Adam divides by the gradient's size, so a gradient that is all rounding still moves its weight.
+
+    A few weights have such gradients: by these alone, plain PyTorch in float32 is up to 6e-5 away from float64 (seed 5
+    of `build_model`). All others are where they are in float64, and without the rounding all are: see "one", above.
+    """
+    exact = torch_engine(STEPS, torch.float64)
     for name, tensor in ranks.weights("single").items():
-        assert float((tensor - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+        distance = (tensor - exact[name]).abs()
+        assert float((distance > 1e-6).float().mean()) < 1e-3, name
+        assert float(distance.norm() / exact[name].norm()) < 1e-4, name
 
 
 def test_a_rank_that_gets_nothing_takes_part(ranks: Ranks) -> None:

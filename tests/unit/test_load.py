@@ -290,6 +290,7 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
         (["--trainer.lora.rank", "4"], "the torch engine has no adapters; use --trainer.engine fsdp"),
         (["--trainer.fsdp.device", "tpu"], "trainer.fsdp.device is 'tpu'; use one of auto, cpu, cuda, npu"),
         (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
+        (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
     ],
 )
 def test_what_a_training_engine_cannot_do_is_refused(flags: list[str], sentence: str) -> None:

@@ -1,0 +1,118 @@
+"""Attention over folded samples, in any transformers decoder whose attention is a function that can be exchanged."""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from flowrt.algorithms import Folded, fold_samples, pad_samples, predicted_logprobs, selected_logprobs
+
+NAME = "flowrt_folded"
+NO_MASK = (1, 1, 1, 1)
+"""Shape of a mask that transformers hands on as it is, where it would make one of all tokens by all tokens."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Nats by which log-probabilities may differ between the two ways; a model that mixes samples is off by far more."""
+
+
+def folds(model: Any) -> bool:
+    """Whether `folded_logprobs` can be asked of this model: `use_folded` was called and found it so."""
+    return bool(model.config.get_text_config()._attn_implementation == NAME)
+
+
+def folded_logits(model: Any, folded: Folded) -> torch.Tensor:
+    """Logits [U, V] of the wanted predictions."""
+    device = folded.tokens_F.device
+    out = model(
+        input_ids=folded.tokens_F.unsqueeze(0),
+        position_ids=folded.positions_F.unsqueeze(0),
+        attention_mask=torch.ones(NO_MASK, dtype=torch.bool, device=device),
+        use_cache=False,
+        logits_to_keep=folded.predicts_U,
+        folded=folded,
+    )
+    logits: torch.Tensor = out.logits[0]
+    return logits
+
+
+@torch.no_grad()
+def use_folded(model: Any) -> bool:
+    """Let a model take folded samples from here on, if it can; whether it can.
+
+    It can when SDPA is its attention, in every layer, and log-probabilities of a few random samples are what they are
+    for padded ones. All ranks of a sharded model call this together.
+    """
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or LAYERS)
+    if config._attn_implementation != "sdpa" or not layers <= LAYERS:
+        return folds(model)
+    if not getattr(model, "_supports_attention_backend", False) or not _agrees(model, config):
+        return False
+    config._attn_implementation = NAME
+    return True
+
+
+def _agrees(model: Any, config: Any) -> bool:
+    device = next(model.parameters()).device
+    dice = torch.Generator().manual_seed(0)
+    prompt, other = (torch.randint(config.vocab_size, (length,), generator=dice) for length in (5, 3))
+    prompts = [prompt, other, prompt, prompt]
+    responses = [torch.randint(config.vocab_size, (length,), generator=dice) for length in (4, 7, 1, 6)]
+    padded = pad_samples(prompts, responses, pad_id=0).to(device)
+    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
+    expected = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL))
+    folded = fold_samples(prompts, responses).to(device)
+    config._attn_implementation = NAME
+    try:
+        logits_UV = folded_logits(model, folded)
+    finally:
+        config._attn_implementation = "sdpa"
+    if logits_UV.shape[0] != len(folded.predicts_U):
+        return False
+    found = predicted_logprobs(logits_UV, folded.prediction_T, folded.target_T)
+    return bool((found - expected).abs().max() <= TOLERANCES.get(logits_UV.dtype, 0.0))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    folded: Folded | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `sdpa_attention_forward`; with folded samples, over the sheets on which they are whole."""
+    if folded is None:
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain
+    spread = [folded.spread(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
+    heads = [one.shape[1] for one in (query, key, value)]
+    window = kwargs.get("sliding_window")
+    attended, begin = [], 0
+    for sheet in folded.sheets:
+        end = begin + sheet.places
+        whole = [
+            one[begin:end].view(sheet.rows, sheet.length, count, -1).transpose(1, 2)
+            for one, count in zip(spread, heads, strict=True)
+        ]
+        mask = _band(sheet.length, window, query.device) if window and window < sheet.length else None
+        out, _ = sdpa_attention_forward(module, *whole, mask, **kwargs)
+        attended.append(out.reshape(sheet.places, -1))
+        begin = end
+    collected = folded.collect(torch.cat(attended) if len(attended) > 1 else attended[0])
+    return collected.view(1, len(collected), heads[0], -1), None
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Each token sees itself and what is less than ``window`` before it."""
+    square = torch.ones(length, length, dtype=torch.bool, device=device)
+    return (square.tril() & square.triu(1 - window))[None, None]
+
+
+# Not compiled with the layer around it, which would be compiled again for each number of sheets.
+AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+AttentionMaskInterface.register(NAME, sdpa_mask)
