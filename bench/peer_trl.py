@@ -59,6 +59,7 @@ def config(folder: Path, arguments: argparse.Namespace) -> Any:
             ranks=arguments.ranks,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
             forward_tokens=MICRO_BATCH_TOKENS,
+            compile=arguments.compile,
         ),
         checkpoint=dataclasses.replace(base.checkpoint, every=0),
     )
