@@ -36,7 +36,8 @@ TIMEOUT_S = 900.0
 WINDOW = 10
 LR, WARMUP_STEPS = 1e-3, 3
 REWARD = Path(__file__).with_name("peer_reward.py")
-MICRO_BATCH_TOKENS = 2048
+MICRO_BATCH_TOKENS, FORWARD_TOKENS = 2048, 2560
+"""Four groups make a micro-batch, and go through one pass: sixteen groups of a step, two ranks."""
 
 
 def config(folder: Path, arguments: argparse.Namespace) -> Any:
@@ -58,7 +59,7 @@ def config(folder: Path, arguments: argparse.Namespace) -> Any:
             save=False,
             ranks=arguments.ranks,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
-            forward_tokens=MICRO_BATCH_TOKENS,
+            forward_tokens=FORWARD_TOKENS,
             compile=arguments.compile,
         ),
         checkpoint=dataclasses.replace(base.checkpoint, every=0),
@@ -104,6 +105,7 @@ def trl(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
         "out": str(folder / "trl"),
         "problems": [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems],
         "threads": os.cpu_count(),
+        "compile": arguments.compile,
         "window": WINDOW,
         "max_new_tokens": made.rollout.max_new_tokens,
         **{name: getattr(made, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on both sides")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.steps = 10 if arguments.quick else arguments.steps
@@ -149,7 +152,8 @@ def main() -> None:
     for key, value in metrics.items():
         table.add_row(key, f"{value:.4g}")
     Console().print(table)
-    write(arguments.json, metrics, steps=arguments.steps, new_tokens=arguments.new_tokens)
+    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "compile")}
+    write(arguments.json, metrics, **about)
 
 
 if __name__ == "__main__":

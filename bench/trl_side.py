@@ -39,6 +39,7 @@ def settings(orders: dict[str, Any]) -> Any:
         temperature=1.0,
         seed=orders["seed"],
         use_cpu=True,
+        torch_compile=orders["compile"],
         bf16=False,
         gradient_checkpointing=False,
         save_strategy="no",
