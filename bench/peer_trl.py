@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_task import make_data, make_model
-from report import write
+from report import Samples, write
 from rich.console import Console
 from rich.table import Table
 
@@ -122,37 +122,49 @@ def trl(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     return measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", required=True, help="a Python that has TRL")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
-    parser.add_argument("--quick", action="store_true", help="10 steps")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
-    parser.add_argument("--compile", action="store_true", help="torch.compile on both sides")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    arguments.steps = 10 if arguments.quick else arguments.steps
+def measured(arguments: argparse.Namespace) -> dict[str, float]:
+    """One run of each, one after the other."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         make_model(folder / "model", arguments.seed)
         make_data(folder / "data.jsonl", arguments.seed)
         mine, theirs = flowrt(folder, arguments), trl(folder, arguments)
-    metrics = {
+    return {
         "samples_per_s": mine["samples_per_s"],
         "peer_samples_per_s": theirs["samples_per_s"],
         "ratio": mine["samples_per_s"] / theirs["samples_per_s"],
         "bound_samples_per_s": mine["bound_samples_per_s"],
+        "ratio_to_bound": mine["samples_per_s"] / mine["bound_samples_per_s"],
         "reward": mine["reward"],
         "peer_reward": theirs["reward"],
     }
-    metrics["ratio_to_bound"] = metrics["samples_per_s"] / metrics["bound_samples_per_s"]
-    table = Table("metric", "value", title=f"{arguments.steps} steps of GRPO, flowrt and TRL")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", required=True, help="a Python that has TRL")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="10 steps, one round")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on both sides")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="each with a seed of its own; medians are reported")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.rounds = 10, 1
+    samples = Samples()
+    for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+        for name, value in measured(argparse.Namespace(**{**vars(arguments), "seed": seed})).items():
+            samples.add(name, value)
+    metrics = samples.medians()
+    title = f"{arguments.steps} steps of GRPO, flowrt and TRL, medians of {arguments.rounds}"
+    table = Table("metric", "value", title=title)
     for key, value in metrics.items():
         table.add_row(key, f"{value:.4g}")
     Console().print(table)
-    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "compile")}
+    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "rounds", "compile")}
     write(arguments.json, metrics, **about)
 
 
