@@ -47,7 +47,7 @@ def figures() -> str:
         f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
-    for table in (metadata, ablation, tensors, weights, faults, peer_trl):
+    for table in (metadata, ablation, tensors, weights, faults, passes, peer_trl, peer_trl_compiled):
         name = table.__name__
         path = ROOT / f"bench/results/{name}.json"
         if path.is_file():
@@ -154,6 +154,34 @@ def peer_trl(one: dict[str, float], where: str) -> list[str]:
         f"({where}): {one['samples_per_s']:.0f} samples/s and reward {one['reward']:.2f} against "
         f"{one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: {one['ratio']:.2f}x. Generation and training, "
         f"perfectly overlapped, could do {one['bound_samples_per_s']:.0f}.",
+        "",
+    ]
+
+
+def peer_trl_compiled(one: dict[str, float], where: str) -> list[str]:
+    """The same with torch.compile on both sides."""
+    return [
+        f"With torch.compile on both sides ({where}): {one['samples_per_s']:.0f} samples/s and reward "
+        f"{one['reward']:.2f} against {one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: "
+        f"{one['ratio']:.2f}x.",
+        "",
+    ]
+
+
+def passes(one: dict[str, float], where: str) -> list[str]:
+    """A trainer's pass, padded and folded."""
+    lengths = [int(name.removeprefix("ratio_")) for name in one if name.startswith("ratio_")]
+    rows = [
+        f"| {length} | {one[f'padded_ms_{length}']:.1f} | {one[f'folded_ms_{length}']:.1f} "
+        f"| {one[f'ratio_{length}']:.2f}x | {one[f'memory_ratio_{length}']:.2f} |"
+        for length in lengths
+    ]
+    return [
+        f"A trainer's forward and backward pass over groups of 8 with responses of 64 tokens ({where}):",
+        "",
+        "| tokens of a prompt | padded, ms a sample | each prompt once | times faster | memory, of padded |",
+        "|---|---|---|---|---|",
+        *rows,
         "",
     ]
 

@@ -241,10 +241,12 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None]:
         folded: Folded = ctx.folded
-        total_FD = gradient_ND.index_select(0, folded.first_F)
+        first_FD = gradient_ND.index_select(0, folded.first_F)
+        # Members' gradients nearly cancel out: their sum must not be rounded to bfloat16 after each of them.
+        total_FD = first_FD.to(torch.promote_types(first_FD.dtype, torch.float32))
         for places in folded.again:
             total_FD[: len(places)] += gradient_ND.index_select(0, places)
-        return total_FD, None
+        return total_FD.to(gradient_ND.dtype), None
 
 
 class _Collect(torch.autograd.Function):

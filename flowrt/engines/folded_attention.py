@@ -1,5 +1,6 @@
 """Attention over folded samples, in any transformers decoder whose attention is a function that can be exchanged."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,34 +8,52 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowrt.algorithms import Folded, fold_samples, pad_samples, predicted_logprobs, selected_logprobs
+from flowrt.algorithms import Folded, Padded, fold_samples, pad_samples, predicted_logprobs, selected_logprobs
 
 NAME = "flowrt_folded"
 NO_MASK = (1, 1, 1, 1)
 """Shape of a mask that transformers hands on as it is, where it would make one of all tokens by all tokens."""
 LAYERS = frozenset({"full_attention", "sliding_attention"})
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Nats by which log-probabilities may differ between the two ways; a model that mixes samples is off by far more."""
+NOISE, MOST_NOISE = 4.0, 0.5
+"""Log-probabilities may differ between the two ways by so many nats; or by NOISE times what they differ between padded
+samples together and each alone, if that is at most MOST_NOISE nats. A model that mixes samples is off by far more."""
+WIDEST = 1024
+"""A sliding window is believed when a sample that is longer has shown it; of a wider one none is made."""
 
 
 def folds(model: Any) -> bool:
     """Whether `folded_logprobs` can be asked of this model: `use_folded` was called and found it so."""
-    return bool(model.config.get_text_config()._attn_implementation == NAME)
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "get_text_config") and bool(config.get_text_config()._attn_implementation == NAME)
 
 
-def folded_logits(model: Any, folded: Folded) -> torch.Tensor:
-    """Logits [U, V] of the wanted predictions."""
-    device = folded.tokens_F.device
+def folded_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+) -> tuple[torch.Tensor, Folded]:
+    """Log-probabilities [T] of all response tokens, sample after sample; each prompt is computed once."""
+    folded = fold_samples(prompts, responses).to(next(model.parameters()).device)
     out = model(
         input_ids=folded.tokens_F.unsqueeze(0),
         position_ids=folded.positions_F.unsqueeze(0),
-        attention_mask=torch.ones(NO_MASK, dtype=torch.bool, device=device),
+        attention_mask=torch.ones(NO_MASK, dtype=torch.bool, device=folded.tokens_F.device),
         use_cache=False,
         logits_to_keep=folded.predicts_U,
         folded=folded,
     )
-    logits: torch.Tensor = out.logits[0]
-    return logits
+    logits_UV = out.logits[0]
+    return predicted_logprobs(logits_UV, folded.prediction_T, folded.target_T, temperature), folded
+
+
+def padded_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+) -> tuple[torch.Tensor, Padded]:
+    """The same of padded samples. Right padding needs no mask: no real token can see what comes after it."""
+    padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
+    padded = padded.to(next(model.parameters()).device)
+    # Logits are wanted at the positions that predict responses, but a rectangle of them is what models give.
+    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
+    return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded
 
 
 @torch.no_grad()
@@ -44,35 +63,39 @@ def use_folded(model: Any) -> bool:
     It can when SDPA is its attention, in every layer, and log-probabilities of a few random samples are what they are
     for padded ones. All ranks of a sharded model call this together.
     """
+    if folds(model):
+        return True
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or LAYERS)
-    if config._attn_implementation != "sdpa" or not layers <= LAYERS:
-        return folds(model)
-    if not getattr(model, "_supports_attention_backend", False) or not _agrees(model, config):
+    window = getattr(config, "sliding_window", None) or 0
+    if config._attn_implementation != "sdpa" or not layers <= LAYERS or window > WIDEST:
+        return False
+    if not _agrees(model, config, window):
         return False
     config._attn_implementation = NAME
     return True
 
 
-def _agrees(model: Any, config: Any) -> bool:
-    device = next(model.parameters()).device
+def _agrees(model: Any, config: Any, window: int) -> bool:
     dice = torch.Generator().manual_seed(0)
     prompt, other = (torch.randint(config.vocab_size, (length,), generator=dice) for length in (5, 3))
     prompts = [prompt, other, prompt, prompt]
-    responses = [torch.randint(config.vocab_size, (length,), generator=dice) for length in (4, 7, 1, 6)]
-    padded = pad_samples(prompts, responses, pad_id=0).to(device)
-    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
-    expected = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL))
-    folded = fold_samples(prompts, responses).to(device)
+    responses = [torch.randint(config.vocab_size, (length,), generator=dice) for length in (4, window + 7, 1, 6)]
+    together = padded_logprobs(model, prompts, responses)[0]
+    each = [padded_logprobs(model, [one], [response])[0] for one, response in zip(prompts, responses, strict=True)]
+    noise = float((torch.cat(each) - together).abs().max())
     config._attn_implementation = NAME
     try:
-        logits_UV = folded_logits(model, folded)
+        folded = folded_logprobs(model, prompts, responses)[0]
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError):
+        return False  # its layers want what folded samples have not
     finally:
         config._attn_implementation = "sdpa"
-    if logits_UV.shape[0] != len(folded.predicts_U):
-        return False
-    found = predicted_logprobs(logits_UV, folded.prediction_T, folded.target_T)
-    return bool((found - expected).abs().max() <= TOLERANCES.get(logits_UV.dtype, 0.0))
+    computed_in = model(input_ids=prompt.unsqueeze(0).to(folded.device), use_cache=False).logits.dtype
+    allowed = max(TOLERANCES.get(computed_in, 0.0), min(NOISE * noise, MOST_NOISE))
+    return folded.shape == together.shape and bool((folded - together).abs().max() <= allowed)
 
 
 def _attend(
@@ -89,6 +112,8 @@ def _attend(
     if folded is None:
         plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return plain
+    if attention_mask is None or attention_mask.shape != NO_MASK:
+        raise ValueError("a layer has a mask of its own, which folded samples do not go through")
     spread = [folded.spread(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
     heads = [one.shape[1] for one in (query, key, value)]
     window = kwargs.get("sliding_window")

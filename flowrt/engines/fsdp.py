@@ -74,6 +74,8 @@ class FsdpTrainer:
         self._final_dtype = written_dtype(source, options.final_dtype)
         self._begin()
         made_fast(self.model, options)
+        if self._lock_step:  # a model that did not take the samples it was tried with stopped half-way
+            sharding.scatter(self.model)
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._device.use()

@@ -31,7 +31,7 @@ class TrainOptions:
     forward_tokens: int = 8192
     """Most tokens in one forward pass; a larger micro-batch is cut."""
     share_prompts: bool = True
-    """Compute a prompt once for all samples of a pass that have it, and no padding, where the model allows it."""
+    """Compute a prompt once for all samples of a pass that have it, where the model allows it."""
     compile: bool = False
     """Compile the decoder layers with torch.compile: passes are faster after a first one of up to some minutes."""
     final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"

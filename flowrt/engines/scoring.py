@@ -5,17 +5,8 @@ from typing import Any
 
 import torch
 
-from flowrt.algorithms import (
-    Folded,
-    Padded,
-    cut_by_tokens,
-    cut_folded,
-    fold_samples,
-    pad_samples,
-    predicted_logprobs,
-    selected_logprobs,
-)
-from flowrt.engines.folded_attention import folded_logits, folds
+from flowrt.algorithms import Folded, Padded, cut_by_tokens, cut_folded
+from flowrt.engines.folded_attention import folded_logprobs, folds, padded_logprobs
 
 
 def response_logprobs(
@@ -26,22 +17,17 @@ def response_logprobs(
     Gradients flow when they are enabled. With a model that takes folded samples (`use_folded`), a prompt that several
     samples have is computed once.
     """
-    device = next(model.parameters()).device
     if folds(model):
-        folded = fold_samples(prompts, responses).to(device)
-        logits_UV = folded_logits(model, folded)
-        return predicted_logprobs(logits_UV, folded.prediction_T, folded.target_T, temperature), folded
-    # Right padding needs no mask: no real token can see what comes after it.
-    padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0).to(device)
-    # Logits are wanted at the positions that predict responses, but a rectangle of them is what models give.
-    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
-    return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded
+        return folded_logprobs(model, prompts, responses, temperature)
+    return padded_logprobs(model, prompts, responses, temperature)
 
 
 def cut_into_passes(
     model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], budget_tokens: int
 ) -> list[list[int]]:
     """The samples of each forward pass of at most so many tokens, folded or padded, as the model takes them."""
+    if not prompts:
+        return []
     if folds(model):
         return cut_folded(prompts, responses, budget_tokens)
     # Those of like length together, since short ones are padded to the longest.

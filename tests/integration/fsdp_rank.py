@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from flowrt.algorithms import GrpoLoss
+from flowrt.engines.faster import decoder_layers
 from flowrt.engines.fsdp import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.protocols import TrainingBatch
@@ -86,6 +87,7 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         correction_cap=2.0,
         temperature=1.0,
     )
+    compiled = sum(layer._compiled_call_impl is not None for layer in decoder_layers(engine.model))
     calls: list[int] = []  # of the first layer, in forward and backward passes
     first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))
     first.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -106,7 +108,9 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
     if dist.get_rank() == 0:
         whole = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
         save_file(whole, order["out"] + ".safetensors")
-        Path(order["out"] + ".json").write_text(json.dumps({"metrics": metrics, "calls": len(calls)}))
+        Path(order["out"] + ".json").write_text(
+            json.dumps({"metrics": metrics, "calls": len(calls), "compiled": compiled})
+        )
 
 
 def refused(engine: FsdpTrainer, directory: Path) -> str:

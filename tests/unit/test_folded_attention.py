@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 from flowrt.algorithms import GrpoLoss, fold_samples
 from flowrt.engines.checkpoint import without_dropout
 from flowrt.engines.faster import decoder_layers, made_fast
-from flowrt.engines.folded_attention import NAME, folds, use_folded
+from flowrt.engines.folded_attention import NAME, WIDEST, folds, use_folded
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import cut_into_passes, response_logprobs, score
@@ -59,12 +67,31 @@ def test_log_probabilities_and_gradients_are_those_of_padded_samples(name: str) 
     assert_folding_changes_nothing(make(*DECODERS[name]))
 
 
-def test_a_sliding_window_slides_over_each_sample() -> None:
-    config = MistralConfig(**COMMON, sliding_window=5)
+@pytest.mark.parametrize("window", [5, 16])
+def test_a_sliding_window_slides_over_each_sample(window: int) -> None:
+    config = MistralConfig(**COMMON, sliding_window=window)
     model, wide = make(MistralForCausalLM, config), make(MistralForCausalLM, MistralConfig(**COMMON))
     narrow, _ = response_logprobs(model, *samples(), 1.0)
     assert (narrow - response_logprobs(wide, *samples(), 1.0)[0]).abs().max() > 0.1
     assert_folding_changes_nothing(model)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (PhimoeForCausalLM, PhimoeConfig(**COMMON, **EXPERTS, num_local_experts=4)),  # its attention is told of none
+        (OlmoeForCausalLM, OlmoeConfig(**COMMON, **EXPERTS, num_experts=4)),  # its mask has none
+    ],
+)
+def test_a_window_of_which_mask_and_attention_say_different_things_is_found_out(kind: Any, config: Any) -> None:
+    assert not use_folded(make(kind, config))
+
+
+def test_a_window_too_wide_to_be_tried_is_left_alone() -> None:
+    assert not use_folded(make(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=WIDEST + 1)))
 
 
 @pytest.mark.parametrize("name", NOT_FOLDED)
@@ -80,6 +107,27 @@ def test_a_model_that_mixes_neighbours_outside_of_attention_is_found_out() -> No
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + 0.5 * out.roll(1, dims=1))
     assert not use_folded(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_cannot_be_asked_is_left_as_it_is() -> None:
+    model = make(*DECODERS["llama"])
+
+    def refuse(_: Any, args: Any, named: dict[str, Any]) -> None:
+        if "folded" in named:
+            raise TypeError("forward() got an unexpected keyword argument 'folded'")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert not use_folded(model)
+    assert len(response_logprobs(model, *samples(), 1.0)[0]) == sum(map(len, samples()[1]))
+
+
+def test_half_precision_is_judged_by_its_own_noise() -> None:
+    model = make(*DECODERS["llama"]).to(torch.bfloat16)
+    model.lm_head.weight.data *= 20  # logits of 50 and more, in steps of a quarter
+    assert use_folded(model)
+    model.config._attn_implementation = "sdpa"
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + 0.5 * out.roll(1, dims=1))
+    assert not use_folded(model)
 
 
 def test_a_prompt_is_computed_once_for_all_its_members_and_padding_never() -> None:
@@ -137,20 +185,21 @@ def test_training_comes_to_the_same_weights_and_writes_a_plain_model(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_come_to_the_same_weights_and_are_compiled_once() -> None:
+def test_compiled_layers_come_to_the_same_weights_and_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = trained(make(*DECODERS["qwen2"]), compile=True)
     assert all(layer._compiled_call_impl is not None for layer in decoder_layers(compiled.model))
     plain = trained(make(*DECODERS["qwen2"]))
     for name, weight in plain.parameters().items():
         torch.testing.assert_close(compiled.parameters()[name], weight, atol=2e-5, rtol=0, msg=name)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    sheets = set()
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     for seed in range(3, 9):  # other numbers of samples, of members and of sheets
         rows = list(range(0, 12, 1 + seed % 3))
         prompts, responses = samples(seed)
         made_up = [prompts[row] for row in rows], [responses[row][: 3 * seed] for row in rows]
         response_logprobs(compiled.model, *made_up, 1.0)[0].sum().backward()
-        assert len(fold_samples(*made_up).sheets) > 0
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        sheets.add(len(fold_samples(*made_up).sheets))
+    assert len(sheets) > 2
 
 
 def test_nothing_is_changed_that_was_not_asked_for() -> None:
