@@ -51,7 +51,9 @@ def config(folder: Path, arguments: argparse.Namespace) -> Any:
         model=str(folder / "model"),
         data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
         loss=dataclasses.replace(base.loss, kl_coef=0.0),
-        rollout=dataclasses.replace(base.rollout, workers=1, rows=samples, max_new_tokens=arguments.new_tokens),
+        rollout=dataclasses.replace(
+            base.rollout, workers=1, rows=samples, max_new_tokens=arguments.new_tokens, compile=arguments.compile
+        ),
         trainer=dataclasses.replace(
             base.trainer,
             lr=LR,

@@ -67,6 +67,7 @@ def rollout_engine(config: RunConfig) -> RolloutEngine:
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         recompute=config.rollout.recompute,
+        compiled=config.rollout.compile,
     )
 
 

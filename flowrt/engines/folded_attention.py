@@ -94,8 +94,12 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     finally:
         config._attn_implementation = "sdpa"
     computed_in = model(input_ids=prompt.unsqueeze(0).to(folded.device), use_cache=False).logits.dtype
-    allowed = max(TOLERANCES.get(computed_in, 0.0), min(NOISE * noise, MOST_NOISE))
-    return folded.shape == together.shape and bool((folded - together).abs().max() <= allowed)
+    return folded.shape == together.shape and bool((folded - together).abs().max() <= allowed_nats(computed_in, noise))
+
+
+def allowed_nats(dtype: torch.dtype, noise: float) -> float:
+    """How far log-probabilities may be apart that are computed in two ways, when two plain ways differ by ``noise``."""
+    return max(TOLERANCES.get(dtype, 0.0), min(NOISE * noise, MOST_NOISE))
 
 
 def _attend(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.compiled_decoding import step_compiled
 from flowrt.engines.row_cache import RowCache
 from flowrt.transport.weights import Snapshot
 
@@ -28,9 +29,10 @@ NONE_KEPT = torch.zeros(1, dtype=torch.long)
 class CachedModel:
     """A model and the keys and values of what it computes."""
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, rows: int, *, compiled: bool = False) -> None:
         self.model = model
         self.cache = RowCache(model.config.num_hidden_layers, rows)
+        self.compiled = compiled
         self._adds_mask = model.config._attn_implementation == "eager"  # it adds the mask to its scores
 
     def forward(
@@ -58,6 +60,15 @@ class CachedModel:
         mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, 1, longest, longest)
         self.forward(tokens_RL, mask, torch.arange(longest).expand(count, longest), NONE_KEPT)
         self.cache.settle(torch.tensor(rows), torch.arange(count))
+
+    def decode(self, tokens_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] after one token more of each of the first rows, at these positions."""
+        longest = int(positions_R.max()) + 1
+        self.cache.begin_decode(positions_R, longest)
+        if self.compiled:
+            return step_compiled(self.model, self.cache, tokens_R)
+        mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
+        return self.forward(tokens_R.unsqueeze(1), mask, positions_R.unsqueeze(1), NONE_KEPT)[:, 0]
 
     def extend(self, sequences: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
         """Compute the last so many tokens of all of the first rows, behind what is there; logits after the last one."""
@@ -101,7 +112,8 @@ class Ahead:
         """Take the weights, if they are not here, and compute what these sequences have that is not computed yet."""
         if self.cached is None:
             with torch.inference_mode(False):
-                self.cached = CachedModel(copy.deepcopy(self._like.model), self._like.cache.rows)
+                model = copy.deepcopy(self._like.model)
+                self.cached = CachedModel(model, self._like.cache.rows, compiled=self._like.compiled)
         if not self._rounds:
             snapshot.restore(named_parameters(self.cached.model))
         self._rounds += 1

@@ -92,7 +92,7 @@ class RowCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
     def begin_prefill(self, longest: int) -> None:
-        self._reserve(longest)
+        self.reserve(longest)
         self.positions_R = None
 
     def begin_decode(self, positions_R: torch.Tensor, longest: int) -> None:
@@ -100,7 +100,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
         With positions of two dimensions it writes several tokens a row.
         """
-        self._reserve(longest)
+        self.reserve(longest)
         self.positions_R = positions_R
         self.longest = longest
         self._places.clear()
@@ -113,6 +113,10 @@ class RowCache(Cache):  # type: ignore[misc]
             places = rows.unsqueeze(2) * self.capacity + self.positions_R.view(len(rows), 1, -1)
             self._places[heads] = places.flatten()
         return self._places[heads]
+
+    def slabs(self, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Each layer's keys and its values, [rows, heads, capacity, head_dim], of the first rows."""
+        return [layer.keys[:rows] for layer in self.layers], [layer.values[:rows] for layer in self.layers]
 
     def settle(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
         for layer in self.layers:
@@ -128,7 +132,8 @@ class RowCache(Cache):  # type: ignore[misc]
             for layer in self.layers:
                 layer.pick(torch.tensor(sources))
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Make room for so many places a row."""
         if length > self.capacity:
             self.capacity = -(-length // _GROWTH) * _GROWTH
             for layer in self.layers:

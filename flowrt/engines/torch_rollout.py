@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.compiled_trial import prepare_compiled
 from flowrt.engines.protocols import Interrupt, Prompt, Response
 from flowrt.engines.refilling import Ahead, CachedModel
 from flowrt.errors import EngineError
@@ -21,7 +22,8 @@ class TorchRollout:
 
     With ``rows=1`` every sequence is computed in the same shapes whatever runs beside it, so its bits depend on
     prompt, seed and weights alone. Weights may be swapped while sequences run: with ``recompute`` their keys and
-    values are computed again by the new weights, without it they go on with those that the old ones made.
+    values are computed again by the new weights, without it they go on with those that the old ones made. ``compiled``
+    is for decode steps. Raises EngineError for a model that cannot be decoded like that.
     """
 
     def __init__(
@@ -34,12 +36,15 @@ class TorchRollout:
         temperature: float,
         version: int = 0,
         recompute: bool = True,
+        compiled: bool = False,
     ) -> None:
         if temperature <= 0:
             raise EngineError(
                 f"rollout temperature is {temperature}; use a value above 0 (greedy is a prompt's choice)"
             )
-        self._cached = CachedModel(model.eval(), rows)
+        if compiled:
+            prepare_compiled(model.eval(), alone=rows == 1)
+        self._cached = CachedModel(model.eval(), rows, compiled=compiled)
         self._ahead = Ahead(self._cached)
         self._lacking = 0  # tokens of each row, before its last, that the next decode step has to compute as well
         self._eos_id = eos_id
@@ -165,13 +170,10 @@ class TorchRollout:
             return
         rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
-        longest = int(positions_R.max()) + 1
-        last_R1 = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1)
-        mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
-        self._cached.cache.begin_decode(positions_R, longest)
-        logits_R1V = self._cached.forward(last_R1, mask, positions_R.unsqueeze(1), torch.zeros(1, dtype=torch.long))
+        last_R = self._tokens_RT[rows, self._counts_R[:count] - 1].long()
+        logits_RV = self._cached.decode(last_R, positions_R)
         self._positions_R[:count] += 1
-        self._sample(rows, logits_R1V[:, 0])
+        self._sample(rows, logits_RV)
 
     def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
         """Append one token a row: by inverse transform of the row's own next uniform number, or the likeliest."""

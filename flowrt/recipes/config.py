@@ -100,6 +100,8 @@ class RolloutConfig:
     """When new weights are put into use: between sequences, or between two tokens of those that run."""
     recompute: bool = True
     """In flight: keys and values of what runs are computed again, beside generation (else those of before stay)."""
+    compile: bool = False
+    """Compile decode steps with torch.compile: they are faster after a start that takes up to a minute longer."""
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """When newer weights are taken."""
     sglang: SglangOptions = field(default_factory=SglangOptions)

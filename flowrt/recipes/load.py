@@ -152,6 +152,8 @@ def check_sglang(config: RunConfig) -> None:
         raise ConfigError(f"rollout.sglang.arguments is {server.arguments!r}: {error}") from error
     if config.deterministic:
         raise ConfigError("deterministic runs need --rollout.engine torch: a server batches as requests come")
+    if config.rollout.compile:
+        raise ConfigError("rollout.compile is for --rollout.engine torch; servers have options of their own for it")
     if not config.rollout.recompute:
         raise ConfigError("rollout.recompute is for --rollout.engine torch; use --rollout.sglang.pause in_place")
 

@@ -185,20 +185,20 @@ def test_training_comes_to_the_same_weights_and_writes_a_plain_model(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_come_to_the_same_weights_and_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_come_to_the_same_weights_and_are_compiled_once() -> None:
     compiled = trained(make(*DECODERS["qwen2"]), compile=True)
     assert all(layer._compiled_call_impl is not None for layer in decoder_layers(compiled.model))
     plain = trained(make(*DECODERS["qwen2"]))
     for name, weight in plain.parameters().items():
         torch.testing.assert_close(compiled.parameters()[name], weight, atol=2e-5, rtol=0, msg=name)
     sheets = set()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    for seed in range(3, 9):  # other numbers of samples, of members and of sheets
-        rows = list(range(0, 12, 1 + seed % 3))
-        prompts, responses = samples(seed)
-        made_up = [prompts[row] for row in rows], [responses[row][: 3 * seed] for row in rows]
-        response_logprobs(compiled.model, *made_up, 1.0)[0].sum().backward()
-        sheets.add(len(fold_samples(*made_up).sheets))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(3, 9):  # other numbers of samples, of members and of sheets
+            rows = list(range(0, 12, 1 + seed % 3))
+            prompts, responses = samples(seed)
+            made_up = [prompts[row] for row in rows], [responses[row][: 3 * seed] for row in rows]
+            response_logprobs(compiled.model, *made_up, 1.0)[0].sum().backward()
+            sheets.add(len(fold_samples(*made_up).sheets))
     assert len(sheets) > 2
 
 

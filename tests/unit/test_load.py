@@ -201,6 +201,7 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
         ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
         ([*PYTHON, "--rollout.recompute", "False"], "pause in_place"),
+        ([*PYTHON, "--rollout.compile", "True"], "rollout.compile is for --rollout.engine torch"),
         ([*PYTHON, "--rollout.sglang.update-s", "0"], "above 0"),
     ],
 )
