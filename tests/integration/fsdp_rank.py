@@ -4,16 +4,21 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from flowrt.algorithms import GrpoLoss
+from flowrt.engines import sharding
 from flowrt.engines.faster import decoder_layers
+from flowrt.engines.folded_attention import folds
 from flowrt.engines.fsdp import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.protocols import TrainingBatch
@@ -75,9 +80,23 @@ def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
     return metrics
 
 
-def carry_out(order: dict[str, Any], model: Path) -> None:
-    """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
-    engine = FsdpTrainer(
+def stopping(load: Callable[..., Any]) -> Callable[..., Any]:
+    """As `load_sharded`, of a model that stops half-way through a pass over folded samples."""
+
+    def stop(_: Any, __: Any, named: dict[str, Any]) -> None:
+        if named.get("folded") is not None:
+            raise ValueError("this layer takes no such samples")
+
+    def loaded(*arguments: Any) -> Any:
+        model = load(*arguments)
+        decoder_layers(model)[-1].register_forward_pre_hook(stop, with_kwargs=True)
+        return model
+
+    return loaded
+
+
+def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
+    return FsdpTrainer(
         Path(order.get("model", model)),
         Device("cpu"),
         dataclasses.replace(OPTIONS, **order.get("options", {})),
@@ -87,6 +106,15 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         correction_cap=2.0,
         temperature=1.0,
     )
+
+
+def carry_out(order: dict[str, Any], model: Path) -> None:
+    """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
+    load = stopping(sharding.load_sharded) if order.get("stops") else sharding.load_sharded
+    with patch.object(sharding, "load_sharded", load):
+        engine = made(order, model)
+    folded = folds(engine.model)
+    whole = sum(not isinstance(one, DTensor) for one in engine.model.parameters())
     compiled = sum(layer._compiled_call_impl is not None for layer in decoder_layers(engine.model))
     calls: list[int] = []  # of the first layer, in forward and backward passes
     first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))
@@ -106,11 +134,10 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         engine.export(Path(order["export"]))
     weights = engine.parameters()
     if dist.get_rank() == 0:
-        whole = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
-        save_file(whole, order["out"] + ".safetensors")
-        Path(order["out"] + ".json").write_text(
-            json.dumps({"metrics": metrics, "calls": len(calls), "compiled": compiled})
-        )
+        copies = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+        save_file(copies, order["out"] + ".safetensors")
+        told = {"metrics": metrics, "calls": len(calls), "compiled": compiled, "folded": folded, "whole": whole}
+        Path(order["out"] + ".json").write_text(json.dumps(told))
 
 
 def refused(engine: FsdpTrainer, directory: Path) -> str:

@@ -114,6 +114,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         2,
         two={"fsdp": EXACT},
         lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass", "recompute": True}},
+        stopped={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "stops": True},
         compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}},
         # A fraction of the model's size: several files.
         until_4={
@@ -192,6 +193,13 @@ def test_other_decoders_are_trained_as_on_plain_pytorch(ranks: Ranks, torch_engi
 
 def test_ranks_in_lock_step_find_the_same_weights(ranks: Ranks) -> None:
     assert apart(ranks.weights("lock_step"), ranks.weights("until_4")) < 1e-6
+
+
+def test_a_model_that_stops_half_way_through_its_trial_is_left_in_shards_and_gets_padded_samples(ranks: Ranks) -> None:
+    assert ranks.said("lock_step")["folded"]
+    assert not ranks.said("stopped")["folded"]
+    assert ranks.said("stopped")["whole"] == 0
+    assert apart(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
 
 
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler on a CPU")
