@@ -4,39 +4,51 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from flowrt.engines.compiled_decoding import BLOCK, exchange_attention, refusal
+from flowrt.engines.compiled_decoding import BLOCK, exchange_attention, refusal, step_compiled
 from flowrt.engines.folded_attention import allowed_nats
-from flowrt.engines.refilling import CachedModel
+from flowrt.engines.refilling import CachedModel, Step
+from flowrt.engines.row_cache import GROWTH
 from flowrt.errors import EngineError
 
 STEPS = 3
+UNFIT = (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError, FailOnRecompileLimitHit)
+"""What a model raises that does not take such a step, and torch.compile; the last is no RuntimeError of its own."""
 
 
 @torch.inference_mode()
-def prepare_compiled(model: Any, *, alone: bool) -> None:
-    """Compile a decode step, which takes some 10 s to a minute. Raises EngineError when it differs from the plain one.
+def compiled_for(model: Any, *, alone: bool) -> Step:
+    """A decode step, compiled in 10 s to a minute. Raises EngineError when it differs from the plain one.
 
     One compilation serves all numbers of sequences and of places (of sequences ``alone``, all numbers of places): it is
-    tried with such as are no other dimension of the model, or PyTorch would take the two for the same.
+    tried with such as are no other dimension of the model, or PyTorch would take the two for the same. The thread that
+    decodes must have as many intra-op threads as this one, or it is compiled again.
     """
     exchange_attention(model)
-    sizes = _sizes(model)
-    rows = 1 if alone else next(number for number in count(3) if number not in sizes)
-    places = next(number for number in count(2 * BLOCK, BLOCK) if number not in sizes and number % (4 * BLOCK))
-    dice = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    lengths = [places - STEPS - row for row in range(rows)]
-    sequences = [torch.randint(vocabulary, (length + STEPS,), generator=dice) for length in lengths]
     try:
-        plain_SRV, compiled_SRV = (_decoded(model, sequences, compiled=compiled) for compiled in (False, True))
-    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError) as error:
-        raise EngineError(refusal(model, str(error).strip().splitlines()[0])) from error
+        sequences, capacity = _trial(model, alone=alone)
+        plain_SRV, compiled_SRV = (_decoded(model, sequences, capacity, step) for step in (None, step_compiled))
+    except UNFIT as error:
+        why = str(error).strip() or type(error).__name__
+        raise EngineError(refusal(model, why.splitlines()[0])) from error
     whole = [model(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0, -STEPS:] for sequence in sequences]
     noise = float((torch.stack(whole, 1).log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     apart = float((compiled_SRV.log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     if not apart <= (allowed := allowed_nats(plain_SRV.dtype, noise)):
         raise EngineError(refusal(model, f"log-probabilities are {apart:.2g} nats off, more than {allowed:.2g}"))
+    return step_compiled
+
+
+def _trial(model: Any, *, alone: bool) -> tuple[list[torch.Tensor], int]:
+    """Random sequences, and how many places a row has room for: all in numbers that are no other dimension's."""
+    sizes = _sizes(model)
+    rows = 1 if alone else next(number for number in count(3) if number not in sizes)
+    places = next(number for number in count(2 * BLOCK, BLOCK) if number not in sizes and number % GROWTH)
+    capacity = next(number for number in count(GROWTH, GROWTH) if number not in sizes and number > places)
+    dice = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    return [torch.randint(vocabulary, (places - row,), generator=dice) for row in range(rows)], capacity
 
 
 def _sizes(model: Any) -> set[int]:
@@ -48,9 +60,10 @@ def _sizes(model: Any) -> set[int]:
     return kept | {heads} | {heads // size for size in kept}
 
 
-def _decoded(model: Any, sequences: list[torch.Tensor], *, compiled: bool) -> torch.Tensor:
+def _decoded(model: Any, sequences: list[torch.Tensor], capacity: int, step: Step | None) -> torch.Tensor:
     """Logits [S, R, V] after each of the last tokens, which are decoded after the others were filled in."""
-    cached = CachedModel(model, len(sequences), compiled=compiled)
+    cached = CachedModel(model, len(sequences), step)
+    cached.cache.reserve(capacity)
     cached.fill([sequence[:-STEPS] for sequence in sequences], range(len(sequences)))
     lengths_R = torch.tensor([len(sequence) for sequence in sequences])
     tokens_SR = torch.stack([sequence[-STEPS:] for sequence in sequences], 1)

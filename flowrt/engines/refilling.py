@@ -9,13 +9,12 @@ Shapes: R rows, L the padded length of what is filled, T tokens a row that are f
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flowrt.engines.checkpoint import named_parameters
-from flowrt.engines.compiled_decoding import step_compiled
 from flowrt.engines.row_cache import RowCache
 from flowrt.transport.weights import Snapshot
 
@@ -23,16 +22,18 @@ FEW_TOKENS = 2
 """So far behind, the decode step that computes them as well takes little longer than another."""
 MOST_ROUNDS = 4
 """What runs may be as fast as what follows it."""
+Step = Callable[[Any, RowCache, torch.Tensor], torch.Tensor]
+"""Logits [R, V] of a model after these tokens of the cache's first rows, at the positions that it was given."""
 NONE_KEPT = torch.zeros(1, dtype=torch.long)
 
 
 class CachedModel:
     """A model and the keys and values of what it computes."""
 
-    def __init__(self, model: Any, rows: int, *, compiled: bool = False) -> None:
+    def __init__(self, model: Any, rows: int, step: Step | None = None) -> None:
         self.model = model
         self.cache = RowCache(model.config.num_hidden_layers, rows)
-        self.compiled = compiled
+        self.step = step
         self._adds_mask = model.config._attn_implementation == "eager"  # it adds the mask to its scores
 
     def forward(
@@ -62,11 +63,11 @@ class CachedModel:
         self.cache.settle(torch.tensor(rows), torch.arange(count))
 
     def decode(self, tokens_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] after one token more of each of the first rows, at these positions."""
+        """Logits [R, V] after one token more of each of the first rows, at these positions; no others are in use."""
         longest = int(positions_R.max()) + 1
         self.cache.begin_decode(positions_R, longest)
-        if self.compiled:
-            return step_compiled(self.model, self.cache, tokens_R)
+        if self.step is not None:
+            return self.step(self.model, self.cache, tokens_R)
         mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
         return self.forward(tokens_R.unsqueeze(1), mask, positions_R.unsqueeze(1), NONE_KEPT)[:, 0]
 
@@ -113,7 +114,7 @@ class Ahead:
         if self.cached is None:
             with torch.inference_mode(False):
                 model = copy.deepcopy(self._like.model)
-                self.cached = CachedModel(model, self._like.cache.rows, compiled=self._like.compiled)
+                self.cached = CachedModel(model, self._like.cache.rows, self._like.step)
         if not self._rounds:
             snapshot.restore(named_parameters(self.cached.model))
         self._rounds += 1

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_GROWTH = 64
+GROWTH = 64
+"""Places are added so many at a time."""
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -84,7 +85,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: int, rows: int) -> None:
         self.rows = rows
-        self.capacity = _GROWTH
+        self.capacity = GROWTH
         self.positions_R: torch.Tensor | None = None
         self.longest = 0
         self.row_index_R = torch.arange(rows)
@@ -135,6 +136,6 @@ class RowCache(Cache):  # type: ignore[misc]
     def reserve(self, length: int) -> None:
         """Make room for so many places a row."""
         if length > self.capacity:
-            self.capacity = -(-length // _GROWTH) * _GROWTH
+            self.capacity = -(-length // GROWTH) * GROWTH
             for layer in self.layers:
                 layer.grow(self.capacity)

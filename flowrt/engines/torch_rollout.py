@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from flowrt.engines.checkpoint import named_parameters
-from flowrt.engines.compiled_trial import prepare_compiled
 from flowrt.engines.protocols import Interrupt, Prompt, Response
 from flowrt.engines.refilling import Ahead, CachedModel
 from flowrt.errors import EngineError
@@ -42,9 +41,12 @@ class TorchRollout:
             raise EngineError(
                 f"rollout temperature is {temperature}; use a value above 0 (greedy is a prompt's choice)"
             )
+        step = None
         if compiled:
-            prepare_compiled(model.eval(), alone=rows == 1)
-        self._cached = CachedModel(model.eval(), rows, compiled=compiled)
+            from flowrt.engines.compiled_trial import compiled_for  # others start sooner without the compiler
+
+            step = compiled_for(model.eval(), alone=rows == 1)
+        self._cached = CachedModel(model.eval(), rows, step)
         self._ahead = Ahead(self._cached)
         self._lacking = 0  # tokens of each row, before its last, that the next decode step has to compute as well
         self._eos_id = eos_id

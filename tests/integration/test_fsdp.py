@@ -196,17 +196,15 @@ def test_ranks_in_lock_step_find_the_same_weights(ranks: Ranks) -> None:
 
 
 def test_a_model_that_stops_half_way_through_its_trial_is_left_in_shards_and_gets_padded_samples(ranks: Ranks) -> None:
-    assert ranks.said("lock_step")["folded"]
-    assert not ranks.said("stopped")["folded"]
-    assert ranks.said("stopped")["whole"] == 0
+    told = [ranks.said(name) for name in ("lock_step", "stopped")]
+    assert [(one["folded"], one["whole"]) for one in told] == [(True, 0), (False, 0)]
     assert apart(ranks.weights("stopped"), ranks.weights("until_4")) < 1e-6
 
 
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_find_the_same_weights(ranks: Ranks) -> None:
     """Parts of the model are in float32 whatever its type, and are rounded elsewhere once they are compiled."""
-    assert ranks.said("compiled")["compiled"] == 2
-    assert ranks.said("until_4")["compiled"] == 0
+    assert [ranks.said(name)["compiled"] for name in ("compiled", "until_4")] == [2, 0]
     assert apart(ranks.weights("compiled"), ranks.weights("until_4")) < 2e-6
 
 

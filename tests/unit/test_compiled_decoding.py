@@ -1,13 +1,15 @@
 """Compiled decode steps: the same answers as plain ones, compiled once whatever runs, or refused."""
 
 import copy
+import re
 import shutil
 import threading
 from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from flowrt.engines import compiled_decoding
 from flowrt.engines.checkpoint import named_parameters
@@ -26,8 +28,15 @@ pytestmark = [
 ]
 
 
+WIDE = "qwen3 of width 64"
+"""As wide as a cache has places at first: PyTorch must not take the two for the same."""
+
+
 def make(name: str, seed: int = 0) -> Any:
-    kind, config = copy.deepcopy(DECODERS[name])
+    if name == WIDE:
+        kind, config = Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=64)
+    else:
+        kind, config = copy.deepcopy(DECODERS[name])
     torch.manual_seed(seed)
     config._attn_implementation = "sdpa"
     return kind(config).float().eval()
@@ -64,7 +73,7 @@ def assert_same(found: dict[int, Response], wanted: dict[int, Response]) -> None
         torch.testing.assert_close(found[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", WIDE])
 def test_answers_are_those_of_plain_steps_and_nothing_is_compiled_again(name: str) -> None:
     """Two kinds of heads: two that share keys, and one with keys of its own. 64 places are not enough: caches grow."""
     engine = engine_of(make(name), 8, compiled=True)
@@ -127,17 +136,25 @@ def test_what_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) 
     def off(model: Any, cache: Any, tokens_R: torch.Tensor) -> torch.Tensor:
         return right(model, cache, tokens_R) * 1.01
 
-    monkeypatch.setattr("flowrt.engines.refilling.step_compiled", off)
+    monkeypatch.setattr("flowrt.engines.compiled_trial.step_compiled", off)
     with pytest.raises(EngineError, match=r"Qwen2ForCausalLM cannot be compiled: log-probabilities are .* nats off"):
         engine_of(make("qwen2"), 4, compiled=True)
 
 
-def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("no C++ compiler\nand a long list of what was tried"), "no C++ compiler"),
+        (AssertionError(), "AssertionError"),
+        (FailOnRecompileLimitHit("too many models"), "too many models"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(error: Exception, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no C++ compiler\nand a long list of what was tried")
+        raise error
 
-    monkeypatch.setattr("flowrt.engines.refilling.step_compiled", broken)
-    with pytest.raises(EngineError, match=r"compiled: no C\+\+ compiler; leave out --rollout.compile$"):
+    monkeypatch.setattr("flowrt.engines.compiled_trial.step_compiled", broken)
+    with pytest.raises(EngineError, match=re.escape(f"compiled: {why}; leave out --rollout.compile")):
         engine_of(make("qwen2"), 4, compiled=True)
 
 
