@@ -4,18 +4,23 @@ import copy
 import re
 import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flowrt.workers.engines import rollout_engine
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from flowrt.engines import compiled_decoding
-from flowrt.engines.checkpoint import named_parameters
+from flowrt.engines.build import wrap_tokenizer
+from flowrt.engines.checkpoint import named_parameters, save_model
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.errors import EngineError
+from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 from tests.decoders import COMMON, DECODERS
 
@@ -139,6 +144,14 @@ def test_what_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("flowrt.engines.compiled_trial.step_compiled", off)
     with pytest.raises(EngineError, match=r"Qwen2ForCausalLM cannot be compiled: log-probabilities are .* nats off"):
         engine_of(make("qwen2"), 4, compiled=True)
+
+
+def test_the_configuration_decides(tmp_path: Path) -> None:
+    save_model(make(WIDE), wrap_tokenizer(Arithmetic(0, 0).tokenizer()), tmp_path / "model")
+    flags = ["arithmetic", "--model", str(tmp_path / "model"), "--rollout.rows", "4"]
+    compiled, plain = (rollout_engine(parse([*flags, "--rollout.compile", one])) for one in ("True", "False"))
+    assert compiled._cached.step is compiled_decoding.step_compiled
+    assert plain._cached.step is None
 
 
 @pytest.mark.parametrize(
