@@ -1,0 +1,88 @@
+"""The plain PyTorch rollout engine, decoding as it is and compiled.
+
+    python bench/decoding.py [--json PATH] [--quick]
+
+Groups of 8 with prompts of 11 tokens and responses of 64, one thread, a Qwen2 of a million parameters. The two engines
+take turns; both make the same tokens, or the bench says how many samples differ.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from peer_task import make_model
+from report import Samples, write
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.engines.checkpoint import load_model
+from flowrt.engines.protocols import Prompt, Response
+from flowrt.engines.torch_rollout import TorchRollout
+
+NO_END, VOCABULARY = 38, 37
+MEMBERS, PROMPT, RESPONSE = 8, 11, 64
+ROWS = (16, 64, 128)
+WAYS = ("plain", "compiled")
+
+
+def engine(folder: Path, rows: int, way: str) -> TorchRollout:
+    return TorchRollout(
+        load_model(folder),
+        eos_id=NO_END,
+        rows=rows,
+        max_new_tokens=RESPONSE,
+        temperature=1.0,
+        compiled=way == "compiled",
+    )
+
+
+def generate(engine: TorchRollout, rows: int, seed: int) -> tuple[float, dict[int, Response]]:
+    """All rows at once; seconds, and what was made."""
+    dice = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(1, VOCABULARY, (PROMPT,), generator=dice, dtype=torch.int32) for _ in range(rows)]
+    never, done = threading.Event(), dict[int, Response]()
+    begin_s = time.perf_counter()
+    engine.add([Prompt(row, tokens[row // MEMBERS], seed * rows + row) for row in range(rows)])
+    while engine.running:
+        done |= {one.key: one for one in engine.run(never)}
+    return time.perf_counter() - begin_s, done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="one number of rows, two rounds")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    numbers, rounds = (ROWS[:1], 2) if arguments.quick else (ROWS, arguments.rounds)
+    samples = Samples()
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
+        folder = Path(name) / "model"
+        make_model(folder, 0)
+        for rows in numbers:
+            engines = {way: engine(folder, rows, way) for way in WAYS}
+            for each in range(rounds + 1):
+                made = {way: generate(one, rows, each) for way, one in engines.items()}
+                if not each:  # the first round warms up
+                    continue
+                for way, (spent_s, _) in made.items():
+                    samples.add(f"{way}_ms_{rows}", 1e3 * spent_s / rows)
+                samples.add(f"ratio_{rows}", made["plain"][0] / made["compiled"][0])
+                plain, compiled = (made[way][1] for way in WAYS)
+                differ = sum(not torch.equal(one.tokens, compiled[key].tokens) for key, one in plain.items())
+                samples.add(f"differ_fraction_{rows}", differ / rows)
+    metrics = samples.medians()
+    columns = ("plain_ms", "compiled_ms", "ratio", "differ_fraction")
+    table = Table("rows", "plain ms/sample", "compiled", "times faster", "samples that differ", title="decoding")
+    for rows in numbers:
+        table.add_row(str(rows), *(f"{metrics[f'{column}_{rows}']:.3g}" for column in columns))
+    Console().print(table)
+    write(arguments.json, metrics, new_tokens=RESPONSE, rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()
