@@ -47,7 +47,7 @@ def figures() -> str:
         f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
-    for table in (metadata, ablation, tensors, weights, faults, passes, peer_trl, peer_trl_compiled):
+    for table in (metadata, ablation, tensors, weights, faults, passes, decoding, peer_trl, peer_trl_compiled):
         name = table.__name__
         path = ROOT / f"bench/results/{name}.json"
         if path.is_file():
@@ -164,6 +164,24 @@ def peer_trl_compiled(one: dict[str, float], where: str) -> list[str]:
         f"With torch.compile on both sides ({where}): {one['samples_per_s']:.0f} samples/s and reward "
         f"{one['reward']:.2f} against {one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: "
         f"{one['ratio']:.2f}x.",
+        "",
+    ]
+
+
+def decoding(one: dict[str, float], where: str) -> list[str]:
+    """The torch rollout engine, plain and compiled."""
+    numbers = [int(name.removeprefix("ratio_")) for name in one if name.startswith("ratio_")]
+    rows = [
+        f"| {number} | {one[f'plain_ms_{number}']:.1f} | {one[f'compiled_ms_{number}']:.1f} "
+        f"| {one[f'ratio_{number}']:.2f}x |"
+        for number in numbers
+    ]
+    return [
+        f"The torch rollout engine with `--rollout.compile True`, responses of 64 tokens ({where}):",
+        "",
+        "| sequences at a time | plain, ms a sample | compiled | times faster |",
+        "|---|---|---|---|",
+        *rows,
         "",
     ]
 
