@@ -34,17 +34,18 @@ class CachedModel:
         self.model = model
         self.cache = RowCache(model.config.num_hidden_layers, rows)
         self.step = step
+        config = model.config.get_text_config()
         self._adds_mask = model.config._attn_implementation == "eager"  # it adds the mask to its scores
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
 
     def forward(
         self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kept_U: torch.Tensor
     ) -> torch.Tensor:
         """Logits at the kept positions. The whole model is called, so whatever it does to its logits is done."""
-        if self._adds_mask:
-            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         out = self.model(
             input_ids=tokens,
-            attention_mask=mask,
+            attention_mask=self._masks(mask, positions),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -52,6 +53,19 @@ class CachedModel:
         )
         logits: torch.Tensor = out.logits
         return logits
+
+    def _masks(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """As the model takes them: a sliding window is not in a mask that is handed to it, and layers may differ."""
+        masks = {"full_attention": mask}
+        if self._window:
+            near = torch.arange(mask.shape[-1]) > positions.unsqueeze(2) - self._window
+            masks["sliding_attention"] = mask & near.unsqueeze(1)
+        if self._adds_mask:
+            least = torch.finfo(torch.float32).min
+            masks = {kind: torch.zeros(one.shape).masked_fill(~one, least) for kind, one in masks.items()}
+        if not self._window or "sliding_attention" not in self._kinds:
+            return masks["full_attention"]
+        return masks if "full_attention" in self._kinds else masks["sliding_attention"]
 
     def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Compute these sequences from their beginning, into these rows."""
