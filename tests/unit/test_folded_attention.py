@@ -15,11 +15,12 @@ from transformers import (
     PhimoeConfig,
     PhimoeForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flowrt.algorithms import GrpoLoss, fold_samples
 from flowrt.engines.checkpoint import without_dropout
 from flowrt.engines.faster import decoder_layers, made_fast
-from flowrt.engines.folded_attention import NAME, WIDEST, folds, use_folded
+from flowrt.engines.folded_attention import NAME, WIDEST, folded_logprobs, folds, padded_logprobs, use_folded
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import cut_into_passes, response_logprobs, score
@@ -128,6 +129,33 @@ def test_half_precision_is_judged_by_its_own_noise() -> None:
     model.config._attn_implementation = "sdpa"
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + 0.5 * out.roll(1, dims=1))
     assert not use_folded(model)
+
+
+def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own takes several times as long backwards."""
+    model = make(*DECODERS["llama"])
+    exact = {name: one.grad.clone() for name, one in gradients(model, use=padded_logprobs).items()}
+    model = make(*DECODERS["llama"]).to(torch.bfloat16)
+    assert use_folded(model)
+    types = []
+
+    def seen(module: Any, query: torch.Tensor, *others: Any, **told: Any) -> Any:
+        types.append(query.dtype)
+        return sdpa_attention_forward(module, query, *others, **told)
+
+    monkeypatch.setattr("flowrt.engines.folded_attention.sdpa_attention_forward", seen)
+    found = gradients(model, use=folded_logprobs)
+    assert set(types) == {torch.float32}
+    for name, wanted in exact.items():
+        assert (found[name].grad.float() - wanted).norm() < 0.1 * wanted.norm(), name
+
+
+def gradients(model: Any, use: Any) -> dict[str, torch.Tensor]:
+    """Parameters, with the gradients of log-probabilities with fixed weights."""
+    logprobs_T, _ = use(model, *samples())
+    weights_T = torch.randn(len(logprobs_T), generator=torch.Generator().manual_seed(7))
+    (logprobs_T * weights_T).sum().backward()
+    return dict(model.named_parameters())
 
 
 def test_a_prompt_is_computed_once_for_all_its_members_and_padding_never() -> None:
