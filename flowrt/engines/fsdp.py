@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines import sharded_state, sharding
@@ -68,6 +67,7 @@ class FsdpTrainer:
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
+            fused=device.kind == "cpu",
         )
         self._steps = 0
         self._roll = RollCall("passes")
@@ -91,7 +91,7 @@ class FsdpTrainer:
         if not sums["tokens"]:
             self._begin()
             return {}
-        gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+        gradients = [sharding.own_part(shard.grad) for shard in self._shards.values() if shard.grad is not None]
         for gradient in gradients:
             gradient /= sums["tokens"]
         norm = finite(self._norm(gradients), self._steps)
@@ -181,6 +181,7 @@ class FsdpTrainer:
 
     @staticmethod
     def _norm(gradients: list[torch.Tensor]) -> float:
-        """Of all gradients together, over all ranks."""
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """Of all gradients together, of which each rank has its part."""
+        squared = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())

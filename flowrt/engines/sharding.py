@@ -94,6 +94,11 @@ def scatter(model: Any) -> None:
         part.reshard()
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this rank has; operations on it are not taken apart by DTensor, one after the other."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_tensors(model: Any, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters whole, one after the other; all ranks must go through all of them together."""
     for name, parameter in model.named_parameters():
