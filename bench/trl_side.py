@@ -40,7 +40,7 @@ def settings(orders: dict[str, Any]) -> Any:
         seed=orders["seed"],
         use_cpu=True,
         torch_compile=orders["compile"],
-        bf16=False,
+        bf16=orders["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
