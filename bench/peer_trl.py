@@ -10,6 +10,12 @@ step.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer ranks were busy, over the same steps.
+
+With ``--dtype bfloat16`` flowrt's passes and rollouts are in bfloat16, with float32 weights in the optimiser (its fsdp
+engine). TRL runs twice then, in mixed precision (its ``bf16``) and in float32, which is the faster one on some CPUs:
+``peer_samples_per_s``, ``peer_reward`` and ``ratio`` are about its faster run of each round.
+
+What flowrt has generated of the second step when the first one ends is not taken off: one step's generation at most.
 """
 
 import argparse
@@ -146,7 +152,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, float]:
         "ratio_to_bound": mine["samples_per_s"] / mine["bound_samples_per_s"],
         "reward": mine["reward"],
         "peer_reward": theirs["reward"],
-        **{f"peer_{dtype}_samples_per_s": one["samples_per_s"] for dtype, one in by_type.items()},
+        **{f"peer_{dtype}_{name}": one[name] for dtype, one in by_type.items() for name in ("samples_per_s", "reward")},
     }
 
 

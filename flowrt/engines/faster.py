@@ -13,7 +13,7 @@ def made_fast(model: Any, options: TrainOptions) -> Any:
     if options.compile:
         for layer in decoder_layers(model):
             for module in layer.modules():
-                # Else numbers of a module that FSDP2 has sharded, such as the width of its heads, would be compiled as
+                # Else whole numbers of a module that FSDP2 has sharded, such as the width of its heads, are compiled as
                 # ones that change. Its parameters are whole when it runs, and FSDP2 itself does not read this.
                 module._is_fsdp_managed_module = False
             layer.compile(dynamic=True)

@@ -19,8 +19,8 @@ NOISE, MOST_NOISE = 4.0, 0.5
 """Log-probabilities may differ between the two ways by so many nats; or by NOISE times what they differ between padded
 samples together and each alone, if that is at most MOST_NOISE nats. A model that mixes samples is off by far more."""
 NARROW = frozenset({torch.bfloat16, torch.float16})
-"""On a CPU, attention of these types is computed in float32 if gradients are wanted: PyTorch's own backward pass of
-them takes several times as long."""
+"""On a CPU, attention over folded samples of these types is computed in float32 if gradients are wanted: PyTorch's own
+backward pass of them takes several times as long."""
 WIDEST = 1024
 """A sliding window is believed when a sample that is longer has shown it; of a wider one none is made."""
 
@@ -124,7 +124,8 @@ def _attend(
     spread = [folded.spread(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
     heads = [one.shape[1] for one in (query, key, value)]
     window = kwargs.get("sliding_window")
-    if query.requires_grad and query.device.type == "cpu" and query.dtype in NARROW:
+    wanted = any(one.requires_grad for one in (query, key, value))
+    if wanted and query.device.type == "cpu" and query.dtype in NARROW:
         spread = [one.float() for one in spread]
     attended, begin = [], 0
     for sheet in folded.sheets:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flowrt.algorithms import GrpoLoss
 from flowrt.engines.build import wrap_tokenizer
 from flowrt.engines.checkpoint import save_model
-from flowrt.engines.fsdp import FsdpTrainer
+from flowrt.engines.fsdp import FsdpTrainer, fused
 from flowrt.engines.options import FsdpOptions, TrainOptions
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.recipes.arithmetic import Arithmetic
@@ -21,10 +21,6 @@ from flowrt.transport.devices import choose
 from tests.decoders import DECODERS
 
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # torch.compile looks at what warns, and ignores the warnings itself
-    pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU"),
-]
 
 
 @pytest.fixture
@@ -55,15 +51,17 @@ def batch(seed: int) -> TrainingBatch:
     return TrainingBatch(prompts, responses, logprobs, None, advantages_N, torch.ones(len(prompts)))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(("dtype", "gather"), [("bfloat16", "step"), ("float32", "pass")])
-def test_only_what_changes_is_compiled_as_what_changes(
+def test_the_width_of_heads_is_compiled_as_a_number_that_stays(
     checkpoint: Path,
     caplog: pytest.LogCaptureFixture,
     dtype: Literal["bfloat16", "float32"],
     gather: Literal["step", "pass"],
 ) -> None:
     """A loop over a width that is not known is several times as slow as one over 8 numbers."""
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # what other tests have compiled must not do for this model
     engine = trainer(checkpoint, dtype, gather)
     with caplog.at_level(logging.INFO, SYMBOLS):
         for seed in range(2):
@@ -76,3 +74,10 @@ def test_only_what_changes_is_compiled_as_what_changes(
         for seed in range(2, 6):
             engine.accumulate(batch(seed))
             assert engine.step()["grad_norm"] > 0
+
+
+def test_the_optimiser_is_one_operation_on_a_cpu_and_pytorchs_choice_elsewhere(checkpoint: Path) -> None:
+    """On accelerators False would be an operation for each parameter."""
+    engine = trainer(checkpoint, "float32", "step")
+    assert engine._optimizer.defaults["fused"] is True
+    assert [fused(kind) for kind in ("cuda", "npu")] == [None, None]
