@@ -47,7 +47,18 @@ def figures() -> str:
         f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
         "",
     ]
-    for table in (metadata, ablation, tensors, weights, faults, passes, decoding, peer_trl, peer_trl_compiled):
+    for table in (
+        metadata,
+        ablation,
+        tensors,
+        weights,
+        faults,
+        passes,
+        decoding,
+        peer_trl,
+        peer_trl_compiled,
+        peer_trl_bfloat16,
+    ):
         name = table.__name__
         path = ROOT / f"bench/results/{name}.json"
         if path.is_file():
@@ -164,6 +175,17 @@ def peer_trl_compiled(one: dict[str, float], where: str) -> list[str]:
         f"With torch.compile on both sides ({where}): {one['samples_per_s']:.0f} samples/s and reward "
         f"{one['reward']:.2f} against {one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: "
         f"{one['ratio']:.2f}x.",
+        "",
+    ]
+
+
+def peer_trl_bfloat16(one: dict[str, float], where: str) -> list[str]:
+    """The same in mixed precision, where TRL may choose."""
+    return [
+        f"In bfloat16 as well, with float32 weights in the optimiser ({where}): {one['samples_per_s']:.0f} samples/s "
+        f"and reward {one['reward']:.2f}, {one['ratio_to_bound']:.2f} of what perfect overlap could do. TRL: "
+        f"{one['peer_float32_samples_per_s']:.0f} in float32, {one['peer_bfloat16_samples_per_s']:.0f} in bfloat16; "
+        f"against the faster one (reward {one['peer_reward']:.2f}) {one['ratio']:.2f}x.",
         "",
     ]
 

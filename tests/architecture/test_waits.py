@@ -57,7 +57,6 @@ COLLECTIVES = {
     ("flowrt/engines/passes.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/state.py", "dist.all_gather"): RANKS,
     ("flowrt/engines/fsdp.py", "dist.all_reduce"): RANKS,
-    ("flowrt/engines/fsdp.py", "norm.full_tensor"): RANKS,
     ("flowrt/engines/sharding.py", "part.unshard"): RANKS,
     ("flowrt/engines/sharding.py", "tensor.full_tensor"): RANKS,
     ("flowrt/engines/sharding.py", "distribute_tensor"): RANKS,
