@@ -37,7 +37,8 @@ def config() -> RunConfig:
         prompts_per_step=16,
         group_size=8,
         build=BuildConfig(hidden_size=192, layers=2, heads=4, intermediate_size=512, max_length=128),
-        warm_start=WarmStartConfig(probes=128),
+        # A rate so low that no single step takes most of the working away: RL has to have some left to find.
+        warm_start=WarmStartConfig(probes=128, bare_lr=5e-4),
         rollout=RolloutConfig(rows=64, max_new_tokens=16),
         trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=15, micro_batch_tokens=1024),
     )
