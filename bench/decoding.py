@@ -21,6 +21,7 @@ from rich.table import Table
 from flowrt.engines.checkpoint import load_model
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.engines.weight_layout import laid_out_for_decoding
 
 NO_END, VOCABULARY = 38, 37
 MEMBERS, PROMPT, RESPONSE = 8, 11, 64
@@ -30,7 +31,7 @@ WAYS = ("plain", "compiled")
 
 def engine(folder: Path, rows: int, way: str) -> TorchRollout:
     return TorchRollout(
-        load_model(folder),
+        laid_out_for_decoding(load_model(folder)),  # as a rollout worker does
         eos_id=NO_END,
         rows=rows,
         max_new_tokens=RESPONSE,

@@ -14,6 +14,7 @@ from flowrt.engines.lora import add_adapters
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.protocols import RolloutEngine, TrainEngine
 from flowrt.engines.torch_rollout import TorchRollout
+from flowrt.engines.weight_layout import laid_out_for_decoding
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.paths import model_dir
@@ -60,8 +61,10 @@ def train_engine(config: RunConfig) -> TrainEngine:
 def rollout_engine(config: RunConfig) -> RolloutEngine:
     """A rollout engine that takes what the training engine publishes."""
     path = model_dir(config)
+    model = _published_model(config)
+    # Bits depend on how weights lie: a run that has to have those of a plain loop leaves them as they are.
     return TorchRollout(
-        _published_model(config),
+        model if config.deterministic else laid_out_for_decoding(model),
         eos_id=load_tokenizer(path).eos_token_id,
         rows=1 if config.deterministic else config.rollout.rows,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -53,18 +53,13 @@ class Snapshot:
                 f"version {self.version} has buckets of {self.bucket_bytes()} bytes, this model needs {sizes}; "
                 "do trainer and rollout load the same checkpoint?"
             )
-        if not all(tensor.is_contiguous() for tensor in tensors.values()):
-            raise TransferError("weights can only be restored into contiguous tensors; make the parameters contiguous")
         self.device = device = device_of(tensors.values())
         with torch.no_grad(), copying(device):
             for bucket, group in zip(self.buckets, groups, strict=True):
                 source, offset = for_device(bucket, device), 0
                 for tensor in group:
-                    size = tensor.nbytes
-                    # As bytes: a slice may start where a wider type may not.
-                    flat = tensor.detach().reshape(-1).view(torch.uint8)
-                    copy_bytes(flat, source[offset : offset + size], non_blocking=True)
-                    offset += size
+                    _fill(tensor.detach(), source[offset : offset + tensor.nbytes])
+                    offset += tensor.nbytes
 
     def within_reach_of(self, device: torch.device) -> "Snapshot":
         """The same version where a device reads it by itself, so that `restore` has nothing to do but to copy."""
@@ -92,6 +87,15 @@ class RunningChecksum:
     async def total(self) -> int:
         """Of all pieces that were added."""
         return await asyncio.wrap_future(self._thread.submit(self._crc.value))
+
+
+def _fill(tensor: torch.Tensor, row_major: torch.Tensor) -> None:
+    """Fill a tensor, however it lies in memory, with these bytes."""
+    if tensor.is_contiguous():
+        # As bytes: they may start where a wider type may not.
+        copy_bytes(tensor.reshape(-1).view(torch.uint8), row_major, non_blocking=True)
+    else:
+        tensor.copy_(row_major.clone().view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
 
 def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
