@@ -21,8 +21,6 @@ from flowrt.engines.row_cache import RowCache
 from flowrt.errors import EngineError
 
 NAME = "flowrt_rows"
-BLOCK = 16
-"""Places are attended to in blocks of so many: whole vectors, and few numbers of places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,9 @@ def step_compiled(model: Any, cache: RowCache, tokens_R: torch.Tensor) -> torch.
     count = len(tokens_R)
     if count == 1 and cache.rows > 1:  # one row would be compiled anew: a free one goes along
         tokens_R, positions_R = tokens_R.repeat(2), positions_R * torch.tensor([1, 0])
-    places = -(-cache.longest // BLOCK) * BLOCK
-    cache.reserve(places + 1)  # never all that there are: without gaps between rows it would be compiled again
-    logits_RV: torch.Tensor = _compiled(model, tokens_R, Rows(*cache.slabs(len(tokens_R)), positions_R, places))
+    cache.reserve(cache.longest + 1)  # never all that there are: without gaps between rows it would be compiled again
+    rows = Rows(*cache.slabs(len(tokens_R)), positions_R, cache.longest)
+    logits_RV: torch.Tensor = _compiled(model, tokens_R, rows)
     return logits_RV[:count]
 
 

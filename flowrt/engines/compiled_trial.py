@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from flowrt.engines.compiled_decoding import BLOCK, exchange_attention, refusal, step_compiled
+from flowrt.engines.compiled_decoding import exchange_attention, refusal, step_compiled
 from flowrt.engines.folded_attention import allowed_nats
 from flowrt.engines.refilling import CachedModel, Step
 from flowrt.engines.row_cache import GROWTH
@@ -44,7 +44,7 @@ def _trial(model: Any, *, alone: bool) -> tuple[list[torch.Tensor], int]:
     """Random sequences, and how many places a row has room for: all in numbers that are no other dimension's."""
     sizes = _sizes(model)
     rows = 1 if alone else next(number for number in count(3) if number not in sizes)
-    places = next(number for number in count(2 * BLOCK, BLOCK) if number not in sizes and number % GROWTH)
+    places = next(number for number in count(GROWTH // 2) if sizes.isdisjoint(range(number - STEPS, number + 1)))
     capacity = next(number for number in count(GROWTH, GROWTH) if number not in sizes and number > places)
     dice = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size

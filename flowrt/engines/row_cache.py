@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from flowrt.engines.huge_pages import zeros
+
 GROWTH = 64
 """Places are added so many at a time."""
 
@@ -23,8 +25,8 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, capacity = self._cache.rows, self._cache.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.keys = zeros((rows, key_states.shape[1], capacity, key_states.shape[3]), key_states)
+        self.values = zeros((rows, value_states.shape[1], capacity, value_states.shape[3]), value_states)
         self.is_initialized = True
 
     def update(
@@ -57,9 +59,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            more = capacity - self.keys.shape[2]
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def move(self, source: int, target: int) -> None:
         self.keys[target].copy_(self.keys[source])
@@ -78,6 +78,13 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _grown(slab: torch.Tensor, capacity: int) -> torch.Tensor:
+    rows, heads, places, width = slab.shape
+    larger = zeros((rows, heads, capacity, width), slab)
+    larger[:, :, :places] = slab
+    return larger
 
 
 class RowCache(Cache):  # type: ignore[misc]
