@@ -127,17 +127,18 @@ def _attend(
     wanted = any(one.requires_grad for one in (query, key, value))
     if wanted and query.device.type == "cpu" and query.dtype in NARROW:
         spread = [one.float() for one in spread]
-    attended, begin = [], 0
-    for sheet in folded.sheets:
-        end = begin + sheet.places
+    # Of one sheet nothing is cut: the gradient of a cut is as much memory again, to be filled with zeros.
+    places = [sheet.places for sheet in folded.sheets]
+    cut = [one.split(places) if len(places) > 1 else (one,) for one in spread]
+    attended = []
+    for sheet, *parts in zip(folded.sheets, *cut, strict=True):
         whole = [
-            one[begin:end].view(sheet.rows, sheet.length, count, -1).transpose(1, 2)
-            for one, count in zip(spread, heads, strict=True)
+            one.view(sheet.rows, sheet.length, count, -1).transpose(1, 2)
+            for one, count in zip(parts, heads, strict=True)
         ]
         mask = _band(sheet.length, window, query.device) if window and window < sheet.length else None
         out, _ = sdpa_attention_forward(module, *whole, mask, **kwargs)
         attended.append(out.reshape(sheet.places, -1))
-        begin = end
     attended_ND = torch.cat(attended) if len(attended) > 1 else attended[0]
     collected = folded.collect(attended_ND.to(query.dtype))
     return collected.view(1, len(collected), heads[0], -1), None

@@ -34,7 +34,11 @@ class TorchTrainer:
         )
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=options.lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay
+            self._parameters,
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
+            fused=True,
         )
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # sees each step's global gradient
         self._steps = 0
