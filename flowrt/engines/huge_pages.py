@@ -5,7 +5,6 @@ than a processor's list of pages reaches. The system gives huge pages to memory 
 multiple of their size; neither malloc nor torch asks.
 """
 
-import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     size = math.prod(shape) * like.element_size()
     if ADVICE is None or not like.is_cpu or size < PAGE_BYTES:
         return like.new_zeros(tuple(shape))
-    memory = mmap.mmap(
-        -1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # zeros, as the system has it
-    with contextlib.suppress(OSError):  # a system without them: the memory is as good, only slower
+    try:
+        memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(ADVICE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory for as long as somebody looks at it
+    except OSError:  # no such pages here, or no memory, which torch says better
+        return like.new_zeros(tuple(shape))
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory, all zeros, while somebody looks at it
     start = -whole.data_ptr() % PAGE_BYTES
     return whole[start : start + size].view(like.dtype).view(tuple(shape))
