@@ -148,14 +148,14 @@ class TorchRollout:
         kept_U, place_P = (lengths_P - 1).unique(return_inverse=True)
         logits_PUV = self._cached.forward(tokens_PL, mask, positions_PL, kept_U)
         last_PV = logits_PUV[torch.arange(len(unique)), place_P]
-        rows, chosen = torch.arange(first, first + len(new)), torch.tensor(sources)
-        self._cached.cache.settle(rows, chosen)
+        rows, chosen = slice(first, first + len(new)), torch.tensor(sources)
+        self._cached.cache.settle(torch.arange(rows.start, rows.stop), chosen)
         self._running.extend(new)
         self._spans.extend([()] * len(new))
         self._positions_R[rows] = lengths_P[chosen]
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new])
-        for row, prompt in zip(rows.tolist(), new, strict=True):
+        for row, prompt in enumerate(new, first):
             generator = torch.Generator().manual_seed(prompt.seed)
             torch.rand(self._max_new, generator=generator, out=self._draws_RT[row])
         self._sample(rows, last_PV[chosen])
@@ -168,26 +168,27 @@ class TorchRollout:
             logits_R1V = self._cached.extend(whole, self._lacking + 1)
             self._lacking = 0
             self._positions_R[:count] += 1
-            self._sample(torch.arange(count), logits_R1V[:, 0])
+            self._sample(slice(count), logits_R1V[:, 0])
             return
         rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1].long()
         logits_RV = self._cached.decode(last_R, positions_R)
         self._positions_R[:count] += 1
-        self._sample(rows, logits_RV)
+        self._sample(slice(count), logits_RV)
 
-    def _sample(self, rows: torch.Tensor, logits_RV: torch.Tensor) -> None:
+    def _sample(self, rows: slice, logits_RV: torch.Tensor) -> None:
         """Append one token a row: by inverse transform of the row's own next uniform number, or the likeliest."""
         logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
-        counts = self._counts_R[rows]
+        places_R1 = self._counts_R[rows].unsqueeze(1)
         cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
-        draws_R1 = (self._draws_RT[rows, counts] * cumulative_RV[:, -1]).unsqueeze(1)
-        sampled_R = torch.searchsorted(cumulative_RV, draws_R1, right=True).squeeze(1)
-        sampled_R.clamp_(max=logits_RV.shape[1] - 1)
-        chosen_R = torch.where(self._greedy_R[rows], logits_RV.argmax(dim=-1), sampled_R)
-        self._tokens_RT[rows, counts] = chosen_R.to(torch.int32)
-        self._logprobs_RT[rows, counts] = logprobs_RV.gather(1, chosen_R.unsqueeze(1)).squeeze(1)
+        draws_R1 = self._draws_RT[rows].gather(1, places_R1) * cumulative_RV[:, -1:]
+        chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
+        greedy_R1 = self._greedy_R[rows].unsqueeze(1)
+        if greedy_R1.any():
+            chosen_R1 = torch.where(greedy_R1, logits_RV.argmax(dim=-1, keepdim=True), chosen_R1)
+        self._tokens_RT[rows].scatter_(1, places_R1, chosen_R1.to(torch.int32))
+        self._logprobs_RT[rows].scatter_(1, places_R1, logprobs_RV.gather(1, chosen_R1))
         self._counts_R[rows] += 1
 
     def _collect(self) -> list[Response]:
