@@ -11,9 +11,11 @@ step.
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer ranks were busy, over the same steps.
 
-With ``--dtype bfloat16`` flowrt's passes and rollouts are in bfloat16, with float32 weights in the optimiser (its fsdp
-engine). TRL runs twice then, in mixed precision (its ``bf16``) and in float32, which is the faster one on some CPUs:
-``peer_samples_per_s``, ``peer_reward`` and ``ratio`` are about its faster run of each round.
+Both are compiled by torch.compile, and both run in float32 and in bfloat16, with float32 weights in the optimiser:
+flowrt by its fsdp engine then, TRL by its ``bf16``. On some CPUs bfloat16 is the slower one. ``samples_per_s``,
+``reward``, ``peer_samples_per_s``, ``peer_reward`` and ``ratio`` are about the faster run of each side in each round;
+``float32_ratio`` and ``bfloat16_ratio`` compare the two in one type. ``--dtypes`` leaves one out, ``--no-compile`` the
+compiler.
 
 What flowrt has generated of the second step when the first one ends is not taken off: one step's generation at most.
 """
@@ -42,19 +44,20 @@ TIMEOUT_S = 900.0
 WINDOW = 10
 LR, WARMUP_STEPS = 1e-3, 3
 FLOAT32 = "float32"
+DTYPES = [FLOAT32, "bfloat16"]
 REWARD = Path(__file__).with_name("peer_reward.py")
 MICRO_BATCH_TOKENS, FORWARD_TOKENS = 2048, 2560
 """Four groups make a micro-batch, and go through one pass: sixteen groups of a step, two ranks."""
 
 
-def config(folder: Path, arguments: argparse.Namespace) -> Any:
+def config(folder: Path, arguments: argparse.Namespace, dtype: str) -> Any:
     base = defaults("own")
     samples = base.prompts_per_step * base.group_size
     return dataclasses.replace(
         base,
         seed=arguments.seed,
         steps=arguments.steps,
-        run_dir=str(folder / "run"),
+        run_dir=str(folder / f"run-{dtype}"),
         model=str(folder / "model"),
         data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
         loss=dataclasses.replace(base.loss, kl_coef=0.0),
@@ -71,18 +74,19 @@ def config(folder: Path, arguments: argparse.Namespace) -> Any:
             forward_tokens=FORWARD_TOKENS,
             compile=arguments.compile,
             # The engine that has mixed precision: weights of the optimiser's own are float32.
-            engine="torch" if arguments.dtype == FLOAT32 else "fsdp",
-            fsdp=dataclasses.replace(base.trainer.fsdp, dtype=arguments.dtype),
+            engine="torch" if dtype == FLOAT32 else "fsdp",
+            fsdp=dataclasses.replace(base.trainer.fsdp, dtype=dtype),
         ),
         checkpoint=dataclasses.replace(base.checkpoint, every=0),
     )
 
 
-def flowrt(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def flowrt(folder: Path, arguments: argparse.Namespace, dtype: str) -> dict[str, float]:
     """A run of the command that a user types, and the bound that follows from its own rates."""
-    run_dir = folder / "run"
+    made = config(folder, arguments, dtype)
+    run_dir = Path(made.run_dir)
     file = folder / "run.toml"
-    file.write_text(to_toml(config(folder, arguments)))
+    file.write_text(to_toml(made))
     command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -109,7 +113,7 @@ def busiest_s(timeline: Path) -> float:
 
 def trl(folder: Path, arguments: argparse.Namespace, dtype: str) -> dict[str, float]:
     """The same steps by TRL, in an environment of its own, with passes of this type."""
-    made = config(folder, arguments)
+    made = config(folder, arguments, dtype)
     problems = subject(made).training_problems()[: made.steps * made.prompts_per_step]
     orders = {
         "model": made.model,
@@ -136,24 +140,25 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: str) -> dict[str, fl
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, float]:
-    """One run of each, one after the other. TRL has its faster type: bfloat16 is the slower one on some CPUs."""
+    """Each side in each type, one run after the other."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         make_model(folder / "model", arguments.seed)
         make_data(folder / "data.jsonl", arguments.seed)
-        mine = flowrt(folder, arguments)
-        by_type = {dtype: trl(folder, arguments, dtype) for dtype in sorted({FLOAT32, arguments.dtype})}
-    theirs = max(by_type.values(), key=lambda one: one["samples_per_s"])
-    return {
-        "samples_per_s": mine["samples_per_s"],
-        "peer_samples_per_s": theirs["samples_per_s"],
-        "ratio": mine["samples_per_s"] / theirs["samples_per_s"],
-        "bound_samples_per_s": mine["bound_samples_per_s"],
-        "ratio_to_bound": mine["samples_per_s"] / mine["bound_samples_per_s"],
-        "reward": mine["reward"],
-        "peer_reward": theirs["reward"],
-        **{f"peer_{dtype}_{name}": one[name] for dtype, one in by_type.items() for name in ("samples_per_s", "reward")},
+        mine, theirs = ({dtype: run(folder, arguments, dtype) for dtype in arguments.dtypes} for run in (flowrt, trl))
+    best, peer = (max(side.values(), key=lambda one: one["samples_per_s"]) for side in (mine, theirs))
+    found = {
+        **best,
+        "peer_samples_per_s": peer["samples_per_s"],
+        "ratio": best["samples_per_s"] / peer["samples_per_s"],
+        "ratio_to_bound": best["samples_per_s"] / best["bound_samples_per_s"],
+        "peer_reward": peer["reward"],
     }
+    for dtype in arguments.dtypes:
+        found[f"{dtype}_ratio"] = mine[dtype]["samples_per_s"] / theirs[dtype]["samples_per_s"]
+        for side, runs in (("", mine), ("peer_", theirs)):
+            found |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in ("samples_per_s", "reward")}
+    return found
 
 
 def main() -> None:
@@ -164,9 +169,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
-    parser.add_argument("--compile", action="store_true", help="torch.compile on both sides")
-    dtype_help = "of flowrt's passes and rollouts, and of TRL's or float32, whichever is faster there"
-    parser.add_argument("--dtype", choices=[FLOAT32, "bfloat16"], default=FLOAT32, help=dtype_help)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile on both sides"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of each side's passes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="each with a seed of its own; medians are reported")
     arguments = parser.parse_args()
@@ -182,7 +188,7 @@ def main() -> None:
     for key, value in metrics.items():
         table.add_row(key, f"{value:.4g}")
     Console().print(table)
-    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "rounds", "compile", "dtype")}
+    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "rounds", "compile", "dtypes")}
     write(arguments.json, metrics, **about)
 
 
