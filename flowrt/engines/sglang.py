@@ -7,7 +7,7 @@ goes on while nobody looks. What a server had when it failed is sent again, from
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +149,12 @@ class SglangRollout:
             finished.append(self._finished.get_nowait())
         self._running -= len(finished)
         return finished
+
+    def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
+        """Between two runs: what is done beside the next ones, so that the server stands still for loading alone."""
+        if not self._running or self._host.has_tried(snapshot):
+            return None
+        return lambda: self._do(self._host.stage(snapshot))
 
     def swap(self, snapshot: Snapshot) -> None:
         self._do(self._host.swap(snapshot))

@@ -7,6 +7,8 @@ taken all of the present weights. Everything here happens in one event loop.
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from flowrt.engines.sglang_key import given_key
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_server import SglangServer
-from flowrt.engines.sglang_weights import WeightWay, weight_way
+from flowrt.engines.sglang_weights import Staged, WeightWay, weight_way
 from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
 from flowrt.transport.weights import Snapshot
 from flowrt.waiting import Guard, held, until
@@ -50,6 +52,8 @@ class SglangHost:
         self._snapshot: Snapshot | None = None  # what the server should have; none: what it was started with
         self._link: SglangLink | None = None
         self._way: WeightWay | None = None
+        self._staged: tuple[Snapshot, Staged] | None = None
+        self._tried: Snapshot | None = None
         self._sums_up = False
         self._lock = asyncio.Lock()
 
@@ -76,6 +80,19 @@ class SglangHost:
         finally:
             self._requests -= 1
 
+    def has_tried(self, snapshot: Snapshot) -> bool:
+        """Whether `stage` was called with it."""
+        return self._tried is snapshot
+
+    async def stage(self, snapshot: Snapshot) -> None:
+        """Do what the server need not stand still for. What goes wrong here is done again by `swap`, and told there."""
+        async with held(self._lock, BEFORE, "what is done to the SGLang server before this", "this worker"):
+            self._tried = snapshot
+            try:
+                await self._ready(snapshot)
+            except EngineError as error:
+                log.debug("%s", error)
+
     async def swap(self, snapshot: Snapshot) -> None:
         """Have the server use these weights, for what it runs, too. Raises EngineError when it cannot be made to."""
         async with held(self._lock, BEFORE, "what is done to the SGLang server before this", "this worker"):
@@ -99,6 +116,7 @@ class SglangHost:
     async def close(self) -> None:
         """Drop the connections; the server is left as it is."""
         self._restarts_left = 0
+        self._unstage()
         if self._link is not None:
             await self._link.close()
 
@@ -123,6 +141,7 @@ class SglangHost:
     async def _renew(self) -> None:
         """A server that is up, has forgotten earlier requests, and has all of the weights that it should have."""
         self.lives += 1
+        self._unstage()  # for a server that is gone
         if self._link is not None:
             await self._link.close()
         options, server = self._options, self._server
@@ -184,8 +203,9 @@ class SglangHost:
             raise EngineGone(str(late)) from None
 
     async def _change(self, snapshot: Snapshot) -> None:
-        """Pause what runs, load, check, continue."""
+        """Stage, pause what runs, load, check, continue."""
         assert self._link is not None
+        await self._ready(snapshot)
         deadline_s = self._options.update_s
         # Where the server cannot tell versions token by token, what runs is cut: then all of a piece is of one version.
         mode = self._options.pause if self.can.token_versions else "abort"
@@ -201,14 +221,39 @@ class SglangHost:
     async def _load(self, snapshot: Snapshot, *, flush: bool) -> None:
         """Put all of the weights in, and see that they are what was sent."""
         assert self._link is not None
-        assert self._way is not None
         link, deadline_s = self._link, self._options.update_s
-        loading = self._way.load(link, self.can, snapshot, flush=flush)
+        staged = await self._ready(snapshot)
+        with self._told(snapshot):
+            try:
+                loading = staged.load(link, self.can, flush=flush)
+                await until(loading, deadline_s, f"version {snapshot.version} to be loaded", link.url)
+                if self._sums_up:
+                    told = await link.post(said.checksum(), deadline_s)
+                    await asyncio.to_thread(checked, told, self._layout, snapshot)
+            finally:
+                self._unstage()
+
+    async def _ready(self, snapshot: Snapshot) -> Staged:
+        """The snapshot, staged now if it was not before."""
+        assert self._link is not None
+        assert self._way is not None
+        if self._staged is None or self._staged[0] is not snapshot:
+            self._unstage()
+            staging, what = self._way.stage(self._link, snapshot), f"version {snapshot.version} to be staged"
+            with self._told(snapshot):
+                self._staged = snapshot, await until(staging, self._options.update_s, what, self._link.url)
+        return self._staged[1]
+
+    def _unstage(self) -> None:
+        if self._staged is not None:
+            self._staged[1].close()
+            self._staged = None
+
+    @contextmanager
+    def _told(self, snapshot: Snapshot) -> Iterator[None]:
+        """Errors say of which weights they are."""
         try:
-            await until(loading, deadline_s, f"version {snapshot.version} to be loaded", link.url)
-            if self._sums_up:
-                told = await link.post(said.checksum(), deadline_s)
-                await asyncio.to_thread(checked, told, self._layout, snapshot)
+            yield
         except WaitExpired as late:
             raise EngineGone(str(late)) from None
         except EngineError as error:

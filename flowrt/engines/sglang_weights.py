@@ -1,5 +1,6 @@
 """How a snapshot gets into an SGLang server: as a checkpoint, within requests, or by broadcast over a group.
 
+First it is staged, while the server generates; what is left to be done then is short, and is done while it stands.
 Each way is tried once; whatever fails in the middle may have left the server with half of the weights, and says so by
 raising. What becomes of such a server is decided by whoever called.
 """
@@ -10,7 +11,8 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,11 +34,23 @@ from flowrt.waiting import blocking, first_of
 CHECKPOINT = "model.safetensors"
 
 
+class Staged(Protocol):
+    """A snapshot of which all is done that the server need not stand still for."""
+
+    async def load(self, link: SglangLink, can: said.Capabilities, *, flush: bool) -> None:
+        """Put all of it into the server. Raises EngineError when that failed, wherever it stands then."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
 class WeightWay(Protocol):
     """One way into the server."""
 
-    async def load(self, link: SglangLink, can: said.Capabilities, snapshot: Snapshot, *, flush: bool) -> None:
-        """Put all of the snapshot into the server. Raises EngineError when that failed, wherever it stands then."""
+    async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:
+        """Make the snapshot ready beside the server, which may generate meanwhile. Raises EngineError."""
         ...
 
 
@@ -80,17 +94,34 @@ class DiskWeights:
         self._stage = stage
         self._deadline_s = deadline_s
 
-    async def load(self, link: SglangLink, can: said.Capabilities, snapshot: Snapshot, *, flush: bool) -> None:  # noqa: ARG002
-        with _directory(self._stage) as directory:
+    async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:  # noqa: ARG002
+        with ExitStack() as kept:
+            directory = kept.enter_context(_directory(self._stage))
             file = directory / CHECKPOINT
-            with nullcontext() if self._stage else _anonymous(file):
-                await asyncio.to_thread(self._write, snapshot, file)
-                calls = said.load_from_disk(str(directory), snapshot.version, flush=flush)
-                await run_calls(link, calls, self._deadline_s)
+            if not self._stage:
+                kept.enter_context(_anonymous(file))
+            await asyncio.to_thread(self._write, snapshot, file)
+            return _Written(str(directory), snapshot.version, self._deadline_s, kept.pop_all())
 
     def _write(self, snapshot: Snapshot, file: Path) -> None:
         tensors = {one.name: view for bucket in self._layout.buckets(snapshot) for one, view in bucket}
         save_file(tensors, file, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A checkpoint in a directory, for as long as it is kept."""
+
+    directory: str
+    version: int
+    deadline_s: float
+    kept: ExitStack
+
+    async def load(self, link: SglangLink, can: said.Capabilities, *, flush: bool) -> None:  # noqa: ARG002
+        await run_calls(link, said.load_from_disk(self.directory, self.version, flush=flush), self.deadline_s)
+
+    def close(self) -> None:
+        self.kept.close()
 
 
 @contextmanager
@@ -123,13 +154,28 @@ class TensorWeights:
         self._ranks = ranks
         self._deadline_s = deadline_s
 
-    async def load(self, link: SglangLink, can: said.Capabilities, snapshot: Snapshot, *, flush: bool) -> None:
+    async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:  # noqa: ARG002
         buckets = await asyncio.to_thread(self._serialize, snapshot)
-        calls = said.load_from_tensors(can, buckets, self._ranks, snapshot.version, flush=flush)
-        await run_calls(link, calls, self._deadline_s)
+        return _Serialized(buckets, self._ranks, snapshot.version, self._deadline_s)
 
     def _serialize(self, snapshot: Snapshot) -> list[str]:
         return [serialized([(one.name, view) for one, view in bucket]) for bucket in self._layout.buckets(snapshot)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Serialized:
+    """Buckets in the words of the requests that carry them."""
+
+    buckets: list[str]
+    ranks: int
+    version: int
+    deadline_s: float
+
+    async def load(self, link: SglangLink, can: said.Capabilities, *, flush: bool) -> None:
+        calls = said.load_from_tensors(can, self.buckets, self.ranks, self.version, flush=flush)
+        await run_calls(link, calls, self.deadline_s)
+
+    def close(self) -> None: ...
 
 
 class BroadcastWeights:
@@ -141,11 +187,12 @@ class BroadcastWeights:
         self._options = options
         self._group: _Group | None = None
 
-    async def load(self, link: SglangLink, can: said.Capabilities, snapshot: Snapshot, *, flush: bool) -> None:
-        group = await self._joined(link)
-        parameters = [[one for one, _ in bucket] for bucket in self._layout.buckets(snapshot)]
-        calls = said.load_from_broadcast(can, parameters, group.name, snapshot.version, flush=flush)
-        sending = asyncio.create_task(asyncio.to_thread(group.broadcast, snapshot.buckets))
+    async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:
+        return _Met(self, await self._joined(link), snapshot)
+
+    async def send(self, link: SglangLink, calls: Sequence[said.Call], met: "_Met") -> None:
+        """Make the calls, and broadcast what they announce."""
+        sending = asyncio.create_task(asyncio.to_thread(met.group.broadcast, met.snapshot.buckets))
         try:
             await run_calls(link, calls, self._options.update_s)
             await sending
@@ -154,6 +201,10 @@ class BroadcastWeights:
             raise
         finally:
             sending.add_done_callback(_seen)
+
+    def parameters(self, snapshot: Snapshot) -> list[list[said.Parameter]]:
+        """Of each bucket, what it is made of."""
+        return [[one for one, _ in bucket] for bucket in self._layout.buckets(snapshot)]
 
     async def _joined(self, link: SglangLink) -> "_Group":
         if self._group is None:
@@ -172,6 +223,22 @@ class BroadcastWeights:
                     one.result()  # when one fails, the other waits in vain
             self._group = group
         return self._group
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """A group in which all are there, and what is to be sent to it."""
+
+    way: BroadcastWeights
+    group: "_Group"
+    snapshot: Snapshot
+
+    async def load(self, link: SglangLink, can: said.Capabilities, *, flush: bool) -> None:
+        parameters, version = self.way.parameters(self.snapshot), self.snapshot.version
+        calls = said.load_from_broadcast(can, parameters, self.group.name, version, flush=flush)
+        await self.way.send(link, calls, self)
+
+    def close(self) -> None: ...
 
 
 def _seen(done: asyncio.Future[Any]) -> None:
