@@ -149,14 +149,21 @@ def test_the_layout_of_a_checkpoint_is_that_of_its_model(checkpoint: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("pause", "weights"), [("retract", "disk"), ("retract", "broadcast"), ("abort", "tensor"), ("in_place", "disk")]
+    ("pause", "weights"),
+    [
+        *[("retract", weights) for weights in ("disk", "tensor", "broadcast")],
+        *[("in_place", weights) for weights in ("disk", "tensor", "broadcast")],
+        ("abort", "tensor"),
+    ],
 )
 def test_weights_change_under_running_sequences(pause: str, weights: str, beside: Callable[..., Any]) -> None:
     """Each token's version is told right. Computed again, what comes after is the new model's; in place, nearly."""
     engine, short = beside(LONG, pause=pause, weights=weights), beside(SHORT)
     asked = prompts()
     begin_and_wait_until_it_runs(engine, asked, short)
-    engine.swap(snapshot(1))
+    new = snapshot(1)
+    engine.prepare(new)()  # beside what runs, as a worker does
+    engine.swap(new)
     responses = drain(engine)
     assert len(responses) == ROWS
     across = [one for one in responses if one.spans[::2] == (0, 1)]
