@@ -16,7 +16,8 @@ from flowrt.recipes.load import parse
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+UNKNOWN = "--no-such-flag"
 
 QUICK = ["--data.eval-prompts", "0", "--warm-start.steps", "60", "--warm-start.bare-steps", "5"]
 
@@ -81,8 +82,47 @@ def commands() -> list[str]:
     return [line for line in lines if line]
 
 
-def test_the_readme_has_commands() -> None:
+def scripts() -> list[str]:
+    """What the documents have Python run, in blocks and within sentences; names of variables before it left out."""
+    found = (
+        re.findall(r"python ((?:-m|bench|scripts|launch|workers)\b[^`#\n]*)", one.read_text()) for one in DOCUMENTS
+    )
+    return sorted({words.strip() for some in found for words in some})
+
+
+def refusal(words: list[str]) -> str:
+    """What a script has against these words: nothing of it runs, as one more flag is there that it cannot know.
+
+    With ``--help`` in that place argparse would leave before it looks at the others.
+    """
+    command = [sys.executable, *words, UNKNOWN]
+    ended = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 2, (ended.returncode, ended.stderr)
+    said = ended.stderr.strip().splitlines()[-1].split("error: ", 1)[1]
+    return "" if said == f"unrecognized arguments: {UNKNOWN}" else said
+
+
+def test_there_are_commands() -> None:
     assert len(commands()) >= 4
+    assert len(scripts()) >= 12
+
+
+@pytest.mark.parametrize("command", scripts())
+def test_every_script_of_the_documents_takes_its_flags(command: str) -> None:
+    assert refusal(shlex.split(command)) == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("bench/passes.py --quick --made-up 3", "--made-up 3"),
+        ("bench/peer_trl.py --peer-python PYTHON --no-compiling", "--no-compiling"),
+        ("bench/peer_trl.py --peer-python PYTHON --dtypes float99", "invalid choice: 'float99'"),
+        ("bench/peer_trl.py --no-compile", "required: --peer-python"),
+    ],
+)
+def test_a_flag_that_a_script_does_not_have_is_found(command: str, said: str) -> None:
+    assert said in refusal(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", commands())
@@ -96,8 +136,7 @@ def test_every_command_of_the_readme_exists(command: str) -> None:
     elif words[0] == "flowrt":
         subprocess.run([sys.executable, "-m", "flowrt.cli", words[1], "--help"], check=True, timeout=60)
     elif words[0] == "python":
-        assert (ROOT / words[1]).is_file()
-        subprocess.run([sys.executable, *words[1:], "--help"], check=True, timeout=60, capture_output=True)
+        assert command.removeprefix("python ") in scripts()
     else:
         assert words[0] in ("git", "cd"), f"what is {words[0]}?"
 
