@@ -19,7 +19,7 @@ run: $(STAMP)
 
 # What needs nothing but this machine, within 20 minutes: whole runs one after the other, all else two at a time, or
 # three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
-REAL := sglang or slurm or netns or gpu
+REAL := sglang or slurm or netns or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
 test: $(STAMP)

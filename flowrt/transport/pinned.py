@@ -2,7 +2,7 @@
 
 Pinned memory is what a device reads and writes by itself, at the full rate of its link and beside what it computes. On
 a CPU nothing of this is done. Written against torch's interface for CUDA, whose names torch_npu has for NPUs; IT HAS
-NOT RUN ON A GPU OR AN NPU YET: its tests run where there is a CUDA device.
+NOT RUN ON A GPU OR AN NPU YET: its tests run where there is one.
 """
 
 from collections.abc import Iterable, Iterator

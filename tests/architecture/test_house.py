@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_type_hints
@@ -132,3 +134,9 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
 
 def test_nothing_sleeps_to_synchronise() -> None:
     assert not [str(path) for path in PRODUCT if "time.sleep(" in path.read_text()]
+
+
+def test_every_marker_marks_a_test() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert {marker.split(":")[0] for marker in options["markers"]} <= set(re.findall(r"pytest\.mark\.(\w+)", tests))

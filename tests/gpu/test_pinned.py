@@ -1,24 +1,20 @@
-"""Weights to a GPU and back: through pinned memory, whole, and not before the GPU has done what it was told."""
+"""Weights to a device and back: through pinned memory, whole, and not before it has done what it was told."""
 
 import pytest
 import torch
 
+from flowrt.transport.devices import Device
 from flowrt.transport.weights import Snapshot
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this has not run on one yet"),
-]
 
-
-def weights() -> dict[str, torch.Tensor]:
+def weights(device: torch.device) -> dict[str, torch.Tensor]:
     shapes = {"a": (3000, 4001), "bias": (7,), "b": (30_000_000,)}
-    return {name: torch.randn(shape, device="cuda").bfloat16() for name, shape in shapes.items()}
+    return {name: torch.randn(shape, device=device).bfloat16() for name, shape in shapes.items()}
 
 
-def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it() -> None:
-    tensors = weights()
-    for _ in range(50):  # the GPU is still at work on this when the snapshot is asked for
+def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it(accelerator: Device) -> None:
+    tensors = weights(accelerator.torch)
+    for _ in range(50):  # the device is still at work on this when the snapshot is asked for
         tensors["a"].mul_(1.01).add_(0.01)
     snapshot = Snapshot.take(1, tensors)
     expected = Snapshot.take(1, {name: tensor.cpu() for name, tensor in tensors.items()})
@@ -30,12 +26,12 @@ def test_a_snapshot_is_pinned_and_has_what_was_computed_before_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["taken pinned", "pinned while it is staged", "not pinned"])
-def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str) -> None:
-    new = weights()
+def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str, accelerator: Device) -> None:
+    new = weights(accelerator.torch)
     on_host = {name: tensor.cpu() for name, tensor in new.items()}
     snapshot = Snapshot.take(1, new if kind == "taken pinned" else on_host)
     if kind == "pinned while it is staged":
-        snapshot = snapshot.within_reach_of(torch.device("cuda"))
+        snapshot = snapshot.within_reach_of(accelerator.torch)
         assert all(bucket.is_pinned() for bucket in snapshot.buckets)
     target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
     snapshot.restore(target)
