@@ -17,6 +17,7 @@ from flowrt.engines.torch_rollout import TorchRollout
 from flowrt.engines.weight_layout import laid_out_for_decoding
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.limits import check_published
 from flowrt.recipes.paths import model_dir
 from flowrt.transport.devices import choose
 
@@ -78,9 +79,7 @@ def sglang_engine(config: RunConfig, worker: str) -> "SglangRollout":
     """A rollout engine on a server of its own, which is not started yet, or on one that is running."""
     from flowrt.engines.sglang import SglangRollout  # its HTTP client takes a while to import
 
-    trainer = config.trainer
-    if trainer.engine == "fsdp" and trainer.lora.rank and trainer.lora.publish == "adapters":
-        raise ConfigError("rollouts on SGLang take whole weights; use --trainer.lora.publish merged")
+    check_published(config)  # here too, for a controller that was started by hand on any configuration
     path = model_dir(config)
     return SglangRollout(
         config.rollout.sglang,

@@ -96,6 +96,7 @@ def check_limits(config: RunConfig) -> None:
     if not config.loss.correction_cap >= 1:
         raise ConfigError(f"loss.correction_cap is {config.loss.correction_cap}; use 1 or more")
     check_trainer(config.trainer)
+    check_published(config)
     times = config.controller
     if times.lanes not in LANES:
         raise ConfigError(f"controller.lanes is {times.lanes!r}; use one of {', '.join(LANES)}")
@@ -119,6 +120,14 @@ def check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.min_lr > trainer.lr:
         raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
+
+
+def check_published(config: RunConfig) -> None:
+    """Raises ConfigError when rollouts cannot take what the trainer publishes."""
+    trainer = config.trainer
+    adapters = trainer.engine == "fsdp" and trainer.lora.rank and trainer.lora.publish == "adapters"
+    if config.rollout.engine == "sglang" and adapters:
+        raise ConfigError("rollouts on SGLang take whole weights; use --trainer.lora.publish merged")
 
 
 def _check_hosts(config: RunConfig) -> None:

@@ -203,6 +203,7 @@ def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: st
         ([*PYTHON, "--rollout.recompute", "False"], "pause in_place"),
         ([*PYTHON, "--rollout.compile", "True"], "rollout.compile is for --rollout.engine torch"),
         ([*PYTHON, "--rollout.sglang.update-s", "0"], "above 0"),
+        ([*PYTHON, "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"], "use --trainer.lora.publish merged"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: list[str], words: str) -> None:

@@ -1,13 +1,18 @@
 """Adapters: what travels, and that adding them to the weights is what the adapted model computes."""
 
+import dataclasses
+import sys
+
 import pytest
 import torch
+from flowrt.workers.engines import sglang_engine
 
 from flowrt.engines.build import build_model
 from flowrt.engines.checkpoint import named_parameters
 from flowrt.engines.lora import add_adapters, merged
 from flowrt.engines.options import LoraOptions
 from flowrt.errors import ConfigError
+from flowrt.recipes.load import parse
 from flowrt.transport.weights import Snapshot
 
 LORA = LoraOptions(rank=4, alpha=6.0)
@@ -67,3 +72,13 @@ def test_a_receiver_with_adapters_takes_a_snapshot_of_them() -> None:
 def test_a_target_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets is 'nowhere'"):
         add_adapters(model(), LoraOptions(rank=4, targets="nowhere"))
+
+
+def test_a_server_takes_merged_weights_and_its_worker_too_refuses_adapters() -> None:
+    server = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+    adapters = ["--trainer.engine", "fsdp", "--trainer.lora.rank", "4"]
+    config = parse([*server, *adapters, "--trainer.lora.publish", "merged"])
+    lora = dataclasses.replace(config.trainer.lora, publish="adapters")
+    by_hand = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, lora=lora))
+    with pytest.raises(ConfigError, match=r"use --trainer\.lora\.publish merged"):
+        sglang_engine(by_hand, "rollout-0")
