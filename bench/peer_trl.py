@@ -11,7 +11,8 @@ step.
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
 that its own rollout workers and its trainer ranks were busy, over the same steps.
 
-Both are compiled by torch.compile, and both run in float32 and in bfloat16, with float32 weights in the optimiser:
+Both are compiled by torch.compile: the trainer's passes on both sides, and flowrt's decode steps as well, while TRL
+generates by transformers as it is. Both run in float32 and in bfloat16, with float32 weights in the optimiser:
 flowrt by its fsdp engine then, TRL by its ``bf16``. On some CPUs bfloat16 is the slower one. ``samples_per_s``,
 ``reward``, ``peer_samples_per_s``, ``peer_reward`` and ``ratio`` are about the faster run of each side in each round;
 ``float32_ratio`` and ``bfloat16_ratio`` compare the two in one type. ``--dtypes`` leaves one out, ``--no-compile`` the

@@ -167,7 +167,8 @@ def peer_trl(one: dict[str, float], where: str) -> list[str]:
     ]
     return [
         f"The whole loop beside TRL's GRPO trainer, same model, problems, lengths and steps, all cores for each, both "
-        f"compiled by torch.compile ({where}): each in the type in which it is faster, flowrt does "
+        f"compiled by torch.compile, TRL the trainer's passes only, flowrt its decode steps as well ({where}): each in "
+        f"the type in which it is faster, flowrt does "
         f"{one['samples_per_s']:.0f} samples/s and TRL {one['peer_samples_per_s']:.0f}, with rewards of "
         f"{one['reward']:.2f} and {one['peer_reward']:.2f}: {one['ratio']:.2f}x. That is "
         f"{one['ratio_to_bound']:.2f} of what generation and training could do, perfectly overlapped.",

@@ -1,4 +1,4 @@
-"""The default job on three hosts: a link that is cut for some seconds, and one that is cut for ever."""
+"""A small arithmetic job on three hosts: a link that is cut for some seconds, and one that is cut for ever."""
 
 import time
 from pathlib import Path
