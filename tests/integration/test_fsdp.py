@@ -73,11 +73,11 @@ class Ranks:
         lines = [{"steps": [0, STEPS], **order, "out": str(self.directory / name)} for name, order in orders.items()]
         self._phases.append(json.dumps({"ranks": ranks, "orders": lines}))
 
-    def run(self) -> None:
+    def run(self, processes: int = 4) -> None:
         """One torchrun for all of it: what costs most is that each process loads its packages."""
         plan = self.directory / "plan"
         plan.write_text("\n".join(self._phases))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         ended = subprocess.run(
             [*torchrun, str(SCRIPT), str(self.model), str(plan)],

@@ -1,0 +1,52 @@
+"""Two ranks of the FSDP2 engine: a checkpoint in several files, and layers recomputed while parameters stay whole."""
+
+from pathlib import Path
+
+import pytest
+
+from flowrt.engines.checkpoint import load_model
+from tests.integration.test_fsdp import EXACT, Ranks, apart, fsdp_rank, load_model_weights
+
+STEPS = 4
+CUT = "cut"
+"""The same model, in several files."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    made = Ranks(tmp_path_factory.mktemp("fsdp"))
+    load_model(made.model).save_pretrained(made.directory / CUT, max_shard_size="50KB")
+    order = {"steps": [0, STEPS], "fsdp": EXACT}
+    made.plan(
+        2,
+        plain=order,
+        from_files={**order, "model": str(made.directory / CUT)},
+        recomputed={**order, "fsdp": {**EXACT, "recompute": True}},
+    )
+    made.run(processes=2)
+    return made
+
+
+def files(directory: Path) -> int:
+    return len(list(directory.glob("*.safetensors")))
+
+
+def test_a_checkpoint_in_several_files_is_trained_as_from_one(two: Ranks) -> None:
+    """Nothing is rounded otherwise, so not even the last bit may differ."""
+    assert files(two.model) == 1
+    assert files(two.directory / CUT) > 1
+    assert apart(two.weights("from_files"), two.weights("plain")) == 0.0
+    assert apart(two.weights("from_files"), load_model_weights(two)) > 1e-4
+
+
+def test_recomputing_finds_the_same_weights_while_parameters_stay_whole(two: Ranks) -> None:
+    assert apart(two.weights("recomputed"), two.weights("plain")) < 1e-6
+    assert apart(two.weights("recomputed"), load_model_weights(two)) > 1e-4
+
+
+def test_every_pass_runs_layers_twice_where_they_are_recomputed(two: Ranks) -> None:
+    """Rank 0's own micro-batches, and the pass that ends each step."""
+    passes = STEPS + sum(len(fsdp_rank.share(step, 0, 2)) for step in range(STEPS))
+    assert (two.said("plain")["calls"], two.said("recomputed")["calls"]) == (passes, 2 * passes)
