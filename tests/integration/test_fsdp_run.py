@@ -10,6 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS, PROMPTS, MEMBERS = 2, 4, 4
+MORE_STEPS = 6
+"""Of the run with adapters: several versions."""
+ROUNDING = 1e-9
+"""Of float32, in the KL between what generated and what trained."""
 FSDP = [
     *("--trainer.engine", "fsdp", "--steps", str(STEPS), "--prompts-per-step", str(PROMPTS)),
     *("--group-size", str(MEMBERS), "--data.eval-prompts", "0", "--rollout.workers", "1"),
@@ -40,9 +44,13 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name, tensor in new.items() if not torch.equal(tensor, old[name])}
 
 
-def assert_trained(run: Any) -> None:
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_trained(run: Any, steps: int = STEPS) -> None:
     summary = json.loads((run.run_dir / "summary.json").read_text())
-    assert (summary["steps"], summary["samples"]) == (STEPS, STEPS * PROMPTS * MEMBERS)
+    assert (summary["steps"], summary["samples"]) == (steps, steps * PROMPTS * MEMBERS)
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
     assert "Warning" not in run.log("trainer")
 
@@ -60,12 +68,22 @@ def test_each_rank_writes_its_shards_into_the_checkpoint(two_ranks: Any) -> None
 
 
 def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: Any, launch: Callable[..., Any]) -> None:
-    """Versions are put into use (staleness stays in its bound), though only adapters travel."""
+    """Each version is put into use before the next step's samples are made, though only adapters travel.
+
+    At bound 0 it has to be. Had the worker gone on with what it began with, from which ``kl`` says how far the policy
+    has moved, the trainer would not find the samples as likely as the worker did.
+    """
     start = str(two_ranks.run_dir / "final")
-    run = launch(*FSDP, "--model", start, "--trainer.lora.rank", "4", "--trainer.lora.targets", "q_proj,v_proj")
+    lora = ["--trainer.lora.rank", "4", "--trainer.lora.targets", "q_proj,v_proj"]
+    run = launch(*FSDP, "--model", start, *lora, "--steps", str(MORE_STEPS), "--staleness", "0")
     assert run.wait(120.0) == 0, run.output + run.log("trainer") + run.log("rollout-0")
     run.assert_gone(10.0)
-    assert_trained(run)
+    assert_trained(run, MORE_STEPS)
+    swaps = sum(span["kind"] == "swap" for span in lines(run.run_dir / "timeline.jsonl"))
+    metrics = lines(run.run_dir / "metrics.jsonl")
+    assert swaps >= MORE_STEPS - 1
+    assert [line["staleness_max"] for line in metrics] == [0] * MORE_STEPS
+    assert max(line["mismatch_kl_k3"] for line in metrics) < ROUNDING < 1e-3 * max(line["kl"] for line in metrics)
     moved = changed(Path(start), run.run_dir / "final")
     assert moved
     assert all("q_proj" in name or "v_proj" in name for name in moved)
