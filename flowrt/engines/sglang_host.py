@@ -118,6 +118,8 @@ class SglangHost:
         self._restarts_left = 0
         self._unstage()
         if self._link is not None:
+            if self._server is None and self._way is not None:
+                await self._way.close(self._link)
             await self._link.close()
 
     async def _restore(self, reason: EngineError) -> None:

@@ -151,6 +151,10 @@ def join_group(group: str, host: str, port: int, ranks: int) -> Call:
     )
 
 
+def leave_group(group: str) -> Call:
+    return Call("/destroy_weights_update_group", {"group_name": group})
+
+
 def checksum() -> Call:
     """A checksum of each tensor that the server holds."""
     return Call("/weights_checker", {"action": "checksum"})

@@ -32,6 +32,7 @@ from flowrt.transport.weights import Snapshot
 from flowrt.waiting import blocking, first_of
 
 CHECKPOINT = "model.safetensors"
+LEAVE_S = 5.0
 
 
 class Staged(Protocol):
@@ -51,6 +52,10 @@ class WeightWay(Protocol):
 
     async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:
         """Make the snapshot ready beside the server, which may generate meanwhile. Raises EngineError."""
+        ...
+
+    async def close(self, link: SglangLink) -> None:
+        """Leave nothing in a server that goes on without us."""
         ...
 
 
@@ -102,6 +107,8 @@ class DiskWeights:
                 kept.enter_context(_anonymous(file))
             await asyncio.to_thread(self._write, snapshot, file)
             return _Written(str(directory), snapshot.version, self._deadline_s, kept.pop_all())
+
+    async def close(self, link: SglangLink) -> None: ...
 
     def _write(self, snapshot: Snapshot, file: Path) -> None:
         tensors = {one.name: view for bucket in self._layout.buckets(snapshot) for one, view in bucket}
@@ -158,6 +165,8 @@ class TensorWeights:
         buckets = await asyncio.to_thread(self._serialize, snapshot)
         return _Serialized(buckets, self._ranks, snapshot.version, self._deadline_s)
 
+    async def close(self, link: SglangLink) -> None: ...
+
     def _serialize(self, snapshot: Snapshot) -> list[str]:
         return [serialized([(one.name, view) for one, view in bucket]) for bucket in self._layout.buckets(snapshot)]
 
@@ -189,6 +198,12 @@ class BroadcastWeights:
 
     async def stage(self, link: SglangLink, snapshot: Snapshot) -> Staged:
         return _Met(self, await self._joined(link), snapshot)
+
+    async def close(self, link: SglangLink) -> None:
+        if self._group is not None:
+            with suppress(EngineError):  # a server that is gone has no group
+                await link.post(said.leave_group(self._group.name), LEAVE_S)
+            self._group = None
 
     async def send(self, link: SglangLink, calls: Sequence[said.Call], met: "_Met") -> None:
         """Make the calls, and broadcast what they announce."""

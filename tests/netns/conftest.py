@@ -9,11 +9,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.netns.runs import HOSTS, Run, make_keys_and_model
+from tests.netns.runs import HOSTS, Run, make_keys_and_model, tiny
 
 NAMED = Path("/etc/netns")
 """`ip netns exec NAME` puts what lies there under NAME over the files of /etc."""
@@ -132,13 +133,17 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def keys_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What every host has: keys, and a model under the same path."""
-    return make_keys_and_model(tmp_path_factory.mktemp("everywhere"))
+    return make_keys_and_model(tmp_path_factory.mktemp("everywhere"), tiny())
 
 
 @pytest.fixture
 def begin(hosts: Hosts, keys_and_model: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Begins a `Run` of so many steps; its processes end with the test, and all links are whole again."""
-    yield lambda steps, *flags, **more: Run(hosts, tmp_path, *keys_and_model, steps, *flags, **more)
+
+    def start(steps: int, *flags: str, model: tuple[Path, Path] = keys_and_model, **more: Any) -> Run:
+        return Run(hosts, tmp_path, *model, steps, *flags, **more)
+
+    yield start
     for number in HOSTS:
         hosts.mend(number)
     hosts.end()

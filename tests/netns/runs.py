@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import defaults, parse, to_toml
 from flowrt.recipes.paths import address_file
 from tests.integration.conftest import wait_until
@@ -18,23 +19,29 @@ TORCHRUN = FLOWRT.with_name("torchrun")
 CONTROLLER, ROLLOUT, TRAINER = 1, 2, 3
 HOSTS = (CONTROLLER, ROLLOUT, TRAINER)
 ABSENT_S = 15.0  # how long a role may have nobody; more than a cut lasts
-FLAGS = (
+ON_HOSTS = ("--controller.bind", "tcp://*:0")
+"""What the default job needs beyond its defaults."""
+SMALL = (
+    *ON_HOSTS,
     *("--prompts-per-step", "8", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
-    *("--loss.kl-coef", "0", "--controller.bind", "tcp://*:0", "--checkpoint.every", "0"),
-    *("--supervisor.absence-s", str(ABSENT_S)),
+    *("--loss.kl-coef", "0", "--checkpoint.every", "0", "--supervisor.absence-s", str(ABSENT_S)),
 )
 
 
-def make_keys_and_model(folder: Path) -> tuple[Path, Path]:
-    """Keys, and a tiny model that knows nothing."""
-    subprocess.run([str(FLOWRT), "keys", str(folder / "keys")], check=True, timeout=60, capture_output=True)
+def tiny() -> RunConfig:
+    """A model that knows nothing."""
     base = defaults("arithmetic")
-    config = dataclasses.replace(
+    return dataclasses.replace(
         base,
-        run_dir=str(folder),
         build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
         warm_start=dataclasses.replace(base.warm_start, steps=0, bare_steps=0),
     )
+
+
+def make_keys_and_model(folder: Path, built: RunConfig) -> tuple[Path, Path]:
+    """Keys, and the model of this configuration."""
+    subprocess.run([str(FLOWRT), "keys", str(folder / "keys")], check=True, timeout=60, capture_output=True)
+    config = dataclasses.replace(built, run_dir=str(folder))
     (folder / "config.toml").write_text(to_toml(config))
     words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(folder / "config.toml")]
     subprocess.run(words, check=True, timeout=300, capture_output=True)
@@ -48,7 +55,15 @@ class Run:
     """
 
     def __init__(
-        self, hosts: Any, folder: Path, keys: Path, model: Path, steps: int, *flags: str, alone: bool = False
+        self,
+        hosts: Any,
+        folder: Path,
+        keys: Path,
+        model: Path,
+        steps: int,
+        *flags: str,
+        job: tuple[str, ...] = SMALL,
+        alone: bool = False,
     ) -> None:
         self._hosts = hosts
         self._logs = folder / "logs"
@@ -56,7 +71,7 @@ class Run:
         self.dir = folder / "here" / "run"
         self.dir.mkdir(parents=True)
         self._lacking = (self.dir.parent,) if alone else ()
-        config = dataclasses.replace(parse([*FLAGS, *flags]), run_dir=str(self.dir), model=str(model), steps=steps)
+        config = dataclasses.replace(parse([*job, *flags]), run_dir=str(self.dir), model=str(model), steps=steps)
         toml = folder / "here" / "config.toml"
         toml.write_text(to_toml(config))
         self._environment = {"FLOWRT_KEYS": str(keys), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -10,7 +10,7 @@ import pytest
 
 from flowrt.recipes.paths import checkpoint_steps
 from tests.integration.conftest import wait_until
-from tests.netns.runs import FLAGS, FLOWRT
+from tests.netns.runs import FLOWRT, SMALL
 
 STEPS, EVERY = 40, 2
 
@@ -32,7 +32,7 @@ def test_a_trainer_that_is_cut_off_for_ever_is_replaced(
     first, then = (shlex.join(hosts.on(number)) for number in (2, 3))
     elsewhere.write_text(f'#!/bin/sh\nif mkdir {once}; then exec {first} "$@"; else exec {then} "$@"; fi\n')
     elsewhere.chmod(0o755)
-    words = [str(FLOWRT), "run", *FLAGS, "--run-dir", str(run_dir), "--model", str(model), "--steps", str(STEPS)]
+    words = [str(FLOWRT), "run", *SMALL, "--run-dir", str(run_dir), "--model", str(model), "--steps", str(STEPS)]
     words += ["--controller.keys", str(keys), "--checkpoint.every", str(EVERY), "--launch.trainer", str(elsewhere)]
     launched = hosts.start(1, words, log, {"OMP_NUM_THREADS": "1", "COLUMNS": "200"})
     wait_until(lambda: len(checkpoint_steps(run_dir)) or launched.poll() is not None, 120.0, log.read_text)

@@ -28,6 +28,7 @@ def everything(can: said.Capabilities) -> list[said.Call]:
         *said.load_from_tensors(can, ["AAAA", "BBBB"], 1, 3, flush=True),
         said.join_group("group", "127.0.0.1", 4000, 2),
         *said.load_from_broadcast(can, BUCKETS, "group", 3, flush=True),
+        said.leave_group("group"),
         said.checksum(),
     ]
 

@@ -18,7 +18,7 @@ from flowrt.engines.sglang import SglangRollout
 from flowrt.engines.sglang_checksums import checked
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
-from flowrt.engines.sglang_protocol import checksum
+from flowrt.engines.sglang_protocol import Call, checksum
 from flowrt.errors import EngineError
 from flowrt.transport import weights as transport_weights
 from flowrt.transport.weights import Snapshot
@@ -176,6 +176,27 @@ def test_weights_change_under_running_sequences(pause: str, weights: str, beside
     later = drain(engine)
     assert all_close(asked, later)
     assert {one.spans[::2] for one in later} == {(1,)}
+
+
+def test_nothing_of_an_engine_that_is_closed_stays_in_a_server_that_goes_on(
+    beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group for broadcasts is gone: whoever asks for it to be left is told that there is none."""
+    asked: list[Call] = []
+    post = SglangLink.post
+
+    async def noted(link: SglangLink, call: Call, deadline_s: float) -> Any:
+        asked.append(call)
+        return await post(link, call, deadline_s)
+
+    monkeypatch.setattr(SglangLink, "post", noted)
+    engine, other = beside(SHORT, weights="broadcast"), beside(SHORT)
+    engine.swap(snapshot(1))
+    engine.close()
+    [left] = [call for call in asked if call.route == "/destroy_weights_update_group"]
+    assert left.body["group_name"] in {call.body.get("group_name") for call in asked if call is not left}
+    with pytest.raises(EngineError, match="does not exist"):
+        other._do(other._host._link.post(left, 60.0))
 
 
 # ---- the server dies; this comes last, for it costs a start
