@@ -1,4 +1,4 @@
-"""Every template is submitted to a real SLURM, and its job learns and leaves with exit code 0."""
+"""Every template is submitted to a real SLURM: the default job learns and ends with exit code 0; others are stopped."""
 
 import dataclasses
 import json
@@ -74,6 +74,13 @@ class Site:
         assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
         return summary
 
+    def finish_default(self, number: str) -> dict[str, Any]:
+        """The same of the default job: all of its steps, and what it has to learn."""
+        summary = self.finish(number)
+        assert summary["steps"] == defaults("arithmetic").steps
+        assert min(summary["reward_last"], summary["eval_last"]) >= 0.9, summary
+        return summary
+
     def nodes(self, number: str) -> dict[str, int]:
         """How many steps of the job each node has run (the batch script is none)."""
         logs = {path.stem.removeprefix("slurmd-"): path for path in self.cluster.directory.glob("slurmd-n*.log")}
@@ -82,32 +89,32 @@ class Site:
         return {name: len(step.findall(path.read_text())) for name, path in logs.items()}
 
 
-def test_one_node_and_workers_that_join_from_an_array(cluster: Any, model: Path, tmp_path: Path) -> None:
+def test_one_node_and_workers_that_join_from_an_array(cluster: Any, tmp_path: Path) -> None:
+    """The default job, its model included, and two workers more."""
     site = Site(cluster, tmp_path, "--extra", "2", "--rollout-partition", "generate")
-    number = site.submit("one_node.sbatch", "--model", model, *SMALL, "--steps", "30", "--rollout.workers", "1")
+    number = site.submit("one_node.sbatch")
     array = site.submit("extra_rollout.sbatch", site.job(number))
-    site.finish(number)
+    site.finish_default(number)
     for task in range(2):
         assert cluster.wait_for(f"{array}_{task}", 30.0, lambda: site.log(array)) == "0:0", site.log(array)
     timeline = (site.job(number) / "run" / "timeline.jsonl").read_text().splitlines()
     generated = {span["worker"] for span in map(json.loads, timeline) if span["kind"] == "generate"}
-    assert generated == {"rollout-0", f"extra-{array}-0", f"extra-{array}-1"}
+    assert generated == {"rollout-0", "rollout-1", f"extra-{array}-0", f"extra-{array}-1"}
     assert not (site.job(number) / "run" / "address").exists()
     assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700
 
 
 def test_many_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path, "--nodes", "3")
-    number = site.submit("many_nodes.sbatch", "--model", model, *SMALL, "--steps", "20")
-    summary = site.finish(number)
-    assert summary["steps"] == 20
+    number = site.submit("many_nodes.sbatch", "--model", model)
+    site.finish_default(number)
     assert site.nodes(number) == {"n1": 1, "n2": 1, "n3": 1}  # the trainer, and a rollout worker on each other node
 
 
 def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path, "--nodes", "3", "--train-nodes", "2", "--rollout-partition", "generate")
-    number = site.submit("hetjob.sbatch", "--model", model, *SMALL, "--steps", "20")
-    site.finish(number)
+    number = site.submit("hetjob.sbatch", "--model", model)
+    site.finish_default(number)
     controller = (site.job(number) / "run" / "logs" / "controller.log").read_text()
     assert all(f"trainer-{rank} joined" in controller for rank in range(2))
     # SLURM picks the nodes of each component: two of them train, the third generates.
@@ -121,7 +128,7 @@ def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
     cann.mkdir()
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
     site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
-    number = site.submit("ascend.sbatch", "--model", model, *SMALL, "--steps", "20")
+    number = site.submit("ascend.sbatch", "--model", model)
     trainers = lambda: [one for one in cluster.processes() if "-m flowrt.workers.trainer" in " ".join(one.cmdline())]  # noqa: E731
     cluster.wait_until(trainers, JOB_S, lambda: site.log(number))
     assert "npu:8" in site.cluster.run("scontrol", "show", "job", number)
@@ -129,7 +136,7 @@ def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
     settings = trainer.environ()
     assert settings["FROM_CANN"] == "yes"
     assert int(settings["HCCL_EVENT_TIMEOUT"]) > int(settings["HCCL_EXEC_TIMEOUT"]) > 600
-    site.finish(number)
+    site.finish_default(number)
 
 
 def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
