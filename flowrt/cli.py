@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
 
 USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
        flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
-       flowrt resume RUN [--steps N]
+       flowrt resume RUN [--steps N] [--KEY VALUE ...]
        flowrt ledger RUN [--prompt N [--epoch E]]
        flowrt worker ROLE --controller ADDRESS [--name NAME]
        flowrt drain WORKER --run RUN | --controller ADDRESS
@@ -23,6 +24,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt run [RECIPE] --help               every knob, one sentence each
   flowrt status RUN                        who waits for whom in a run that goes on
   flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
+  flowrt resume RUN --trainer.ranks N      the same with other ranks, workers or hosts; resume RUN --help: what may change
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
   flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say
@@ -32,6 +34,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
 """
 ROLES = ("reference", "reward", "rollout", "source", "trainer")
+HELP = ("-h", "--help")
 KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
 
 
@@ -80,16 +83,21 @@ def _status(words: list[str]) -> int:
 def _resume(words: list[str]) -> int:
     from flowrt.launch.resume import resume
 
-    run_dir, values = _run_dir("resume", words, "steps")
-    code: int = resume(run_dir, values.get("steps"), Console())
+    run_dir, flags = _run_dir("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...]", words)
+    code: int = resume(run_dir, flags, Console())
     return code
 
 
 def _ledger(words: list[str]) -> int:
     from flowrt.launch.accounts import show
 
-    run_dir, values = _run_dir("ledger", words, "prompt", "epoch")
-    show(run_dir, values.get("prompt"), values.get("epoch"), Console())
+    takes = "flowrt ledger takes a run directory [--prompt N] [--epoch N]"
+    run_dir, flags = _run_dir(takes, [part for word in words for part in word.split("=", 1)])
+    values = dict(zip(flags[::2], [*flags[1::2], ""], strict=False))
+    if not values.keys() <= {"--prompt", "--epoch"} or not all(value.isdecimal() for value in values.values()):
+        raise ConfigError(f"{takes}, and --prompt a whole number; not {' '.join(words)!r}")
+    prompt, epoch = (int(values[flag]) if flag in values else None for flag in ("--prompt", "--epoch"))
+    show(run_dir, prompt, epoch, Console())
     return 0
 
 
@@ -111,23 +119,21 @@ def _drain(words: list[str]) -> int:
     return code
 
 
-def _run_dir(command: str, words: list[str], *flags: str) -> tuple[Path, dict[str, int]]:
-    """The run directory, and the flags that take a whole number."""
-    takes = f"flowrt {command} takes a run directory{''.join(f' [--{flag} N]' for flag in flags)}"
-    values: dict[str, int] = {}
+def _run_dir(takes: str, words: list[str]) -> tuple[Path, list[str]]:
+    """The run directory, and the flags, each with its value behind it or in it. Raises ConfigError: ``takes``."""
     places: list[str] = []
-    rest = iter(word for given in words for word in (given.split("=", 1) if given.startswith("--") else [given]))
+    flags: list[str] = []
+    rest = iter(words)
     for word in rest:
-        flag = word.removeprefix("--")
         if not word.startswith("-"):
             places.append(word)
-        elif flag in flags and (value := next(rest, "")).isdecimal():
-            values[flag] = int(value)
+        elif word in HELP or "=" in word:
+            flags.append(word)
         else:
-            raise ConfigError(f"{takes}, and --{flags[0]} a whole number; not {' '.join(words)!r}")
+            flags += [word, *islice(rest, 1)]
     if len(places) != 1:
         raise ConfigError(takes)
-    return Path(places[0]), values
+    return Path(places[0]), flags
 
 
 # In the order of the messages that name them.
@@ -150,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     # What takes a word or two is explained with all the others.
     of_few_words = len(words) == 2 and words[0] in ("keys", "ledger", "resume", "worker")
-    if not words or words[of_few_words] in ("-h", "--help"):
+    if not words or words[of_few_words] in HELP:
         sys.stdout.write(USAGE)
         return 0 if words else EXIT_BAD_INPUT
     if words[0] not in COMMANDS:

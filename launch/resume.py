@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowrt.launch.commands import check_programs
@@ -13,25 +14,27 @@ from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.lock import RunLock
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.load import check, from_file
+from flowrt.recipes.moved import moved
 from flowrt.recipes.paths import checkpoint_steps, kept_model_dir
 from flowrt.recipes.subjects import subject
 from flowrt.wire.keys import controller_keys
 from flowrt.wire.sockets import check_free
 
 
-def resume(run_dir: Path, steps: int | None, console: Console) -> int:
-    """Go on to the end, or to ``steps``; returns the exit code.
+def resume(run_dir: Path, flags: Sequence[str], console: Console) -> int:
+    """Go on to the end, where and as the flags say; returns the exit code.
 
     A run that is complete says so, which is a success. Raises ConfigError, with nothing changed, on bad input.
     """
     run_dir = run_dir.absolute()
-    config = revive(run_dir, steps)
+    before = revive(run_dir)
+    config = moved(before, flags)
     done, summary = max(checkpoint_steps(run_dir), default=0), read_summary(run_dir)
-    if steps is not None and steps < done:
-        raise ConfigError(f"--steps {steps} is less than the {done} steps that {run_dir} has trained; give more")
+    if config.steps < done:
+        raise ConfigError(f"--steps {config.steps} is less than the {done} steps that {run_dir} has trained; give more")
     if summary is not None and summary["exit_code"] == EXIT_OK:
         trained = summary["steps"]
-        if config.steps <= max(done, trained) or steps is None:
+        if config.steps <= max(done, trained) or config.steps == before.steps:
             console.print(
                 f"run {run_dir} is complete: {trained} steps; --steps N goes on", highlight=False, soft_wrap=True
             )
@@ -50,15 +53,13 @@ def resume(run_dir: Path, steps: int | None, console: Console) -> int:
     return code
 
 
-def revive(run_dir: Path, steps: int | None) -> RunConfig:
+def revive(run_dir: Path) -> RunConfig:
     """The configuration of a run that has ended, wherever it lies now. Raises ConfigError when there is none."""
     path = run_dir / "config.toml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     RunLock(run_dir).release()
     config = dataclasses.replace(from_file(path), run_dir=str(run_dir))
-    if steps is not None:
-        config = dataclasses.replace(config, steps=steps)
     kept = kept_model_dir(run_dir)
     if config.model and kept.is_dir():
         config = dataclasses.replace(config, model=str(kept))

@@ -52,16 +52,22 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     if recipe and table.get("recipe", recipe) != recipe:
         raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {recipe!r}; name only one of them")
     base = merge(base, table, file)
-    parsed = tyro.cli(
+    told = f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml."
+    parsed = read_flags("flowrt run", told, rest, base)
+    check(parsed)
+    return parsed
+
+
+def read_flags(command: str, told: str, words: Sequence[str], base: RunConfig) -> RunConfig:
+    """``base`` with the values of flags; leaves with exit code 2 on bad ones, and after --help, which says ``told``."""
+    return tyro.cli(
         RunConfig,
-        prog="flowrt run",
-        description=f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml.",
-        args=rest,
+        prog=command,
+        description=told,
+        args=words,
         default=base,
         config=(tyro.conf.FlagConversionOff,),
     )
-    check(parsed)
-    return parsed
 
 
 def read_toml(path: Path) -> dict[str, Any]:

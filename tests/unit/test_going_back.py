@@ -241,9 +241,11 @@ def test_a_complete_run_whose_summary_is_missing_is_told_once(tmp_path: Path) ->
         (["resume"], "flowrt resume takes a run directory [--steps N]"),
         (["resume", "a", "b"], "flowrt resume takes a run directory"),
         (["resume", "RUN"], "is no run directory: it has no config.toml"),
-        (["resume", "RUN", "--steps", "many"], "--steps a whole number"),
-        (["resume", "RUN", "--stops=3"], "--steps a whole number"),
+        (["resume", "RUN", "--steps", "3"], "is no run directory: it has no config.toml"),
         (["ledger", "RUN"], "ledger.sqlite is not there"),
+        (["ledger", "RUN", "--prompt", "many"], "--prompt a whole number"),
+        (["ledger", "RUN", "--stops=3"], "--prompt a whole number"),
+        (["ledger", "RUN", "--prompt"], "--prompt a whole number"),
     ],
 )
 def test_bad_words_are_one_clear_line(
