@@ -24,7 +24,7 @@ USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VA
   flowrt run [RECIPE] --help               every knob, one sentence each
   flowrt status RUN                        who waits for whom in a run that goes on
   flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
-  flowrt resume RUN --trainer.ranks N      the same with other ranks, workers or hosts; resume RUN --help: what may change
+  flowrt resume RUN --trainer.ranks N      the same with other ranks, workers or hosts; RUN --help: what may change
   flowrt ledger RUN                        how many prompts of a run are in which state
   flowrt ledger RUN --prompt N             the life of a prompt
   flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say

@@ -24,8 +24,12 @@ LAYER_TENSORS = 16
 """Activations of about the model's width that a layer keeps for the backward pass."""
 DELTA_SNAPSHOTS = 2
 """The newest version, and the one before it, from which it is published as changes."""
+ARRIVED = 2
+"""Versions in a rollout worker, beside its model: the one that comes, and the one before it, which changes go into."""
 SERVED_COPIES = 3
 """Of a version in a worker with an SGLang server: the one in use, the one that comes, the one that is handed over."""
+SAVING_BYTES = 500 * 10**6
+"""While a rank writes a file of a checkpoint: that twice (`flowrt.engines.state.FILE_BYTES`)."""
 LONGEST_HEADER = 100 * 10**6
 
 
@@ -119,8 +123,8 @@ def _is_accelerated(device: str, there: bool) -> bool:
 def model_bytes(config: RunConfig, shape: Shape) -> int:
     """Of parameters, gradients and optimiser on each rank: the tables in docs/engines.md."""
     trainer = config.trainer
-    if trainer.engine != "fsdp":
-        return shape.parameters * (2 * FLOAT_BYTES + ADAM_BYTES)
+    if trainer.engine != "fsdp":  # a step puts the gradients together into one tensor
+        return shape.parameters * (3 * FLOAT_BYTES + ADAM_BYTES)
     narrow, wide = _narrow_bytes(config), _wide_bytes(config)
     adapters = _adapters(config, shape)
     held, trained = shape.parameters + adapters, adapters or shape.parameters
@@ -144,7 +148,7 @@ def estimate(config: RunConfig, shape: Shape) -> Needs:
     published = _narrow_bytes(config) * _published(config, shape)
     # Swapped in flight, a second copy goes over what runs while the first goes on.
     copies = 2 if rollout.swap == "inflight" and rollout.recompute else 1
-    generating = copies * (shape.parameters + adapters) * _narrow_bytes(config) + published
+    generating = copies * (shape.parameters + adapters) * _narrow_bytes(config) + ARRIVED * published
     server = 0
     if rollout.engine == "sglang":
         generating = SERVED_COPIES * published
@@ -156,7 +160,7 @@ def estimate(config: RunConfig, shape: Shape) -> Needs:
     whole = _wide_bytes(config) * (shape.parameters + adapters) if trainer.engine == "fsdp" else 0
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     return Needs(
-        trainer_rank=PROCESS_BYTES,
+        trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
         trainer_first=max(whole, DELTA_SNAPSHOTS * published),
         trainer_device=model_bytes(config, shape) + trainer.forward_tokens * token,
         rollout=PROCESS_BYTES + generating + samples,

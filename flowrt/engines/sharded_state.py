@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flowrt.engines.roll_call import RollCall
-from flowrt.engines.state import CPU_RNG
+from flowrt.engines.state import CPU_RNG, FILE_BYTES, files_of
 from flowrt.errors import EngineError, WaitExpired
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,10 +75,13 @@ class Reader(HuggingFaceStorageReader):
 def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Write the state; all ranks take part, and have written when this returns."""
     state = _tensors(shards, optimizer)
-    state[_rng()] = torch.get_rng_state()
+    ranks = dist.get_world_size()
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}  # of which each rank has a part
+    sizes |= dict.fromkeys(("steps", *(_rng(rank) for rank in range(ranks))), 0)
+    state[_rng(dist.get_rank())] = torch.get_rng_state()
     if dist.get_rank() == 0:
         state["steps"] = torch.tensor(steps)
-    writer = Writer(str(directory), save_distributed=True)
+    writer = Writer(str(directory), files_of(sizes, ranks * FILE_BYTES), save_distributed=True)
     writer.met = Meeting()
     with writer.met.named():
         dcp.save(state, storage_writer=writer)
@@ -100,7 +103,8 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
                 isinstance(there, TensorStorageMetadata) and there.size == tensor.shape
             ):
                 raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
-        state |= {"steps": torch.tensor(0), _rng(): torch.get_rng_state()}
+        mine = _rng(dist.get_rank())
+        state |= {"steps": torch.tensor(0), mine: torch.get_rng_state()}
         state = {name: tensor for name, tensor in state.items() if name in known}
         reader = Reader(str(directory))
         reader.met = Meeting()
@@ -109,8 +113,8 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason = str(error).strip().partition("\n")[0]
         raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
-    if _rng() in state:
-        torch.set_rng_state(state[_rng()])
+    if mine in state:
+        torch.set_rng_state(state[mine])
     steps = int(state["steps"])
     for shard in shards.values():
         optimizer.state[shard]["step"].fill_(float(steps))
@@ -130,6 +134,6 @@ def _tensors(shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimize
     return state
 
 
-def _rng() -> str:
+def _rng(rank: int) -> str:
     """Random numbers belong to a rank; one that was not there before keeps its own."""
-    return f"{CPU_RNG}.{dist.get_rank()}"
+    return f"{CPU_RNG}.{rank}"

@@ -19,13 +19,28 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from flowrt.errors import EngineError
 
 CPU_RNG = "rng.cpu"
+FILE_BYTES = 25 * 10**7
+"""A file is put together in memory before it is written, in up to twice its size."""
+
+
+def files_of(sizes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
+    """In which file, from 1 on, each name goes: in order, at most so many bytes a file, or one that is larger alone."""
+    files: dict[str, int] = {}
+    file, filled = 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > file_bytes:
+            file, filled = file + 1, 0
+        files[name] = file
+        filled += size
+    return files
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write these tensors, whole, into a directory that exists."""
+    files = files_of({name: tensor.nbytes for name, tensor in tensors.items()}, FILE_BYTES)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # this process alone writes, as it should
-        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory)), no_dist=True)
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory), files), no_dist=True)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

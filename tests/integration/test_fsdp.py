@@ -248,8 +248,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None
 
 
 def test_nothing_in_a_checkpoint_is_pickled(ranks: Ranks) -> None:
-    files = {path.suffix for path in Path(ranks.path("at_4")).iterdir()}
-    assert files == {".safetensors"}
+    files = [path.suffix for path in Path(ranks.path("at_4")).iterdir()]
+    assert files.count(".safetensors") == len(files) > 4  # several of each rank
 
 
 def test_a_directory_without_a_checkpoint_is_refused_and_nothing_changes(ranks: Ranks) -> None:

@@ -5,18 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from flowrt.algorithms import GrpoLoss
+from flowrt.engines import state
 from flowrt.engines.build import build_model
 from flowrt.engines.checkpoint import load_model
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.passes import AGES
 from flowrt.engines.protocols import TrainingBatch
 from flowrt.engines.scoring import response_logprobs
+from flowrt.engines.state import files_of
 from flowrt.engines.torch_train import TorchTrainer
 from flowrt.errors import EngineError
 
+FILE_BYTES = 4000
 WARMUP = 6  # longer than the steps before the save: the count of steps shows in the learning rate
 
 
@@ -168,3 +173,28 @@ def test_an_empty_directory_a_damaged_file_and_another_model_are_named(tmp_path:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(EngineError, match="cannot be read"):
         trainer().load(tmp_path)
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
+def test_files_are_as_full_as_they_may_be(sizes: list[int], most: int) -> None:
+    """In order, none above its size but for a tensor that is larger itself, and none that would fit into the last."""
+    files = files_of({str(at): size for at, size in enumerate(sizes)}, most)
+    assert list(files) == [str(at) for at in range(len(sizes))]
+    filled: dict[int, list[int]] = {}
+    for name, file in files.items():
+        filled.setdefault(file, []).append(sizes[int(name)])
+    assert list(filled) == list(range(1, len(filled) + 1))
+    assert all(sum(one) <= most or sum(map(bool, one)) == 1 for one in filled.values())
+    assert all(sum(filled[file]) + filled[file + 1][0] > most for file in range(1, len(filled)))
+
+
+def test_a_state_in_many_files_is_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one is never put together in memory as a whole."""
+    monkeypatch.setattr(state, "FILE_BYTES", FILE_BYTES)
+    engine, other = trainer(), trainer(seed=4)
+    train(engine, range(2))
+    engine.save(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    other.load(tmp_path)
+    assert train(other, range(2, 4)) == train(engine, range(2, 4))
+    assert_same(engine, other)
