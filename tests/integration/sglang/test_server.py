@@ -19,6 +19,7 @@ from flowrt.engines.sglang_checksums import checked
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_protocol import Call, checksum
+from flowrt.engines.sglang_tensors import serialized
 from flowrt.errors import EngineError
 from flowrt.transport import weights as transport_weights
 from flowrt.transport.weights import Snapshot
@@ -238,6 +239,34 @@ def test_killed_between_two_parts_of_a_version_it_comes_back_with_all_of_them(
     asked = prompts()
     owned.add(asked)
     responses = drain(owned)
+    assert all(one.spans[-2] == 1 for one in responses)
+    assert all_close(asked, responses)
+
+
+def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_them(
+    owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part of version 1 is in use already when the next one does not fit; SGLang 0.5.21 dies of that."""
+    monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
+    before, parts = owned_by_parts.server_pid, list[Call]()
+    post = SglangLink.post
+
+    async def spoiling(self: SglangLink, call: Call, deadline_s: float) -> Any:
+        if call.route.startswith("/update_weights_from"):
+            parts.append(call)
+            if len(parts) == 2:
+                wrong = [serialized([("model.norm.weight", torch.zeros(3))])]
+                call = Call(call.route, {**call.body, "serialized_named_tensors": wrong})
+        return await post(self, call, deadline_s)
+
+    monkeypatch.setattr(SglangLink, "post", spoiling)
+    asked = prompts()
+    owned_by_parts.add(asked)
+    owned_by_parts.swap(snapshot(1))
+    assert "version 1 by tensor: " in caplog.text
+    assert len(parts) > 2
+    assert owned_by_parts.server_pid != before
+    responses = drain(owned_by_parts)
     assert all(one.spans[-2] == 1 for one in responses)
     assert all_close(asked, responses)
 
