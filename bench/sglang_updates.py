@@ -1,0 +1,178 @@
+"""How long a real SGLang server stands still for new weights, by how they get in and what becomes of what runs.
+
+    python bench/sglang_updates.py --sglang-python PYTHON [--json PATH] [--quick]     # scripts/install_sglang makes one
+
+One server on this machine's cores, with sequences under way at each change. Staging goes on beside them; the server
+stands from the request for its pause to the answer of the one that ends it, and is asked for its checksums in between.
+"""
+
+import argparse
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import Samples, write
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.engines.build import build_model, wrap_tokenizer
+from flowrt.engines.checkpoint import load_model, named_parameters, save_model
+from flowrt.engines.options import SglangOptions
+from flowrt.engines.protocols import Prompt
+from flowrt.engines.sglang import SglangRollout
+from flowrt.engines.sglang_link import SglangLink
+from flowrt.engines.sglang_protocol import Call
+from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.transport.weights import Snapshot
+
+VOCABULARY, PROMPT, ROWS, TOKENS, WARM = 320, 8, 8, 400, 4
+WAYS = [("disk", "retract"), ("disk", "in_place"), ("disk", "abort"), ("tensor", "retract"), ("broadcast", "retract")]
+PARTS = {"/pause_generation": "pause", "/continue_generation": "continue", "/weights_checker": "check"}
+
+
+class Clock:
+    """When each request to the server began and was answered, since it was last looked at."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, float, float]] = []
+        post = SglangLink.post
+
+        async def timed(link: SglangLink, call: Call, deadline_s: float) -> Any:
+            begun_s = time.monotonic()
+            answer = await post(link, call, deadline_s)
+            self._spans.append((call.route, begun_s, time.monotonic()))
+            return answer
+
+        SglangLink.post = timed  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        self._spans.clear()
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds that the server stood, and of these for what."""
+        spans = [span for span in self._spans if span[0] != "/generate"]
+        begin = next(begun_s for route, begun_s, _ in spans if route == "/pause_generation")
+        end = next(done_s for route, _, done_s in spans if route == "/continue_generation")
+        told = {"stand": end - begin, "load": 0.0} | dict.fromkeys(PARTS.values(), 0.0)
+        for route, begun_s, done_s in spans:
+            told[PARTS.get(route, "load")] += done_s - begun_s
+        return {f"{name}_ms": 1e3 * spent_s for name, spent_s in told.items()}
+
+
+def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
+    """Its end token is none that the model can make: every sequence is as long as it may be."""
+    return SglangRollout(
+        options,
+        folder / "model",
+        eos_id=VOCABULARY + 1,
+        rows=ROWS,
+        max_new_tokens=tokens,
+        temperature=1.0,
+        threads=1,
+        log_path=folder / "server.log",
+    )
+
+
+@contextmanager
+def served(python: str, folder: Path) -> Iterator[str]:
+    """The address of a server, for which everybody here has the key."""
+    options = SglangOptions(
+        python=python, device="cpu", dtype="float32", arguments="--max-total-tokens 8192", start_s=900.0
+    )
+    with closing(engine(options, folder, TOKENS)) as owner:
+        owner.start()
+        os.environ["SGLANG_API_KEY"] = owner.server_key
+        yield owner.url
+
+
+def prompts(seed: int) -> list[Prompt]:
+    dice = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=dice, dtype=torch.int32)
+    return [Prompt(key, row, seed * ROWS + key) for key, row in enumerate(tokens)]
+
+
+def drain(one: SglangRollout) -> list[Any]:
+    done = []
+    while one.running:
+        done += one.run(threading.Event())
+    return done
+
+
+def change(one: SglangRollout, beside: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
+    """Weights change under sequences that run: one that was sent after them has ended."""
+    one.add(prompts(snapshot.version))
+    beside.add(prompts(snapshot.version)[:1])
+    drain(beside)
+    clock.forget()
+    work, begun_s = one.prepare(snapshot), time.monotonic()
+    assert work is not None
+    work()
+    told = {"stage_ms": 1e3 * (time.monotonic() - begun_s)}
+    one.swap(snapshot)
+    told |= clock.parts()
+    across = sum(len(set(response.spans[::2])) > 1 for response in drain(one))
+    return told | {"across_fraction": across / ROWS}
+
+
+def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
+    clock, versions = Clock(), itertools.count(1)
+    with served(python, folder) as url, ExitStack() as kept:
+        ways = {}
+        for weights, pause in WAYS:
+            ways[weights, pause] = one = engine(SglangOptions(url=url, weights=weights, pause=pause), folder, TOKENS)
+            kept.enter_context(closing(one))
+            one.start()
+        beside = kept.enter_context(closing(engine(SglangOptions(url=url), folder, WARM)))
+        beside.start()
+        parameters = named_parameters(load_model(folder / "model"))
+        for each in range(rounds + 1):
+            for (weights, pause), one in ways.items():
+                told = change(one, beside, Snapshot.take(next(versions), parameters), clock)
+                for name, value in told.items():
+                    if each:  # the first round warms up, and meets the group
+                        samples.add(f"{name}_{weights}_{pause}", value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sglang-python", required=True, help="Python of an environment that has SGLang")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="a small model, one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hidden, layers, rounds = (64, 2, 1) if arguments.quick else (512, 8, arguments.rounds)
+    model = build_model(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        layers=layers,
+        heads=hidden // 32,
+        intermediate_size=3 * hidden,
+        max_length=512,
+        seed=0,
+    )
+    weight_mb = sum(one.nbytes for one in named_parameters(model).values()) / 1e6
+    samples = Samples()
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
+        save_model(model, wrap_tokenizer(Arithmetic(0, 0).tokenizer()), Path(name) / "model")
+        measure(arguments.sglang_python, Path(name), rounds, samples)
+    metrics = samples.medians() | {"weight_mb": round(weight_mb, 1)}
+    parts = ("stage", "stand", "pause", "load", "check", "continue")
+    title = f"a change of {weight_mb:.0f} MB of weights in SGLang, ms"
+    table = Table("weights", "what runs", "staged beside", "stands", *parts[2:], "sequences across", title=title)
+    for weights, pause in WAYS:
+        values = (f"{metrics[f'{part}_ms_{weights}_{pause}']:.0f}" for part in parts)
+        table.add_row(weights, pause, *values, f"{metrics[f'across_fraction_{weights}_{pause}']:.2f}")
+    Console().print(table)
+    write(arguments.json, metrics, rounds=rounds, tokens=TOKENS, rows=ROWS)
+
+
+if __name__ == "__main__":
+    main()
