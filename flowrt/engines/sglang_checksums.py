@@ -20,36 +20,63 @@ PADDED = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
 
 
-def checked(told: Any, layout: Layout, snapshot: Snapshot) -> int:
-    """Compare; returns how many of the server's tensors were. Raises EngineError, naming those that differ."""
-    try:
-        held: Mapping[str, str] = told["ranks"][0]["checksums"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise EngineError(f"the server told its checksums in a form that flowrt does not know: {error!r}") from error
-    tensors = {one.name: view for bucket in layout.buckets(snapshot) for one, view in bucket}
-    compared, wrong = 0, []
-    for name, checksum in held.items():
+class Sums:
+    """Of a snapshot, as a server that has all of it tells them."""
+
+    def __init__(self, layout: Layout, snapshot: Snapshot) -> None:
+        self._version = snapshot.version
+        self._tensors = {one.name: view for bucket in layout.buckets(snapshot) for one, view in bucket}
+        self._known: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Sum up ahead what servers are known to hold; whatever else one tells is summed up when it does."""
+        for name in self._tensors:
+            self._sum(_held(name))
+
+    def check(self, told: Any) -> int:
+        """Compare; returns how many of the server's tensors were. Raises EngineError, naming those that differ."""
+        try:
+            held: Mapping[str, str] = told["ranks"][0]["checksums"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"the server told checksums in a form that flowrt does not know: {error!r}") from error
+        ours = {name: self._sum(name) for name in held}
+        compared = sum(one is not None for one in ours.values())
+        wrong = [name for name, one in ours.items() if one is not None and one != held[name]]
+        if wrong or not compared:
+            what = (
+                f"{len(wrong)} of {compared} tensors differ ({', '.join(wrong[:3])})"
+                if wrong
+                else "none has a known name"
+            )
+            raise EngineError(f"the server's checksums are not those of version {self._version}: {what}")
+        return compared
+
+    def _sum(self, name: str) -> str | None:
+        """None where we have no such tensor."""
         parts = _parts(name)
-        if all(part in tensors for part in parts):
-            compared += 1
-            if _sum(name, [tensors[part] for part in parts]) != checksum:
-                wrong.append(name)
-    if wrong or not compared:
-        what = (
-            f"{len(wrong)} of {compared} tensors differ ({', '.join(wrong[:3])})" if wrong else "none has a known name"
-        )
-        raise EngineError(f"the server's checksums are not those of version {snapshot.version}: {what}")
-    return compared
+        if name not in self._known and all(part in self._tensors for part in parts):
+            self._known[name] = _summed(name, [self._tensors[part] for part in parts])
+        return self._known.get(name)
 
 
 def _parts(name: str) -> list[str]:
+    """The tensors of a checkpoint that a server holds as this one."""
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{part}.") for part in parts]
     return [name]
 
 
-def _sum(name: str, tensors: list[torch.Tensor]) -> str:
+def _held(name: str) -> str:
+    """The tensor of a server that holds this one of a checkpoint."""
+    for fused, parts in FUSED.items():
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(f".{part}.", f".{fused}.")
+    return name
+
+
+def _summed(name: str, tensors: list[torch.Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         held = tensor.float().contiguous()  # the server's type; from bfloat16 nothing is rounded

@@ -9,13 +9,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrt.engines import sglang_protocol as said
 from flowrt.engines.checkpoint import load_model, named_parameters, parameter_shapes
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.sglang_checksums import checked
+from flowrt.engines.sglang_checksums import Sums
 from flowrt.engines.sglang_key import given_key
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
@@ -27,6 +28,15 @@ from flowrt.waiting import Guard, held, until
 
 log = logging.getLogger("flowrt")
 BEFORE = Guard("start_s, request_s or update_s of rollout.sglang, each time there is a server left to try")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A snapshot for which all is done that a server need not stand still for."""
+
+    snapshot: Snapshot
+    staged: Staged
+    sums: Sums | None  # none: the server sums up in a way of its own
 
 
 class SglangHost:
@@ -52,7 +62,7 @@ class SglangHost:
         self._snapshot: Snapshot | None = None  # what the server should have; none: what it was started with
         self._link: SglangLink | None = None
         self._way: WeightWay | None = None
-        self._staged: tuple[Snapshot, Staged] | None = None
+        self._staged: _Ready | None = None
         self._tried: Snapshot | None = None
         self._sums_up = False
         self._lock = asyncio.Lock()
@@ -224,31 +234,37 @@ class SglangHost:
         """Put all of the weights in, and see that they are what was sent."""
         assert self._link is not None
         link, deadline_s = self._link, self._options.update_s
-        staged = await self._ready(snapshot)
+        ready = await self._ready(snapshot)
         with self._told(snapshot):
             try:
-                loading = staged.load(link, self.can, flush=flush)
+                loading = ready.staged.load(link, self.can, flush=flush)
                 await until(loading, deadline_s, f"version {snapshot.version} to be loaded", link.url)
-                if self._sums_up:
+                if ready.sums is not None:
                     told = await link.post(said.checksum(), deadline_s)
-                    await asyncio.to_thread(checked, told, self._layout, snapshot)
+                    await asyncio.to_thread(ready.sums.check, told)
             finally:
                 self._unstage()
 
-    async def _ready(self, snapshot: Snapshot) -> Staged:
+    async def _ready(self, snapshot: Snapshot) -> _Ready:
         """The snapshot, staged now if it was not before."""
+        if self._staged is None or self._staged.snapshot is not snapshot:
+            self._unstage()
+            what = f"version {snapshot.version} to be staged"
+            with self._told(snapshot):
+                self._staged = await until(self._stage(snapshot), self._options.update_s, what, self.url)
+        return self._staged
+
+    async def _stage(self, snapshot: Snapshot) -> _Ready:
         assert self._link is not None
         assert self._way is not None
-        if self._staged is None or self._staged[0] is not snapshot:
-            self._unstage()
-            staging, what = self._way.stage(self._link, snapshot), f"version {snapshot.version} to be staged"
-            with self._told(snapshot):
-                self._staged = snapshot, await until(staging, self._options.update_s, what, self._link.url)
-        return self._staged[1]
+        sums = Sums(self._layout, snapshot) if self._sums_up else None
+        if sums is not None:
+            await asyncio.to_thread(sums.prepare)
+        return _Ready(snapshot, await self._way.stage(self._link, snapshot), sums)
 
     def _unstage(self) -> None:
         if self._staged is not None:
-            self._staged[1].close()
+            self._staged.staged.close()
             self._staged = None
 
     @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.engines.sglang_checksums import checked
+from flowrt.engines.sglang_checksums import Sums
 from flowrt.engines.sglang_layout import Layout
 from flowrt.errors import EngineError, TransferError
 from flowrt.transport import weights
@@ -64,11 +64,23 @@ def told(held: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"success": True, "ranks": [{"checksums": sums}]}
 
 
+TOLD: dict[str, str] = told(tensors())["ranks"][0]["checksums"]
+
+
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
 def test_checksums_of_the_same_weights_agree(sent: torch.dtype) -> None:
     """The server has them in float32, whatever they came in."""
     held = {name: one.float() for name, one in tensors(sent).items()}
-    assert checked(told(held), Layout(SHAPES), Snapshot.take(1, tensors(sent))) == 3
+    assert Sums(Layout(SHAPES), Snapshot.take(1, tensors(sent))).check(told(held)) == 3
+
+
+def test_what_was_summed_up_ahead_is_not_summed_up_while_the_server_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = Sums(Layout(SHAPES), Snapshot.take(1, tensors()))
+    sums.prepare()
+    monkeypatch.setattr(hashlib, "sha256", None)
+    with pytest.raises(EngineError, match="1 of 3 tensors differ"):
+        sums.check({"ranks": [{"checksums": TOLD | {"model.norm.weight": "0"}}]})
+    assert sums.check({"ranks": [{"checksums": TOLD}]}) == 3
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -77,10 +89,10 @@ def test_one_changed_bit_is_told_by_name(name: str) -> None:
     held[name] = held[name].clone()
     held[name].view(torch.int32).view(-1)[math.prod(SHAPES[name]) // 2] ^= 1
     with pytest.raises(EngineError, match=r"version 1: 1 of 3 tensors differ"):
-        checked(told(held), Layout(SHAPES), Snapshot.take(1, tensors()))
+        Sums(Layout(SHAPES), Snapshot.take(1, tensors())).check(told(held))
 
 
 @pytest.mark.parametrize("wrong", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": [{"checksums": {"x": "0"}}]}])
 def test_checksums_in_another_form_are_an_error(wrong: Any) -> None:
     with pytest.raises(EngineError, match="checksums"):
-        checked(wrong, Layout(SHAPES), Snapshot.take(1, tensors()))
+        Sums(Layout(SHAPES), Snapshot.take(1, tensors())).check(wrong)

@@ -10,12 +10,11 @@ import psutil
 import pytest
 import torch
 
-from flowrt.engines import sglang_host
 from flowrt.engines.checkpoint import named_parameters, parameter_shapes
 from flowrt.engines.protocols import Prompt, Response
 from flowrt.engines.scoring import score
 from flowrt.engines.sglang import SglangRollout
-from flowrt.engines.sglang_checksums import checked
+from flowrt.engines.sglang_checksums import Sums
 from flowrt.engines.sglang_layout import Layout
 from flowrt.engines.sglang_link import SglangLink
 from flowrt.engines.sglang_protocol import Call, checksum
@@ -112,11 +111,13 @@ async def test_each_way_changes_the_weights_to_the_last_bit(
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     looked_at: list[int] = []
 
-    def noted(told: Any, layout: Layout, sent: Snapshot) -> int:
-        looked_at.append(sent.version)
-        return checked(told, layout, sent)
+    check = Sums.check
 
-    monkeypatch.setattr(sglang_host, "checked", noted)
+    def noted(sums: Sums, told: Any) -> int:
+        looked_at.append(sums._version)
+        return check(sums, told)
+
+    monkeypatch.setattr(Sums, "check", noted)
     engine = beside(SHORT, weights=weights)
     for version in (1, 2):
         sent = snapshot(version)
@@ -134,9 +135,9 @@ async def test_each_way_changes_the_weights_to_the_last_bit(
             await stranger.post(checksum(), 30.0)
     async with SglangLink(engine.url, owned.server_key) as link:
         told = await link.post(checksum(), 30.0)
-    assert checked(told, layout, snapshot(2)) == len(told["ranks"][0]["checksums"])
+    assert Sums(layout, snapshot(2)).check(told) == len(told["ranks"][0]["checksums"])
     with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
-        checked(told, layout, snapshot(1))
+        Sums(layout, snapshot(1)).check(told)
 
 
 def parameter_shapes_of(version: int) -> dict[str, torch.Size]:
