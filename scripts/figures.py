@@ -55,6 +55,7 @@ def figures() -> str:
         faults,
         passes,
         decoding,
+        sglang_updates,
         peer_trl,
         peer_trl_plain,
     ):
@@ -153,6 +154,26 @@ def faults(one: dict[str, float], where: str) -> list[str]:
         f"{one['hung']:.0f}, that ended otherwise than they should: {one['wrong']:.0f}. The next step was done "
         f"{one['recover_s_p50']:.2f} s after the fault (median), {one['recover_s_max']:.1f} s at worst (silence counts "
         f"as death after {one['silence_s']:.0f} s in these runs).",
+        "",
+    ]
+
+
+def sglang_updates(one: dict[str, float], where: str) -> list[str]:
+    """A change of weights in a real SGLang server."""
+    ways = [name.removeprefix("stand_ms_") for name in one if name.startswith("stand_ms_")]
+    rows = [
+        f"| {way.split('_', 1)[0]} | {way.split('_', 1)[1]} | {one[f'stage_ms_{way}']:.0f} "
+        f"| {one[f'stand_ms_{way}']:.0f} | {one[f'load_ms_{way}']:.0f} | {one[f'check_ms_{way}']:.0f} |"
+        for way in ways
+    ]
+    return [
+        f"{one['weight_mb']:.0f} MB of new float32 weights in a real SGLang server on a CPU, with sequences under way, "
+        f"ms ({where}):",
+        "",
+        "| `--rollout.sglang.weights` | `.pause` | made ready while it generates | it stands | for loading "
+        "| for its checksums |",
+        "|---|---|---|---|---|---|",
+        *rows,
         "",
     ]
 
