@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flowrt-installed
 
-.PHONY: run test test-long test-real check bench venv clean
+.PHONY: run fast test test-long test-real check bench venv clean
 
 venv: $(STAMP)
 
@@ -21,6 +21,10 @@ run: $(STAMP)
 # three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
 REAL := sglang or slurm or netns or gpu or npu
 PURE := tests/unit tests/property tests/architecture
+
+# Between two edits: what needs no whole run, with fewer examples; within 90 s on two cores.
+fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast -m "not (slow or long)" $(PURE) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)

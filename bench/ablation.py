@@ -3,7 +3,7 @@
     python bench/ablation.py [--quick] [--json PATH] [--workloads paper ...] [--modes sync streaming ...]
 
 Controller, source, rollout workers, reference, reward and trainer are processes that speak over the real wire; only
-the engines are simulated (flowrt/engines/simulated.py): they take their time and compute nothing. Modes add up:
+the engines are simulated (flowrt/engines/simulated/engine.py): they take their time and compute nothing. Modes add up:
 
     sync        staleness 0, a barrier after every task of a step: generation, scores, training, weights
     streaming   staleness 0, samples go on one by one and the trainer takes micro-batches as they become complete
@@ -13,7 +13,7 @@ the engines are simulated (flowrt/engines/simulated.py): they take their time an
 
 Throughput is samples trained per simulated second, from the first opened prompt to the end of the last step: filling
 the pipeline counts against whoever fills it. (workload, mode) pairs take turns, with a new seed each round; the figures
-are medians over rounds. `theory` is bench/simulated/theory.py: the same costs without a runtime.
+are medians over rounds. `theory` is bench/end_to_end/simulated/theory.py: the same costs without a runtime.
 """
 
 import argparse
@@ -23,14 +23,14 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import write
+from common.report import write
+from end_to_end.simulated.bubble_attribution import LOSSES, ROLES, Accounts
+from end_to_end.simulated.cluster import cast
+from end_to_end.simulated.modes import ASIDE, MODES, Play
+from end_to_end.simulated.theory import predicted_s
+from end_to_end.simulated.workloads import WORKLOADS
 from rich.console import Console
 from rich.table import Table
-from simulated.accounts import LOSSES, ROLES, Accounts
-from simulated.cast import cast
-from simulated.modes import ASIDE, MODES, Play
-from simulated.theory import predicted_s
-from simulated.workloads import WORKLOADS
 
 Results = dict[tuple[str, str], list[Accounts]]
 
@@ -118,7 +118,7 @@ async def measure(arguments: argparse.Namespace, console: Console) -> Results:
         for round_ in range(arguments.rounds):
             for workload, mode in results:
                 steps = arguments.steps or WORKLOADS[workload].steps
-                if MODES.get(mode, ASIDE.get(mode)).bound == 0:
+                if (MODES | ASIDE)[mode].bound == 0:
                     steps = max(steps // 3, 3)  # nothing overlaps from step to step: each is as long as the others
                 play = Play(workload, mode, arguments.seed + round_, steps, arguments.real_s)
                 one = await processes.play(play)

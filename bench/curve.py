@@ -12,25 +12,31 @@ import tempfile
 import time
 from pathlib import Path
 
-from children import Child, cpu_s, reply
-from report import Samples, write
+from common.children import Child, cpu_s, reply
+from common.report import Samples, write
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.wire import messages as m
-from flowrt.wire.keys import controller_keys, worker_keys, write_keys
-from flowrt.wire.link import ClientLink, ServerLink
-from flowrt.wire.loops import run_loop
-from flowrt.wire.sockets import new_pair
+from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
+from flowrt.net.link import ClientLink, ServerLink
+from flowrt.protocol import messages as m
+from flowrt.runtime.event_loop import run_loop
 
-MESSAGES = {"pull": m.Pull(1, "rollout", 1, 0, -1), "commit_1000": m.Committed(1, tuple(range(1000)), "")}
+MESSAGES: dict[str, m.Message] = {
+    "pull": m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1),
+    "commit_1000": m.Committed(1, tuple(range(1000)), ""),
+}
 TRIPS, WARM, REPEATS = 4000, 400, 5
 
 
 async def serve(keys: str) -> None:
     """Echo until the input ends."""
+
+    def echo(peer: bytes, message: m.Message) -> None:
+        link.send(peer, message)
+
     link = ServerLink(
-        lambda peer, message: link.send(peer, message) and None,
+        echo,
         lambda *_: None,
         lambda: None,
         controller_keys(Path(keys)) if keys else None,
@@ -63,7 +69,7 @@ async def trips(address: str, keys: str, message: m.Message) -> list[float]:
 def measure(repeats: int) -> Samples:
     samples = Samples()
     with tempfile.TemporaryDirectory() as folder:
-        write_keys(Path(folder) / "keys", [], new_pair)
+        write_keys(Path(folder) / "keys", [])
         for _ in range(repeats):
             for way, keys in (("plain", ""), ("curve", f"{folder}/keys")):
                 server = Child("curve.py", "--serve", keys or "-")

@@ -13,15 +13,14 @@ import time
 from pathlib import Path
 
 import torch
-from peer_task import make_model
-from report import Samples, write
+from common.report import Samples, write
+from end_to_end.task import make_model
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.engines.checkpoint import load_model
-from flowrt.engines.protocols import Prompt, Response
-from flowrt.engines.torch_rollout import TorchRollout
-from flowrt.engines.weight_layout import laid_out_for_decoding
+from flowrt.engines.base import Prompt, Response
+from flowrt.engines.hf import load_model
+from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
 
 NO_END, VOCABULARY = 38, 37
 MEMBERS, PROMPT, RESPONSE = 8, 11, 64
@@ -31,7 +30,7 @@ WAYS = ("plain", "compiled")
 
 def engine(folder: Path, rows: int, way: str) -> TorchRollout:
     return TorchRollout(
-        laid_out_for_decoding(load_model(folder)),  # as a rollout worker does
+        optimize_layout(load_model(folder)),  # as a rollout worker does
         eos_id=NO_END,
         rows=rows,
         max_new_tokens=RESPONSE,

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from report import write
+from common.report import write
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.transport.deltas import Delta
-from flowrt.transport.weights import BUCKET_BYTES, Snapshot
+from flowrt.transport.weights.delta import Delta
+from flowrt.transport.weights.snapshot import BUCKET_BYTES, Snapshot
 
 STD = 0.02
 # Mean size of Adam's update in learning rates: simulated, gradients with a tenth of signal, after a hundred steps.

@@ -1,121 +1,207 @@
-"""Real runs in which a process drawn at random is killed, stopped or cut off at a random moment.
+"""Real runs to which faults are done, drawn at random: processes, links, files and disks.
 
-    python bench/faults.py [--trials 300] [--seed 0] [--seeds 22 48] [--quick] [--at-once 1] [--json PATH]
+    python bench/faults.py [--trials 300] [--first-seed 0] [--only SEED ...] [--groups NAME ...] [--quick]
+                           [--at-once 2] [--json PATH]
 
-Every trial is a whole run of `flowrt run`'s own launcher with its supervision: controller, source, two rollout workers,
-reward, reference and trainer are processes with the real engines and a tiny model, over the real wire. Only their start
-is cheaper: each is forked from a process that has imported everything. The data has exactly as many prompts as the
-run trains, so that each must be trained once. Every second run (odd seeds) has keys. A run whose victim is lost for
-ever and cannot be replaced may end with an error that names it; it is then resumed, and must complete.
+Every trial is a whole run of `flowrt run`, and of `flowrt resume` where the run had to end: launcher, controller,
+source, rollout workers, reward, reference and trainer are processes with the real engines and a tiny model, over the
+real wire. Only their start is cheaper: each is forked from a process that has imported everything; the ranks of a
+trainer, and a fork server that replaces one, are started by python. The data has exactly as many prompts as
+the run trains, so that each must be trained once. Every second run (odd seeds) has keys.
+
+    one          one process is killed, stopped, or its connection is closed or goes silent
+    signal       SIGTERM, SIGINT or SIGHUP to a worker or the controller
+    launcher, fork server, rank (of two, or their torchrun)        SIGKILL, SIGSTOP, SIGTERM, SIGINT or SIGHUP
+    two          two faults, at once or within two seconds
+    everything   SIGKILL of all processes at once, then flowrt resume
+    resume       the same, and a fault while the resumed run comes up
+    files        the same, and damage to a file before it is resumed
+    disk         a full disk (needs root: it is mounted)
+    leave        a worker, the only one of its role, is told to leave in order
+
+A run may end where its fault demands it (a launcher that is killed, a controller that is interrupted, a full disk); it
+is then resumed, and must complete. The verdict is from the files of the run, with queries of its own:
 
     lost      prompts that were not trained        doubled   prompts that were trained twice
-    hung      no end within the deadline           wrong     another exit code, count, step or leftover process
+    hung      no end within the deadline           wrong     another exit code, sentence, count, step, or something left
 """
 
 import argparse
 import itertools
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from faulty.faults import draw
-from faulty.runs import SILENCE_S, STEPS, Outcome, Pending, begin, prepare, warm_up
-from report import write
+from common.report import write
+from fault_injection.faults import GROUPS, Plan, draw
+from fault_injection.runs import KEYS, SILENCE_S, prepare, warm_up
+from fault_injection.trial import STEPS, Outcome, Trial
 from rich.console import Console
 from rich.table import Table
 
-QUICK = 6
+LOOK_EVERY_S = 0.01
+COUNTED = ("trials", "lost", "doubled", "hung", "wrong", "resumed", "refused")
+TIMED = ("detect_s", "recover_s", "resume_s", "replaced_s")
+HEADINGS = ("detected s", "recovered s", "worst", "resumed s", "worst", "replaced s", "worst")
+QUICK = tuple(GROUPS)
+"""One trial of each group."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial; the next ones count up")
-    parser.add_argument("--seeds", type=int, nargs="+", help="these trials and no others")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} trials")
-    parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
-    parser.add_argument("--deadline-s", type=float, default=90.0, help="a trial that takes longer hangs")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first trial; the next ones count up")
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these trials and no others")
+    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=(), help="trials of these groups alone")
+    parser.add_argument("--quick", action="store_true", help="one trial of each group")
+    parser.add_argument("--at-once", type=int, default=2, help="trials side by side")
+    parser.add_argument("--deadline-s", type=float, default=90.0, help="what one life of a run may take")
+    parser.add_argument("--keep", type=Path, help="directory for the files of failed trials")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    trials = len(arguments.seeds) if arguments.seeds else QUICK if arguments.quick else arguments.trials
-    folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-"))
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-", dir=arguments.keep))
     console, began_s = Console(), time.monotonic()
+    plans = _plans(arguments)
+    trials = len(arguments.only or QUICK) if arguments.only or arguments.quick else arguments.trials
     warm_up()
     base = prepare(folder)
     outcomes: list[Outcome] = []
-    pending: list[Pending] = []
-    seeds = iter(arguments.seeds or itertools.count(arguments.seed))
-    while len(outcomes) < trials:
-        while len(pending) < arguments.at_once and len(outcomes) + len(pending) < trials:
-            seed = next(seeds)
-            fault = draw(seed, STEPS, SILENCE_S)
-            pending.append(begin(base, folder / f"trial-{seed}", seed, fault, arguments.deadline_s))
-        time.sleep(0.01)
-        for one in [one for one in pending if one.is_over()]:
-            pending.remove(one)
-            outcome = one.outcome()
-            if not (outcome.struck or outcome.is_bad or arguments.seeds):
-                shutil.rmtree(one.folder)  # the run was over first: another one is drawn
+    skipped = 0
+    courses: list[tuple[Trial, Generator[None, None, Outcome]]] = []
+    while len(outcomes) + skipped < trials:
+        while len(courses) < arguments.at_once and len(outcomes) + skipped + len(courses) < trials:
+            plan = next(plans)
+            if plan.group == "disk" and os.geteuid() != 0:
+                skipped += 1
                 continue
-            outcomes.append(outcome)
-            console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
+            trial = Trial(
+                plan=plan,
+                base=base,
+                folder=folder / f"trial-{plan.seed}",
+                deadline_s=arguments.deadline_s,
+                keys=folder / KEYS,
+            )
+            courses.append((trial, trial.course()))
+        time.sleep(LOOK_EVERY_S)
+        for trial, course in list(courses):
+            outcome = _advance(course)
+            if outcome is None:
+                continue
+            courses.remove((trial, course))
             if not outcome.is_bad:
-                shutil.rmtree(one.folder)
-    results = summary(outcomes, time.monotonic() - began_s)
-    console.print(table_of(outcomes, results))
-    if not any(one.is_bad for one in outcomes):
+                shutil.rmtree(trial.folder)
+            if outcome.struck or outcome.is_bad or arguments.only:  # else the run was over first: another one is drawn
+                outcomes.append(outcome)
+                console.print(outcome.line(len(outcomes)), highlight=False, markup=False, soft_wrap=True)
+            elif arguments.quick:
+                plans = itertools.chain(_of_group(trial.out.plan.group, trial.out.plan.seed + 1), plans)
+    wall_s = time.monotonic() - began_s
+    failures = [one.line(0) for one in outcomes if one.is_bad]
+    metrics = metrics_of(outcomes) | {"skipped": skipped, "wall_s": round(wall_s, 1), "worker_timeout_s": SILENCE_S}
+    Console(width=160).print(table_of(outcomes, metrics))
+    if not failures:
         shutil.rmtree(folder)
-    metrics = {name: value for name, value in results.items() if isinstance(value, int | float)}
-    write(arguments.json, metrics, first_seed=arguments.seed, at_once=arguments.at_once, failures=results["failures"])
-    return int(any(one.is_bad for one in outcomes))
+    write(arguments.json, metrics, first_seed=arguments.first_seed, at_once=arguments.at_once, failures=failures)
+    return int(bool(failures))
 
 
-def summary(outcomes: list[Outcome], wall_s: float) -> dict[str, Any]:
-    noticed = [one.noticed_s for one in outcomes if one.noticed_s >= 0]
-    recovered = [one.recovered_s for one in outcomes if one.recovered_s >= 0]
+def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
+    if arguments.quick:
+        return (next(_of_group(group, arguments.first_seed)) for group in QUICK)
+    seeds = arguments.only or itertools.count(arguments.first_seed)
+    return (draw(seed, STEPS, SILENCE_S, tuple(arguments.groups)) for seed in seeds)
+
+
+def _of_group(group: str, first_seed: int) -> Iterator[Plan]:
+    """The first trial of a group from that seed on, as it is among those of all groups."""
+    plans = (draw(seed, STEPS, SILENCE_S) for seed in itertools.count(first_seed))
+    return itertools.islice((plan for plan in plans if plan.group == group), 1)
+
+
+def _advance(course: Generator[None, None, Outcome]) -> Outcome | None:
+    """A trial looks around once; its verdict when it is over."""
+    try:
+        next(course)
+    except StopIteration as over:
+        verdict: Outcome = over.value
+        return verdict
+    return None
+
+
+def metrics_of(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Counts and times of all, and counts by row of the table."""
+    metrics = {**counts(outcomes), **times(outcomes)}
+    for row in rows(outcomes):
+        group = [one for one in outcomes if one.plan.row == row]
+        metrics |= {f"{row.replace(' ', '_')}_{name}": value for name, value in counts(group).items()}
+    return metrics
+
+
+def rows(outcomes: list[Outcome]) -> list[str]:
+    return sorted({one.plan.row for one in outcomes}, key=lambda row: (row.isupper(), row))
+
+
+def counts(outcomes: list[Outcome]) -> dict[str, int]:
     return {
         "trials": len(outcomes),
         "lost": sum(one.lost for one in outcomes),
         "doubled": sum(one.doubled for one in outcomes),
         "hung": sum(one.hung for one in outcomes),
         "wrong": sum(bool(one.wrong) for one in outcomes),
-        "resumed": sum(one.resumed for one in outcomes),
-        "detect_s_p50": round(statistics.median(noticed), 3) if noticed else None,
-        "recover_s_p50": round(statistics.median(recovered), 3) if recovered else None,
-        "recover_s_max": round(max(recovered), 3) if recovered else None,
-        "wall_s": round(wall_s, 1),
-        "silence_s": SILENCE_S,
-        "failures": [one.line(0) for one in outcomes if one.is_bad],
+        "resumed": sum(one.resumed > 0 for one in outcomes),
+        "refused": sum(bool(one.refused) for one in outcomes),
     }
 
 
-def table_of(outcomes: list[Outcome], results: dict[str, Any]) -> Table:
-    """By what was done to whom."""
-    caption = "  ".join(f"{name} {value}" for name, value in results.items() if name != "failures")
-    table = Table(title=f"{results['trials']} runs, each with one fault", caption=caption)
+def times(outcomes: list[Outcome]) -> dict[str, float | None]:
+    """Medians and maxima, in seconds; None where nothing was measured."""
+    measured = {
+        "detect_s": [one.noticed_s for one in outcomes],
+        "recover_s": [one.recovered_s for one in outcomes],
+        "resume_s": [value for one in outcomes for value in one.resume_s],
+        "replaced_s": [one.replaced_s for one in outcomes],
+    }
+    found: dict[str, float | None] = {}
+    for name, values in measured.items():
+        came = [value for value in values if value >= 0]
+        found[f"{name}_p50"] = round(statistics.median(came), 3) if came else None
+        found[f"{name}_max"] = round(max(came), 3) if came else None
+    return found
+
+
+def table_of(outcomes: list[Outcome], metrics: dict[str, Any]) -> Table:
+    """By what was done."""
+    names = (*COUNTED, *(f"{name}_{what}" for name in TIMED for what in ("p50", "max")))
+    caption = "  ".join(f"{name} {metrics[name]}" for name in (*names, "skipped", "wall_s", "worker_timeout_s"))
+    table = Table(title=f"{metrics['trials']} runs with faults", caption=caption)
+    table.add_column("fault")
     for name in (
-        "victim",
-        "fault",
-        "trials",
-        "lost",
-        "doubled",
-        "hung",
-        "wrong",
-        "noticed s",
+        *COUNTED,
+        "by itself",
+        "detected s",
         "recovered s",
-        "worst s",
+        "worst",
+        "resumed s",
+        "worst",
+        "replaced s",
+        "worst",
     ):
-        table.add_column(name, justify="left" if name in ("victim", "fault") else "right")
-    for kind in sorted({(one.fault.victim, one.fault.kind) for one in outcomes}):
-        group = [one for one in outcomes if (one.fault.victim, one.fault.kind) == kind]
-        part = summary(group, 0.0)
-        counts = [part[name] for name in ("trials", "lost", "doubled", "hung", "wrong")]
-        times = [part[name] for name in ("detect_s_p50", "recover_s_p50", "recover_s_max")]
-        table.add_row(*kind, *map(str, counts), *("-" if one is None else f"{one:.2f}" for one in times))
+        table.add_column(name, justify="right")
+    for row in rows(outcomes):
+        group = [one for one in outcomes if one.plan.row == row]
+        took = times(group)
+        del took["detect_s_max"]
+        shown = ["-" if value is None else f"{value:.2f}" for value in took.values()]
+        itself = sum(not (one.resumed or one.is_bad) for one in group)
+        table.add_row(row, *map(str, counts(group).values()), str(itself), *shown)
     return table
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from report import write
+from common.report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +37,9 @@ def main() -> None:
             arguments.picture.write_bytes((run_dir / "run.png").read_bytes())
     metrics = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     metrics |= {f"busy_{role}": share for role, share in summary["busy_fraction"].items()}
-    metrics |= {"prompts_trained": trained, "reward_ratio": summary["reward_last"] / summary["reward_first"]}
+    metrics["prompts_trained"] = trained
+    if summary["reward_first"] > 0:
+        metrics["reward_ratio"] = summary["reward_last"] / summary["reward_first"]
     table = Table("metric", "value", title="flowrt run gsm8k")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")

@@ -1,6 +1,6 @@
 """The default job over seeds, and at several staleness bounds: reward, wall time, samples/s, who was busy.
 
-    python bench/main_job.py [--quick] [--json PATH] [--seeds N] [--staleness 0 1 2 4]
+    python bench/main_job.py [--quick] [--json PATH] [--seeds N] [--max-staleness 0 1 2 4]
 
 Every run is the command that a user types, in processes of its own; wall times count from the start of the command,
 so they include building and warming up the model.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import write
+from common.report import write
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0
 def run_job(run_dir: Path, seed: int, staleness: int, steps: int) -> dict[str, Any]:
     """One run: its summary, and the seconds from the command until the mean of ten steps reached each target."""
     command = [sys.executable, "-m", "flowrt.cli", "run", "--run-dir", str(run_dir), "--seed", str(seed)]
-    command += ["--staleness", str(staleness), "--steps", str(steps)]
+    command += ["--max-staleness", str(staleness), "--steps", str(steps)]
     start_s = time.monotonic()
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     total_s = time.monotonic() - start_s
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, help="seeds at staleness 1")
     parser.add_argument("--other-seeds", type=int, default=3, help="seeds at the other bounds")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0, 2, 4])
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[1, 0, 2, 4])
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds = arguments.other_seeds = 1

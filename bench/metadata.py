@@ -1,8 +1,8 @@
 """The metadata plane: rows a second, round trips, memory and start, next to a bare echo and next to TransferQueue.
 
-    python bench/metadata.py [--quick] [--json PATH] [--peer-python PYTHON] [--sections rows trips …]
+    python bench/metadata.py [--quick] [--json PATH] [--baseline-python PYTHON] [--sections rows trips …]
 
-``--peer-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``); without it only the product
+``--baseline-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``); without it only flowrt
 is measured. Every figure is the median of the repeats; the sides that are compared take turns within each repeat, on
 the same machine and with the same orders, and every row that comes out is checked. Client processes are started and
 warmed up before anything is timed; seconds are those of the monotonic clock, which all processes share.
@@ -14,22 +14,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import controllers
-import rows
-import trips
-from children import Child, ask_all, raise_open_files, start_all
-from report import Samples, write
+from common.children import Child, raise_open_files, start_all
+from common.report import Samples, write
+from control_plane import controllers, rows
+from control_plane import round_trips as trips
 from rich.console import Console
 from rich.table import Table
 
 SECTIONS = ("start", "rows", "trips", "core", "ledger")
 REPEATS = 5
-PEER = "peer_"
+BASELINE = "baseline_"
 AT_LEAST, AT_MOST = "at least", "at most"
 TARGETS: dict[str, tuple[str, float]] = {
-    "times_peer_1": (AT_LEAST, 20.0),
-    "times_peer_64": (AT_LEAST, 15.0),
-    "times_peer_512": (AT_LEAST, 10.0),
+    "times_baseline_1": (AT_LEAST, 20.0),
+    "times_baseline_64": (AT_LEAST, 15.0),
+    "times_baseline_512": (AT_LEAST, 10.0),
     "pull_ratio_100k": (AT_MOST, 1.2),
     "scaling_4x4": (AT_LEAST, 1.0),
     "controller_rss_mb": (AT_MOST, 80.0),
@@ -38,6 +37,7 @@ TARGETS: dict[str, tuple[str, float]] = {
     "rtt_over_echo_4096": (AT_LEAST, 0.5),
     "rtt_p99_ms_4096": (AT_MOST, 20.0),
     "core_flatness": (AT_LEAST, 0.8),
+    "core_flatness_workers": (AT_MOST, 1.2),
     "ledger_ratio": (AT_MOST, 1.25),
 }
 
@@ -46,7 +46,7 @@ class Bench:
     """One invocation: what it measures, with whom, into which samples."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, console: Console) -> None:
-        self.peer_python: str = arguments.peer_python
+        self.baseline_python: str = arguments.baseline_python
         self.repeats = 3 if arguments.quick else REPEATS
         self.shrink = 4 if arguments.quick else 1
         self.window_s = 0.4 if arguments.quick else 1.0
@@ -55,23 +55,25 @@ class Bench:
         self.samples = Samples()
 
     def start(self) -> None:
-        client, *peers = start_all(self._clients())
+        client, *baselines = start_all(self._clients())
         for repeat in range(self.repeats):
             controllers.start(client, self.folder / f"start{repeat}", self.samples)
-            for peer in peers:
-                controllers.peer_start(peer, self.peer_python, self.samples)
-        for child in (client, *peers):
+            for baseline in baselines:
+                controllers.start_baseline(baseline, self.baseline_python, self.samples)
+        for child in (client, *baselines):
             child.leave()
 
     def _clients(self) -> list[Child]:
-        peers = [Child("peer.py", "client", python=self.peer_python)] if self.peer_python else []
-        return [Child("streamers.py"), *peers]
+        baselines = (
+            [Child("control_plane/baseline.py", "client", python=self.baseline_python)] if self.baseline_python else []
+        )
+        return [Child("control_plane/streamers.py"), *baselines]
 
     def rows(self) -> None:
         systems = [rows.System("", self.folder / "rows")]
         systems[0].folder.mkdir()
-        if self.peer_python:
-            systems.append(rows.System(PEER, self.folder, self.peer_python, stream_requests=160))
+        if self.baseline_python:
+            systems.append(rows.System(BASELINE, self.folder, self.baseline_python, stream_requests=160))
         for system in systems:
             system.start_clients(2 * max(rows.CLIENTS))
             system.start_queue()
@@ -84,10 +86,10 @@ class Bench:
             for size in rows.REQUESTS:
                 for system in systems:
                     rows.put_and_get(system, size, self.shrink, self.samples)
-                for way in ("", "_pipelined") if self.peer_python else ():
+                for way in ("", "_pipelined") if self.baseline_python else ():
                     name = f"rows_per_s_{size}{way}"
-                    gain = self.samples.last(name) / self.samples.last(PEER + name)
-                    self.samples.add(f"times_peer_{size}{way}", gain)
+                    gain = self.samples.last(name) / self.samples.last(BASELINE + name)
+                    self.samples.add(f"times_baseline_{size}{way}", gain)
             for system in systems:
                 rows.pull_ratio(system, self.samples)
                 system.stop_queue()
@@ -98,7 +100,7 @@ class Bench:
 
     def trips(self) -> None:
         crowd = trips.Crowd(raise_open_files(), max(trips.SIZES))
-        (feeder,) = start_all([Child("streamers.py")])
+        (feeder,) = start_all([Child("control_plane/streamers.py")])
         for repeat in range(self.repeats):
             folder = self.folder / f"trips{repeat}"
             trips.one_repeat(crowd, feeder, folder, trips.SIZES, self.window_s, self.samples)
@@ -106,18 +108,10 @@ class Bench:
         feeder.leave()
 
     def core(self) -> None:
-        cores = {live: Child("core_events.py", live) for live in controllers.LIVE}
-        start_all(list(cores.values()))
-        ask_all(list(cores.values()), "measure", cycles=1000)
-        for _ in range(self.repeats):
-            controllers.core_events(cores, self.shrink, self.samples)
-            least, *_, most = (self.samples.last(f"core_events_per_s_{live}") for live in controllers.LIVE)
-            self.samples.add("core_flatness", most / least)
-        for core in cores.values():
-            core.leave()
+        controllers.core(self.repeats, self.shrink, self.samples)
 
     def ledger(self) -> None:
-        (trainers,) = start_all([Child("trainers.py")])
+        (trainers,) = start_all([Child("control_plane/trainers.py")])
         for repeat in range(self.repeats + 1):
             # The first warms up. Runs shorter than a second would mostly measure how they begin.
             samples, folder = self.samples if repeat else Samples(), self.folder / f"ledger{repeat}"
@@ -128,16 +122,16 @@ class Bench:
         title = f"flowrt's metadata plane: medians of {self.repeats} on {os.cpu_count()} cores"
         table = Table("metric", "flowrt", "least … most", "TransferQueue", "target", title=title)
         for name, value in metrics.items():
-            if name.startswith(PEER):
+            if name.startswith(BASELINE):
                 continue
             least, most = self.samples.spread(name)
-            peer = f"{metrics[PEER + name]:,.4g}" if PEER + name in metrics else ""
+            baseline = f"{metrics[BASELINE + name]:,.4g}" if BASELINE + name in metrics else ""
             verdict = ""
             if name in TARGETS:
                 side, target = TARGETS[name]
                 met = value >= target if side == AT_LEAST else value <= target
                 verdict = f"[{'green' if met else 'red'}]{side} {target:g}"
-            table.add_row(name, f"{value:,.4g}", f"{least:,.4g} … {most:,.4g}", peer, verdict)
+            table.add_row(name, f"{value:,.4g}", f"{least:,.4g} … {most:,.4g}", baseline, verdict)
         return table
 
 
@@ -145,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help="3 repeats, a quarter of the work")
-    parser.add_argument("--peer-python", default="", help="a Python that has TransferQueue; default: no peer")
+    parser.add_argument("--baseline-python", default="", help="a Python that has TransferQueue; default: none")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     arguments = parser.parse_args()
     console = Console(width=130)

@@ -17,26 +17,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_task import make_model
-from report import write
+from common.report import write
+from end_to_end.task import make_model
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.algorithms import GrpoLoss
-from flowrt.engines.checkpoint import load_model
+from flowrt.algorithms.objective import Objective
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.hf import load_model
 from flowrt.engines.options import TrainOptions
-from flowrt.engines.protocols import TrainingBatch
-from flowrt.engines.torch_train import TorchTrainer
+from flowrt.engines.torch.trainer import TorchTrainer
 
 PROMPTS = (16, 64, 256, 448)
 """The model has positions for 512."""
 RESPONSE, VOCABULARY, WHOLE = 64, 37, 8192
-WAYS = {"padded": {"share_prompts": False}, "folded": {}, "compiled": {"compile": True}}
+WAYS = {
+    "padded": TrainOptions(forward_tokens=WHOLE, share_prompts=False),
+    "folded": TrainOptions(forward_tokens=WHOLE),
+    "compiled": TrainOptions(forward_tokens=WHOLE, compile=True),
+}
 
 
 def engine(folder: Path, way: str) -> TorchTrainer:
-    options = TrainOptions(forward_tokens=WHOLE, **WAYS[way])
-    return TorchTrainer(load_model(folder), options, GrpoLoss(kl_coef=0.0), correction_cap=2.0, temperature=1.0)
+    return TorchTrainer(load_model(folder), WAYS[way], Objective(), temperature=1.0)
 
 
 def batch(prompt: int, groups: int, members: int) -> TrainingBatch:
@@ -45,12 +48,13 @@ def batch(prompt: int, groups: int, members: int) -> TrainingBatch:
     prompts = [torch.randint(1, VOCABULARY, (prompt,), generator=dice) for _ in range(groups)]
     count = groups * members
     return TrainingBatch(
-        [one for one in prompts for _ in range(members)],
-        [torch.randint(1, VOCABULARY, (RESPONSE,), generator=dice) for _ in range(count)],
-        [torch.full((RESPONSE,), -3.6) for _ in range(count)],
-        None,
-        torch.randn(count, generator=dice),
-        torch.ones(count),
+        prompts=[one for one in prompts for _ in range(members)],
+        responses=[torch.randint(1, VOCABULARY, (RESPONSE,), generator=dice) for _ in range(count)],
+        rollout_logprobs=[torch.full((RESPONSE,), -3.6) for _ in range(count)],
+        reference_logprobs=None,
+        advantages_N=torch.randn(count, generator=dice),
+        weights_N=torch.ones(count),
+        groups_N=torch.zeros(count, dtype=torch.int64),
     )
 
 

@@ -18,22 +18,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Samples, write
+from common.report import Samples, write
 from rich.console import Console
 from rich.table import Table
 
-from flowrt.engines.build import build_model, wrap_tokenizer
-from flowrt.engines.checkpoint import load_model, named_parameters, save_model
-from flowrt.engines.options import SglangOptions
-from flowrt.engines.protocols import Prompt
-from flowrt.engines.sglang import SglangRollout
-from flowrt.engines.sglang_link import SglangLink
-from flowrt.engines.sglang_protocol import Call
-from flowrt.recipes.arithmetic import Arithmetic
-from flowrt.transport.weights import Snapshot
+from flowrt.engines.base import Prompt
+from flowrt.engines.hf import load_model, named_parameters, save_model
+from flowrt.engines.options import PauseMode, SglangOptions, WeightPath
+from flowrt.engines.sglang.client import SglangClient
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.sglang.protocol import Call
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.transport.weights.snapshot import Snapshot
 
 VOCABULARY, PROMPT, ROWS, TOKENS, WARM = 320, 8, 8, 400, 4
-WAYS = [("disk", "retract"), ("disk", "in_place"), ("disk", "abort"), ("tensor", "retract"), ("broadcast", "retract")]
+WAYS: list[tuple[WeightPath, PauseMode]] = [
+    ("disk", "retract"),
+    ("disk", "in_place"),
+    ("disk", "abort"),
+    ("tensor", "retract"),
+    ("broadcast", "retract"),
+]
 PARTS = {"/pause_generation": "pause", "/continue_generation": "continue", "/weights_checker": "check"}
 
 
@@ -42,15 +48,16 @@ class Clock:
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, float, float]] = []
-        post = SglangLink.post
+        post = SglangClient.post
+        spans = self._spans
 
-        async def timed(link: SglangLink, call: Call, deadline_s: float) -> Any:
+        async def timed(self: SglangClient, call: Call, deadline_s: float) -> Any:
             begun_s = time.monotonic()
-            answer = await post(link, call, deadline_s)
-            self._spans.append((call.route, begun_s, time.monotonic()))
+            answer = await post(self, call, deadline_s)
+            spans.append((call.route, begun_s, time.monotonic()))
             return answer
 
-        SglangLink.post = timed  # type: ignore[method-assign]
+        SglangClient.post = timed  # type: ignore[method-assign]
 
     def forget(self) -> None:
         self._spans.clear()

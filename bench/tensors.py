@@ -1,16 +1,17 @@
 """The tensor plane: put, then get in another process, on shared memory and on gloo, beside what the machine can do.
 
-    python bench/tensors.py [--quick] [--json PATH] [--peer-python PYTHON]
+    python bench/tensors.py [--quick] [--json PATH] [--baseline-python PYTHON]
 
-``--peer-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``). A put brings rows into the
-producer's store and their ids and lengths to the controller; a get is the controller's answer to a pull and the rows
-it announces, until they can be read. The messages are the real ones over real links, but the controller here keeps no
-board: what that costs is measured by `bench/metadata.py`. GB/s are bytes over the seconds of put and get together, the
-median of the repeats after one that warms up; the sides that are compared take turns. Every row is checked. Memory is
-what all processes hold at the peak (shared pages counted once), above the same processes before (when they had handled
-as many rows of 1 KB), over the payload. That is held twice, as it was put and as it was got, and no third time. What is
-above 2.0 are ids, lengths and messages (some 160 bytes a row at both ends together: 0.02 % of rows of 1 MB) and pages
-of libraries, of which other processes of the machine take or leave a share while this looks.
+``--baseline-python`` is a Python that has TransferQueue (``pip install TransferQueue torch``). A put brings rows into
+the producer's store and their ids and lengths to the controller; a get is the controller's answer to a pull and the
+rows it announces, until they can be read. The messages are the real ones over real links, but the controller here
+keeps no board: what that costs is measured by `bench/metadata.py`. GB/s are bytes over the seconds of put and get
+together, the median of the repeats after one that warms up; the sides that are compared take turns. Every row is
+checked. Memory is what all processes hold at the peak (shared pages counted once), above the same processes before
+(when they had handled as many rows of 1 KB), over the payload. That is held twice, as it was put and as it was got,
+and no third time. What is above 2.0 are ids, lengths and messages (some 160 bytes a row at both ends together: 0.02 %
+of rows of 1 MB) and pages of libraries, of which other processes of the machine take or leave a share while this
+looks.
 """
 
 import argparse
@@ -28,20 +29,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from report import write
+from common.report import write
+from data_plane.raw import WarmMemory, run_gloo, run_tcp
+from data_plane.stub_controller import CONSUMER, PRODUCER, TRANSPORTS, Desk
 from rich.console import Console
 from rich.table import Table
-from tensor_desk import CONSUMER, PRODUCER, TRANSPORTS, Desk
-from tensor_raw import WarmMemory, run_gloo, run_tcp
 
-from flowrt.wire.loops import serve_loop
+from flowrt.runtime.event_loop import serve_loop
 
 FOLDER = Path(__file__).parent
 KB, MB, GB = 10**3, 10**6, 10**9
 SIZES = {"1kb": (KB, 4096), "100kb": (100 * KB, 512), "1mb": (MB, 128), "16mb": (16 * MB, 16), "64mb": (64 * MB, 4)}
-PEER_SIZES = ("1kb", "100kb", "1mb", "16mb")
-RAGGED = PEER_SIZES
-PEER = "peer"
+BASELINE_SIZES = ("1kb", "100kb", "1mb", "16mb")
+RAGGED = BASELINE_SIZES
+BASELINE = "baseline"
 MEMORY_ROWS = 512
 SAMPLE_S = 0.005
 
@@ -59,14 +60,21 @@ class Child:
     """A process that obeys JSON lines."""
 
     def __init__(self, *command: str) -> None:
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._command = " ".join(command)
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        )
         self.pid = self._popen.pid
 
     def hear(self) -> Any:
         assert self._popen.stdout is not None
         line = self._popen.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._popen.args} has ended")
+            raise RuntimeError(f"{self._command} has ended")
         return json.loads(line)
 
     def ask(self, order: str, *arguments: Any) -> Any:
@@ -143,11 +151,11 @@ def held_bytes(pids: tuple[int, ...]) -> int:
     return total
 
 
-class Peer:
+class Baseline:
     """TransferQueue, its producer and its consumer."""
 
     def __init__(self, python: str) -> None:
-        script = str(FOLDER / "tensor_peer.py")
+        script = str(FOLDER / "data_plane" / "baseline.py")
         self._queue = Child(python, script, "queue")
         address = self._queue.hear()
         self._producer, self._consumer = (Child(python, script, "client", address) for _ in range(2))
@@ -175,22 +183,22 @@ def rate(metrics: dict[str, float], name: str, case: str, size: int, seconds: li
     metrics[f"{name}_get_gbps_{case}"] = size / GB / statistics.median(get_s for _, get_s in seconds)
 
 
-async def measure(ours: Ours, peer: Peer | None, repeats: int, console: Console) -> dict[str, float]:
+async def measure(ours: Ours, baseline: Baseline | None, repeats: int, console: Console) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for case in [*SIZES, *(f"{case}_ragged" for case in RAGGED)]:
         sizes = sizes_of(case)
         await ours.make(sizes)
-        peer_too = peer is not None and case.removesuffix("_ragged") in PEER_SIZES
-        if peer is not None and peer_too:
-            await asyncio.to_thread(peer.make, sizes)
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*TRANSPORTS, PEER)}
+        also_baseline = baseline is not None and case.removesuffix("_ragged") in BASELINE_SIZES
+        if baseline is not None and also_baseline:
+            await asyncio.to_thread(baseline.make, sizes)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*TRANSPORTS, BASELINE)}
         warm, copies_s = WarmMemory(sum(sizes) // len(sizes), len(sizes)), []
         for _ in range(repeats + 1):
             copies_s.append(await asyncio.to_thread(warm.once))
             for transport in TRANSPORTS:
                 seconds[transport].append(await ours.once(transport, len(sizes)))
-            if peer is not None and peer_too:
-                seconds[PEER].append(await asyncio.to_thread(peer.once, len(sizes)))
+            if baseline is not None and also_baseline:
+                seconds[BASELINE].append(await asyncio.to_thread(baseline.once, len(sizes)))
         for name, some in seconds.items():
             if some:
                 rate(metrics, name, case, sum(sizes), some[1:])
@@ -216,7 +224,7 @@ async def measure_memory() -> dict[str, float]:
 async def two_ends() -> AsyncIterator[Ours]:
     desk = Desk()
     with contextlib.ExitStack() as stack:
-        script = str(FOLDER / "tensor_ends.py")
+        script = str(FOLDER / "data_plane" / "ends.py")
         ends = [Child(sys.executable, script, desk.address, name) for name in (PRODUCER, CONSUMER)]
         for end in ends:
             stack.callback(end.close)
@@ -227,9 +235,9 @@ async def two_ends() -> AsyncIterator[Ours]:
 
 def ratios(metrics: dict[str, float]) -> dict[str, float]:
     """What the targets are set on, where both sides were measured."""
-    both = (*PEER_SIZES, *(f"{case}_ragged" for case in RAGGED))
-    pairs = {f"shm_times_peer_{case}": (f"shm_gbps_{case}", f"peer_gbps_{case}") for case in both}
-    pairs |= {f"gloo_times_peer_{case}": (f"gloo_gbps_{case}", f"peer_gbps_{case}") for case in PEER_SIZES}
+    both = (*BASELINE_SIZES, *(f"{case}_ragged" for case in RAGGED))
+    pairs = {f"shm_times_baseline_{case}": (f"shm_gbps_{case}", f"baseline_gbps_{case}") for case in both}
+    pairs |= {f"gloo_times_baseline_{case}": (f"gloo_gbps_{case}", f"baseline_gbps_{case}") for case in BASELINE_SIZES}
     pairs |= {f"gloo_over_raw_{case}": (f"gloo_get_gbps_{case}", f"raw_gloo_gbps_{case}") for case in ("1mb", "64mb")}
     pairs["shm_over_raw_16mb"] = ("shm_gbps_16mb", "raw_shm_gbps_16mb")
     return {name: metrics[one] / metrics[other] for name, (one, other) in pairs.items() if other in metrics}
@@ -239,12 +247,12 @@ async def main(arguments: argparse.Namespace) -> None:
     console = Console(width=150)
     metrics = await measure_memory()
     with contextlib.ExitStack() as stack:
-        peer = None
-        if arguments.peer_python:
-            peer = await asyncio.to_thread(Peer, arguments.peer_python)
-            stack.callback(peer.close)
+        baseline = None
+        if arguments.baseline_python:
+            baseline = await asyncio.to_thread(Baseline, arguments.baseline_python)
+            stack.callback(baseline.close)
         async with two_ends() as ours:
-            metrics |= await measure(ours, peer, 3 if arguments.quick else 9, console)
+            metrics |= await measure(ours, baseline, 3 if arguments.quick else 9, console)
     metrics |= ratios(metrics)
     table = Table("metric", "value", title="the tensor plane")
     for name, value in metrics.items():
@@ -257,5 +265,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help="3 repeats in place of 9")
-    parser.add_argument("--peer-python", default="", help="a Python that has TransferQueue")
+    parser.add_argument("--baseline-python", default="", help="a Python that has TransferQueue")
     serve_loop(main(parser.parse_args()))

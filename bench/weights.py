@@ -12,13 +12,13 @@ from pathlib import Path
 
 import deltas
 import torch
-from links import Peer, Unavailable, become_switch, sent_bytes
-from report import percentile, write
+from common.links import LinkedProcess, Unavailable, become_switch, sent_bytes
+from common.report import percentile, write
 from rich.console import Console
 from rich.table import Table
-from weight_gpu import on_a_gpu
-from weight_roles import controlling, publishing, receiving
-from weight_stalls import WAYS, generating
+from weight_sync.gpu import on_a_gpu
+from weight_sync.roles import controlling, publishing, receiving
+from weight_sync.stalls import WAYS, generating
 
 RECEIVERS = (1, 2, 4, 8)
 CONTROLLER, TRAINER, FIRST = 1, 2, 3
@@ -30,11 +30,11 @@ CONSOLE = Console(width=120)
 
 def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
     """Seconds until all of n receivers hold a version, and the copies of it that the trainer sent."""
-    peers: list[Peer] = []
+    processes: list[LinkedProcess] = []
     try:
-        peers = [Peer(controlling, CONTROLLER), Peer(publishing, TRAINER, mbit_s)]
-        peers += [Peer(receiving, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
-        hub, trainer, *receivers = peers
+        processes = [LinkedProcess(controlling, CONTROLLER), LinkedProcess(publishing, TRAINER, mbit_s)]
+        processes += [LinkedProcess(receiving, FIRST + number, mbit_s) for number in range(max(RECEIVERS))]
+        hub, trainer, *receivers = processes
         address, keys = hub.ask("serve", host=f"10.77.0.{CONTROLLER}")
         size = trainer.ask("join", address=address, keys=keys, megabytes=megabytes)
         version, joined = 0, 0
@@ -63,17 +63,20 @@ def fan_out(mbit_s: float, megabytes: int, repeats: int) -> dict[str, float]:
         metrics["fanout_wire_s"] = size * 8 / (mbit_s * 1e6)
         return metrics
     finally:
-        for peer in peers:
-            peer.leave()
+        for process in processes:
+            process.leave()
 
 
 def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str, float]:
     """A worker generates; a version comes every PERIOD_S seconds, in each of the WAYS (none for a while before)."""
     linked = bool(mbit_s)
-    peers = [Peer(controlling, CONTROLLER if linked else 0)]
+    processes = [LinkedProcess(controlling, CONTROLLER if linked else 0)]
     try:
-        peers += [Peer(publishing, TRAINER if linked else 0, mbit_s), Peer(generating, FIRST if linked else 0, mbit_s)]
-        hub, trainer, worker = peers
+        processes += [
+            LinkedProcess(publishing, TRAINER if linked else 0, mbit_s),
+            LinkedProcess(generating, FIRST if linked else 0, mbit_s),
+        ]
+        hub, trainer, worker = processes
         address, keys = hub.ask("serve", host=host)
         size = trainer.ask("join", address=address, keys=keys, megabytes=0)
         worker.ask("join", address=address, keys=keys)
@@ -97,8 +100,8 @@ def stand_still(host: str, mbit_s: float, versions: int, swaps: int) -> dict[str
             metrics[f"tokens_ratio{ending}"] = found["tokens_per_s"] / quiet["tokens_per_s"]
         return metrics
     finally:
-        for peer in peers:
-            peer.leave()
+        for process in processes:
+            process.leave()
 
 
 def changes(quick: bool) -> dict[str, float]:

@@ -49,7 +49,7 @@ class Simple:
 
     def swap(self, snapshot: grpo.Snapshot) -> None:
         snapshot.restore({name: parameter.detach() for name, parameter in self._model.named_parameters()})
-        self._version = snapshot.version  # nothing runs now, unless config.rollout.swap is inflight
+        self._version = snapshot.version  # nothing runs now, unless config.rollout.weight_update is in_flight
 
 
 if __name__ == "__main__":

@@ -1,39 +1,40 @@
-"""The public surface for loops and engines of your own: bring what is yours, keep the rest.
+"""The public API for loops of your own: a dataflow, policies and roles on the runtime.
 
-`examples/custom_loop.py` is a loop with a dataflow of its own. For engines of your own in a GRPO run: `flowrt.grpo`.
-Everything named in ``__all__`` is stable; what it is built from is not.
+- `examples/custom_loop.py` is a complete loop; `flowrt.grpo` is the API for engines of your own in a GRPO run.
+- Every name in ``__all__`` is stable; the modules that it comes from are not.
+- A mistake in a dataflow or its settings raises ConfigError before anything starts.
 """
 
 import asyncio
+import functools
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from flowrt.client.batches import Batch
-from flowrt.client.dataset import StreamDataset
-from flowrt.client.greeting import connect
-from flowrt.client.session import Session
-from flowrt.client.stream import stream
-from flowrt.client.swapping import pull_between
-from flowrt.controller.admission import Admission, StrictLag
-from flowrt.controller.batchers import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session, connect
+from flowrt.client.streams import pull_between, stream
+from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
-from flowrt.controller.decode_cost import DecodeCost
-from flowrt.controller.dispatch import Dispatch, Fifo
-from flowrt.controller.priority import Priority
-from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Refresh, Rolling
-from flowrt.controller.server import Server
-from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
-from flowrt.controller.sharing import Balanced, OnDemand, Sharing
-from flowrt.controller.sticky import Sticky
-from flowrt.controller.tail import TailLanes
-from flowrt.errors import FlowError, Stopped
-from flowrt.transport.rows import Packed
-from flowrt.transport.weights import Snapshot
-from flowrt.wire.keys import controller_keys, worker_keys
-from flowrt.wire.loops import run_loop, serve_loop
-from flowrt.wire.records import Column, Stage
+from flowrt.controller.policies.admission import Admission, StrictLag
+from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
+from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
+from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
+from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
+from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
+from flowrt.controller.server.server import Server
+from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
+from flowrt.errors import EXIT_DISMISSED, EXIT_STALLED, ConfigError, FlowError, Stopped, suggested
+from flowrt.net.curve_keys import controller_keys, worker_keys
+from flowrt.protocol.records import Column, Stage
+from flowrt.runtime.event_loop import run_loop, serve_loop
+from flowrt.runtime.waits import pause
+from flowrt.transport.samples.row_blocks import Packed
+from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [
     "Admission",
@@ -51,26 +52,27 @@ __all__ = [
     "FixedTokens",
     "FlowError",
     "GroupCount",
-    "LostMember",
+    "LengthAware",
     "OnDemand",
+    "OnLostSample",
     "Packed",
     "Policies",
     "Priority",
-    "Refresh",
+    "RankBalancing",
     "Rolling",
     "Rows",
     "Server",
     "Session",
     "Settings",
-    "Sharing",
     "Snapshot",
     "Stage",
     "Sticky",
     "Stopped",
     "StreamDataset",
     "StrictLag",
-    "TailLanes",
     "TokenBudget",
+    "WeightSyncPolicy",
+    "check_roles",
     "connect",
     "controller",
     "play_all",
@@ -83,6 +85,9 @@ __all__ = [
 ]
 
 JOIN_S = 10.0
+DEADLOCK_S = 5.0
+"""A run in this process ends once each of its roles has waited for the others for this long."""
+DEADLOCK_POLL_S = 0.5
 
 
 Role = Callable[[Session], Awaitable[None]]
@@ -98,46 +103,110 @@ async def controller(
     config: str = "",
     keys: Path | None = None,
 ) -> AsyncIterator[tuple[Server, str]]:
-    """A controller on this event loop; gives the server and the address that workers connect to.
+    """Run a controller on this event loop; yields the server and the address that workers connect to.
 
-    ``config`` is handed to every worker as `Session.welcome.config`. The ledger and metrics go to ``run_dir``, which
-    must exist. Leaving the block ends the run and waits until its workers have gone. ``keys`` is a directory that
-    ``flowrt keys`` made; without one only this machine is listened to. Raises ConfigError when the address is taken.
+    Leaving the block ends the run and waits until its workers have left.
+
+    Args:
+        flow: columns and stages.
+        settings: sizes, roles and timeouts.
+        policies: one policy for each decision of the controller.
+        run_dir: an existing directory for the ledger and the metrics.
+        address: address to listen on; port 0: any free port.
+        config: text that every worker receives as `Session.welcome.config`.
+        keys: a directory made by ``flowrt keys``; None: only loopback addresses are allowed.
+
+    Raises:
+        ConfigError: the address is in use, or the keys cannot be read.
     """
-    core, known = Core(settings, flow, policies), None if keys is None else controller_keys(keys)
-    server = Server(core, flow.columns, config, run_dir, heartbeat_s=1.0, wait_s=600.0, keys=known)
+    core = Core(settings, flow, policies)
+    server_keys = None if keys is None else controller_keys(keys)
+    server = Server(core, flow.columns, config, run_dir, heartbeat_s=1.0, request_timeout_s=600.0, keys=server_keys)
     bound = server.bind(address)
     async with server.running():
         yield server, bound
 
 
 async def run_roles(flow: Dataflow, settings: Settings, policies: Policies, roles: Mapping[str, Role]) -> None:
-    """A whole run in this process: a controller, and each role with a session of its own, until the run is complete.
+    """Run a controller and all roles in this process, each with a session of its own, until the run is complete.
 
-    Raises what the first failing role raised, or Stopped when the run ended with another exit code than 0.
+    Args:
+        flow: columns and stages.
+        settings: sizes, roles and timeouts.
+        policies: one policy for each decision of the controller.
+        roles: the coroutine function of each role, by name.
+
+    Raises:
+        ConfigError: the settings name a role that is not in ``roles``; nothing was started.
+        Stopped: the run ended with an exit code other than 0, for example because all roles wait for each other
+            (a role is missing, or has not called `Session.finished`).
+        Exception: the first exception of a role, as it was raised.
     """
+    check_roles(settings, roles)
     with tempfile.TemporaryDirectory(prefix="flowrt-") as run_dir:
         async with controller(flow, settings, policies, Path(run_dir)) as (server, address):
-            await play_all(server, address, roles)
+            await _play_all(server, address, roles, detect_deadlock=True)
+
+
+def check_roles(settings: Settings, roles: Collection[str]) -> None:
+    """Check that the settings name only roles of the run. Raises ConfigError."""
+    for name in ("completing_roles", "critical_roles", "replaceable_roles", "checkpointing_roles"):
+        for role in getattr(settings, name):
+            if role not in roles:
+                raise ConfigError(f"Settings.{name} names {role!r}, which is no role{suggested(role, roles)}")
 
 
 async def play_all(server: Server, address: str, roles: Mapping[str, Role]) -> None:
-    """Each role with a session of its own, until the run of this controller is complete; raises as `run_roles` does."""
-    async with asyncio.TaskGroup() as group:
-        for name, role in roles.items():
-            group.create_task(_play(await connect(address, name, name, JOIN_S), role))
+    """Run each role with a session of its own until the run of this controller is complete; raises as `run_roles`.
+
+    Other workers may join. If a required one does not, the roles wait as long as the timeouts of `Settings` allow.
+    """
+    await _play_all(server, address, roles, detect_deadlock=False)
+
+
+async def _play_all(server: Server, address: str, roles: Mapping[str, Role], detect_deadlock: bool) -> None:
+    """``detect_deadlock``: end the run if these roles wait for each other, because no other worker will join."""
+    returned: set[str] = set()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name, role in roles.items():
+                session = await connect(address, name, name, JOIN_S)
+                group.create_task(_play(session, role, functools.partial(returned.add, name)))
+            if detect_deadlock:
+                group.create_task(_end_deadlock(server, returned))
+    except BaseExceptionGroup as several:
+        raise _first(several) from None  # the others are its consequences
     ended = server.ended
     if ended is not None and ended.code != 0:
         raise Stopped(ended.reason, ended.code)
 
 
-async def _play(session: Session, role: Role) -> None:
+async def _end_deadlock(server: Server, returned: Collection[str]) -> None:
+    """End the run if every role waits for another one; returns when the run has ended."""
+    while server.ended is None:
+        await pause(DEADLOCK_POLL_S)
+        if why := server.deadlock(returned, DEADLOCK_S):
+            server.end(why, EXIT_STALLED)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error in a group, with `Stopped` only if there is no other."""
+    while isinstance(error, BaseExceptionGroup):
+        others = error.split(Stopped)[1]
+        error = (others or error).exceptions[0]
+    return error
+
+
+async def _play(session: Session, role: Role, when_returned: Callable[[], None]) -> None:
     error = ""
     try:
         await role(session)
+        when_returned()
         await session.wait_stopped()
-    except Stopped:
-        return
+    except Stopped as stopped:
+        if stopped.code == EXIT_DISMISSED:  # only this worker was stopped, not the run
+            error = stopped.reason
+            raise
     except BaseExceptionGroup as several:
         if several.split(Stopped)[1] is not None:
             raise

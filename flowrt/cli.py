@@ -1,180 +1,339 @@
-"""The ``flowrt`` command."""
+"""The ``flowrt`` command.
 
-import sys
-from collections.abc import Callable, Sequence
-from itertools import islice
-from pathlib import Path
-
-from rich.console import Console
-
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, ConfigError, FlowError
-
-USAGE = """usage: flowrt run [arithmetic | gsm8k] [--config FILE.toml] [--KEY VALUE ...]
-       flowrt status RUN | --controller ADDRESS [--keys DIR] [--json]
-       flowrt resume RUN [--steps N] [--KEY VALUE ...]
-       flowrt ledger RUN [--prompt N [--epoch E]]
-       flowrt worker ROLE --controller ADDRESS [--name NAME]
-       flowrt drain WORKER --run RUN | --controller ADDRESS
-       flowrt keys DIR [NAME ...]
-       flowrt doctor [--config FILE] [--on WORDS --nodes N] [--controller ADDRESS] [--json | --merge FILE ...]
-       flowrt templates [DIR] [--partition NAME] [--account NAME] [--nodes N] [--gpus N] [...]
-
-  flowrt run                               GRPO on generated arithmetic, on this machine
-  flowrt run gsm8k --data FILE.jsonl       GRPO on word problems from a file
-  flowrt run [RECIPE] --help               every knob, one sentence each
-  flowrt status RUN                        who waits for whom in a run that goes on
-  flowrt resume RUN [--steps N]            go on with a run from its newest checkpoint (to step N)
-  flowrt resume RUN --trainer.ranks N      the same with other ranks, workers or hosts; RUN --help: what may change
-  flowrt ledger RUN                        how many prompts of a run are in which state
-  flowrt ledger RUN --prompt N             the life of a prompt
-  flowrt worker ROLE --controller ADDRESS  join a running job, as a rollout, reward or reference worker, say
-  flowrt drain WORKER --run RUN            let a worker leave a running job without losing a sample
-  flowrt keys DIR [NAME ...]               make keys: one for the controller, one for all workers or for each NAME
-  flowrt doctor                            can a run go well on this machine? --on 'srun ...': on these nodes?
-  flowrt templates DIR --partition NAME    write SLURM templates with this site's values; --help lists them
+- argparse splits a command line into a command and its arguments; the flags of a configuration (run, config, resume)
+  and the values of a site (slurm) are tyro's, from a dataclass.
+- Bad input is one sentence on stderr and exit code 2, and starts nothing.
+- A command imports what it needs when it is called: ``flowrt --help`` is fast.
 """
-ROLES = ("reference", "reward", "rollout", "source", "trainer")
-HELP = ("-h", "--help")
-KEYS_HINT = "FLOWRT_KEYS in the environment of the controller and of each worker"
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, FlowError
+from flowrt.launcher.terminal import console, prepare_streams, printable
+from flowrt.net.curve_keys import KEYS_VARIABLE
+from flowrt.runtime.bounds import seconds
+
+DESCRIPTION = "Asynchronous streaming RL post-training of language models."
+HELP_FLAGS = ("-h", "--help")
+RUN_HELP = "the directory of a run, or the address of its controller, tcp://HOST:PORT"
+KEYS_HELP = f"directory of keys (default: those of the run, or ${KEYS_VARIABLE})"
+STATUS_TIMEOUT_S = 5.0
+DRAIN_TIMEOUT_S = 600.0
+DOCTOR_TIMEOUT_S = 60.0
 
 
-def _run(words: list[str]) -> int:
-    # Imported late: `flowrt --help` should not wait for what a run needs.
-    from flowrt.launch.local import run
-    from flowrt.recipes.load import parse
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ConfigError, and which knows flags only by their full names."""
 
-    code: int = run(parse(words), Console())
-    return code
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
-
-def _keys(words: list[str]) -> int:
-    from flowrt.wire.keys import write_keys
-    from flowrt.wire.sockets import new_pair
-
-    if not words or any(word.startswith("-") for word in words):
-        raise ConfigError("flowrt keys takes a new directory, and names of workers if each is to have its own key")
-    write_keys(Path(words[0]), words[1:], new_pair)
-    sys.stdout.write(f"keys in {words[0]}: use them with flowrt run --controller.keys {words[0]}, or {KEYS_HINT}\n")
-    return 0
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{printable(message, one_line=True)}; {self.prog} --help lists the arguments")
 
 
-def _doctor(words: list[str]) -> int:
-    from flowrt.launch.doctor import doctor
+class MainParser(Parser):
+    """The parser of the first words, whose help also lists the recipes."""
 
-    code: int = doctor(words, Console())
-    return code
+    def format_help(self) -> str:
+        from flowrt.recipes.tasks.registry import RECIPES
 
-
-def _templates(words: list[str]) -> int:
-    from flowrt.launch.templates import write
-
-    paths = write(words)
-    sys.stdout.write("".join(f"{path}\n" for path in paths))
-    return 0
+        recipes = "".join(f"    {name:<12}{recipe.summary}\n" for name, recipe in RECIPES.items())
+        return (
+            f"{super().format_help()}\nrecipes:\n{recipes}\nflowrt COMMAND --help lists the arguments of a command, "
+            "flowrt run RECIPE --help every setting of a run.\n"
+        )
 
 
-def _status(words: list[str]) -> int:
-    from flowrt.launch.status import run
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A subcommand: its line in ``flowrt --help``, and what it does."""
 
-    code: int = run(words, Console())
-    return code
-
-
-def _resume(words: list[str]) -> int:
-    from flowrt.launch.resume import resume
-
-    run_dir, flags = _run_dir("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...]", words)
-    code: int = resume(run_dir, flags, Console())
-    return code
+    summary: str
+    run: Callable[[argparse.Namespace], int]
+    """Takes the parsed arguments; returns the exit code."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    """None: all words after the command's name are left to `run`, as ``words``."""
 
 
-def _ledger(words: list[str]) -> int:
-    from flowrt.launch.accounts import show
+def _run(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.local_run import run
+    from flowrt.recipes.config_io import parse
 
-    takes = "flowrt ledger takes a run directory [--prompt N] [--epoch N]"
-    run_dir, flags = _run_dir(takes, [part for word in words for part in word.split("=", 1)])
-    values = dict(zip(flags[::2], [*flags[1::2], ""], strict=False))
-    if not values.keys() <= {"--prompt", "--epoch"} or not all(value.isdecimal() for value in values.values()):
-        raise ConfigError(f"{takes}, and --prompt a whole number; not {' '.join(words)!r}")
-    prompt, epoch = (int(values[flag]) if flag in values else None for flag in ("--prompt", "--epoch"))
-    show(run_dir, prompt, epoch, Console())
-    return 0
+    return run(parse(arguments.words), console())
 
 
-def _worker(words: list[str]) -> int:
-    import runpy
+def _config(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.local_run import with_absolute_paths
+    from flowrt.recipes.config_io import parse, to_toml
 
-    role = words[0] if words else ""
-    if role not in ROLES:
-        raise ConfigError(f"flowrt worker takes a role, not {role!r}; there is: {', '.join(ROLES)}")
-    sys.argv = [f"flowrt worker {role}", *words[1:]]
-    runpy.run_module(f"flowrt.workers.{role}", run_name="__main__", alter_sys=False)
-    return 0
+    sys.stdout.write(to_toml(with_absolute_paths(parse(arguments.words, "flowrt config"))))
+    return EXIT_OK
 
 
-def _drain(words: list[str]) -> int:
-    from flowrt.launch.draining import drain
+def _resume(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.resume import resume
+    from flowrt.recipes.config_io import RECIPE_NAMES, defaults
+    from flowrt.recipes.resume_overrides import apply_overrides
 
-    code: int = drain(words, Console())
-    return code
+    run_dirs, flags = _split_run_dir(arguments.words)
+    if not run_dirs and any(flag in HELP_FLAGS for flag in flags):
+        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1])
+    if len(run_dirs) != 1:
+        raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...]")
+    return resume(Path(run_dirs[0]), flags, console())
 
 
-def _run_dir(takes: str, words: list[str]) -> tuple[Path, list[str]]:
-    """The run directory, and the flags, each with its value behind it or in it. Raises ConfigError: ``takes``."""
+def _split_run_dir(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are no flag and no value of one, and the others."""
     places: list[str] = []
     flags: list[str] = []
     rest = iter(words)
     for word in rest:
         if not word.startswith("-"):
             places.append(word)
-        elif word in HELP or "=" in word:
-            flags.append(word)
         else:
-            flags += [word, *islice(rest, 1)]
-    if len(places) != 1:
-        raise ConfigError(takes)
-    return Path(places[0]), flags
+            flags.append(word)
+            if word not in HELP_FLAGS and "=" not in word and (value := next(rest, None)) is not None:
+                flags.append(value)
+    return places, flags
 
 
-# In the order of the messages that name them.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "doctor": _doctor,
-    "drain": _drain,
-    "keys": _keys,
-    "ledger": _ledger,
-    "resume": _resume,
-    "run": _run,
-    "status": _status,
-    "templates": _templates,
-    "worker": _worker,
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("--run", dest="named_run", default="", metavar="RUN", help="the same")
+    parser.add_argument("--controller", default="", metavar="RUN", help="the same")
+    parser.add_argument("--keys", default="", metavar="DIR", help=KEYS_HELP)
+    parser.add_argument("--json", action="store_true", help="print the controller's answer as JSON")
+    parser.add_argument(
+        "--deadline-s", type=seconds, default=STATUS_TIMEOUT_S, metavar="S", help="time limit (default: %(default)s s)"
+    )
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.status import show
+
+    runs = [run for run in (arguments.run, arguments.named_run, arguments.controller) if run]
+    if len(runs) != 1:
+        raise ConfigError("flowrt status takes one RUN: the directory of a run, or tcp://HOST:PORT")
+    return show(runs[0], arguments.keys, arguments.deadline_s, console(), as_json=arguments.json)
+
+
+def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument("--prompt", type=_whole_number, metavar="N", help="print the history of this prompt")
+    parser.add_argument("--epoch", type=_whole_number, metavar="E", help="only of this epoch")
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.ledger import show
+
+    show(arguments.run_dir, arguments.prompt, arguments.epoch, console())
+    return EXIT_OK
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from importlib import import_module
+
+    from flowrt.ids import ROLES
+
+    role = arguments.words[0] if arguments.words else ""
+    if role in HELP_FLAGS:
+        sys.stdout.write(
+            f"usage: flowrt worker ROLE --controller RUN [...]\n\nROLE is one of {', '.join(ROLES)}; "
+            "flowrt worker ROLE --help lists the arguments.\n"
+        )
+        return EXIT_OK
+    if role not in ROLES:
+        raise ConfigError(f"flowrt worker takes a role, not {role!r}; there is: {', '.join(ROLES)}")
+    sys.argv = [f"flowrt worker {role}", *arguments.words[1:]]
+    import_module(f"flowrt.roles.{role}").start()
+    return EXIT_OK
+
+
+def _drain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="its name, as given by flowrt run or with --name")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", default="", metavar="RUN", help=RUN_HELP)
+    where.add_argument("--controller", default="", metavar="RUN", help="the same")
+    parser.add_argument("--keys", default="", metavar="DIR", help=KEYS_HELP)
+    parser.add_argument(
+        "--within-s",
+        type=seconds,
+        default=DRAIN_TIMEOUT_S,
+        metavar="S",
+        help="time limit for the worker to leave (default: %(default)s s)",
+    )
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.drain import drain
+
+    run = arguments.run or arguments.controller
+    return drain(arguments.worker, run, arguments.keys, arguments.within_s, console())
+
+
+def _keys_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a new directory for the keys")
+    parser.add_argument("workers", nargs="*", default=[], metavar="NAME", help="a worker that gets a key of its own")
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from flowrt.net.curve_keys import write_keys
+
+    directory = arguments.directory
+    write_keys(Path(directory), arguments.workers)
+    sys.stdout.write(
+        f"keys in {directory}: use them with flowrt run --controller.keys {directory}, or {KEYS_VARIABLE} in the "
+        "environment of the controller and of each worker\n"
+    )
+    return EXIT_OK
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        default="",
+        metavar="FILE",
+        help="configuration whose memory is estimated (default: recipe arithmetic)",
+    )
+    parser.add_argument("--run-dir", default="", metavar="DIR", help="directory that the run will be written to")
+    parser.add_argument("--model", default="", metavar="DIR", help="model that the run will start from")
+    parser.add_argument("--controller", default="", metavar="RUN", help=f"{RUN_HELP}: the round trip is measured")
+    parser.add_argument(
+        "--peers", type=int, default=1, metavar="N", help="nodes that probe at a time: lanes between them are measured"
+    )
+    parser.add_argument(
+        "--keys",
+        default=os.environ.get(KEYS_VARIABLE, ""),
+        metavar="DIR",
+        help=f"directory of keys (default: ${KEYS_VARIABLE})",
+    )
+    parser.add_argument(
+        "--on", default="", metavar="PREFIX", help="command prefix that starts a command on all nodes, like srun"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes PREFIX starts a command on")
+    parser.add_argument(
+        "--deadline-s",
+        type=seconds,
+        default=DOCTOR_TIMEOUT_S,
+        metavar="S",
+        help="time limit for the controller and the other nodes to answer (default: %(default)s s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the facts of this node as one line of JSON")
+    parser.add_argument(
+        "--merge", nargs="+", default=[], metavar="FILE", help="judge the output of --json of each node"
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.doctor.command import DoctorOptions, doctor
+
+    options = DoctorOptions(
+        config=arguments.config,
+        run_dir=arguments.run_dir,
+        model=arguments.model,
+        controller=arguments.controller,
+        peers=arguments.peers,
+        keys=arguments.keys,
+        on=arguments.on,
+        nodes=arguments.nodes,
+        deadline_s=arguments.deadline_s,
+        merge=tuple(arguments.merge),
+        as_json=arguments.json,
+    )
+    return doctor(options, console())
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.slurm import write
+
+    sys.stdout.write("".join(f"{path}\n" for path in write(arguments.words)))
+    return EXIT_OK
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+COMMANDS: Mapping[str, Subcommand] = {
+    "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...]", _run),
+    "config": Subcommand("print the configuration of such a run as TOML", _config),
+    "resume": Subcommand("resume a run from its newest checkpoint", _resume),
+    "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
+    "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
+    "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
+    "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
+    "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),
+    "doctor": Subcommand("check this machine, or all nodes of a job, before a run", _doctor, _doctor_arguments),
+    "slurm": Subcommand("write SLURM templates with the values of a site", _slurm),
 }
 
 
+def _parser() -> MainParser:
+    """The parser of the whole command line."""
+    parser = MainParser(prog="flowrt", usage="flowrt COMMAND [...]", description=DESCRIPTION)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", prog="flowrt", parser_class=Parser
+    )
+    for name, command in COMMANDS.items():
+        if command.add_arguments is None:
+            # No word begins with NUL, so none is a flag to this parser.
+            words = commands.add_parser(name, help=command.summary, add_help=False, prefix_chars="\0")
+            words.add_argument("words", nargs=argparse.REMAINDER)
+        else:
+            command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 bad input, 3 stalled, 130 interrupted."""
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 3 no progress, 130 interrupted."""
+    if arguments is None:
+        prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    errors = Console(stderr=True)
-    # What takes a word or two is explained with all the others.
-    of_few_words = len(words) == 2 and words[0] in ("keys", "ledger", "resume", "worker")
-    if not words or words[of_few_words] in HELP:
-        sys.stdout.write(USAGE)
-        return 0 if words else EXIT_BAD_INPUT
-    if words[0] not in COMMANDS:
-        there_is = ", ".join(COMMANDS)
-        said = f"flowrt: there is no command {words[0]!r}; there is: {there_is}"
-        errors.print(said, highlight=False, markup=False, soft_wrap=True)
-        return EXIT_BAD_INPUT
+    errors = console(stderr=True)
     try:
-        return COMMANDS[words[0]](words[1:])
+        return _call(words)
     except ConfigError as error:
-        errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"flowrt: {error}", soft_wrap=True)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        errors.print("flowrt: interrupted")
+        return EXIT_INTERRUPTED
     except OSError as error:
-        errors.print(f"flowrt: {error}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"flowrt: {error}", soft_wrap=True)
         return EXIT_FAILED
     except FlowError as error:
-        errors.print(f"flowrt: {type(error).__name__}: {error}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"flowrt: {type(error).__name__}: {error}", soft_wrap=True)
         return EXIT_FAILED
+
+
+def _call(words: Sequence[str]) -> int:
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise ConfigError(f"there is no command {words[0]!r}; there is: {', '.join(sorted(COMMANDS))}")
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        what = " ".join(word for word in ("flowrt", arguments.command) if word)
+        raise ConfigError(f"{what} takes no {' '.join(map(repr, unknown))}; {what} --help lists the arguments")
+    if arguments.version:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"flowrt {version('flowrt')}\n")
+        return EXIT_OK
+    if arguments.command is None:
+        parser.print_help()
+        return EXIT_BAD_INPUT
+    return COMMANDS[arguments.command].run(arguments)
 
 
 if __name__ == "__main__":

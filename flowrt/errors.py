@@ -1,24 +1,27 @@
-"""Every error that flowrt raises on purpose.
+"""Exceptions of flowrt, and the exit codes of its processes.
 
 ::
 
     FlowError
       ConfigError            the input is wrong: exit code 2, nothing was started
       ProtocolError
-        LocalProtocolError   we were about to say something illegal (our bug)
-        RemoteProtocolError  they said something illegal, or speak another protocol version
+        LocalProtocolError   this process was about to send or do something illegal (a bug of its own)
+        RemoteProtocolError  the peer sent something illegal, or has another protocol version
       WaitExpired            a wait reached its deadline; names what it waited for
       TransferError          tensors did not arrive; names the lane and the peer
-      OverBudget             a store of tensors has no room; names its budget and what would not fit
-      EngineError            a model could not be loaded, run or swapped
+      OverBudget             a tensor store has no room; names its budget and the rows that do not fit
+      EngineError            a model could not be loaded, run or updated
         EngineGone           the server behind an engine died, or does not answer in time
       Stopped                the run is over; carries the reason and the exit code
-      Drained                this worker was told to leave: it gets nothing more to do
+      Drained                this worker is drained: it gets no more work
 """
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class FlowError(Exception):
-    """Base of the tree; its text is one sentence that names the thing, its state and the fix."""
+    """Base class. Its text is one sentence that names the object, its state and the fix."""
 
 
 class ConfigError(FlowError):
@@ -26,19 +29,19 @@ class ConfigError(FlowError):
 
 
 class ProtocolError(FlowError):
-    """The conversation broke its rules."""
+    """A message or call violates the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was about to break the rules."""
+    """This process was about to violate the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side broke the rules."""
+    """The peer has violated the protocol."""
 
 
 class WaitExpired(FlowError):
-    """A deadline passed while waiting."""
+    """A wait has reached its deadline."""
 
 
 class TransferError(FlowError):
@@ -46,22 +49,19 @@ class TransferError(FlowError):
 
 
 class OverBudget(FlowError):
-    """A store of tensors has no room."""
+    """A tensor store has no room."""
 
 
 class EngineError(FlowError):
-    """A model failed to load, run or take weights."""
+    """A model could not be loaded, run or updated."""
 
 
 class EngineGone(EngineError):
-    """A server that an engine needs has died or hangs."""
+    """The server behind an engine has died, or does not answer in time."""
 
 
 class Stopped(FlowError):
-    """The controller ended the run.
-
-    ``code`` is the exit code that the process should leave with.
-    """
+    """The controller has ended the run. ``code`` is the exit code for this process."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -70,10 +70,10 @@ class Stopped(FlowError):
 
 
 class Drained(FlowError):
-    """This worker was told to leave; it finishes what it has begun and pulls nothing more."""
+    """This worker is drained: it finishes the work that it has, and pulls no more."""
 
 
-MISTAKES = (
+PROGRAMMING_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -83,11 +83,26 @@ MISTAKES = (
     TypeError,
     ValueError,
 )
-"""What raises these where nothing of the kind is expected is not to be trusted any more."""
+"""Errors that, where they are not expected, mean a bug: the object that raised one is not used any more."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STALLED = 3
-EXIT_DISMISSED = 4  # a worker that counts as gone; the run goes on, and another one may take its place
+EXIT_DISMISSED = 4  # the controller has dismissed the worker; the run continues, and another worker may replace it
 EXIT_INTERRUPTED = 130
+
+VIOLATION = "protocol violation"
+"""Prefix of the reason for which a worker is dismissed that has broken the protocol."""
+
+MAX_NAMES = 20
+"""Of names in an error message."""
+
+
+def suggested(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the one probably meant, or the first of those known."""
+    known = sorted(known)
+    if close := get_close_matches(name, known, 1):
+        return f"; did you mean {close[0]!r}?"
+    more = f", and {len(known) - MAX_NAMES} more" if len(known) > MAX_NAMES else ""
+    return f"; there is {', '.join(map(repr, known[:MAX_NAMES])) or 'none'}{more}"

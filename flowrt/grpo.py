@@ -1,7 +1,8 @@
-"""GRPO with engines of your own: bring a trainer or a rollout engine, keep the rest.
+"""The public API for GRPO with engines of your own: a training or rollout engine in place of flowrt's.
 
-`examples/custom_trainer.py` and `examples/custom_rollout.py` are complete. Apart from `flowrt.api`, because
-transformers takes long to load.
+- `examples/custom_trainer.py` and `examples/custom_rollout.py` are complete.
+- Every name in ``__all__`` is stable.
+- This module is not part of `flowrt.api`, because importing transformers takes seconds.
 """
 
 import asyncio
@@ -9,16 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrt.api import Role, Session, Snapshot, controller, play_all
-from flowrt.engines.checkpoint import load_model, load_tokenizer
-from flowrt.engines.protocols import Interrupt, Prompt, Response, RolloutEngine, TrainEngine, TrainingBatch
-from flowrt.engines.scoring import response_logprobs
+from flowrt.api import Role, Session, Snapshot, check_roles, controller, play_all
+from flowrt.engines.base import Interrupt, Prompt, Response, RolloutEngine, TrainEngine, TrainingBatch
+from flowrt.engines.hf import load_model, load_tokenizer
+from flowrt.engines.training.forward import response_logprobs
+from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
+from flowrt.launcher import build_model
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.load import parse, to_toml
-from flowrt.recipes.paths import model_dir, private
-from flowrt.workers import entry, prepare, reference, reward, rollout, source, trainer
-from flowrt.workers.engines import rollout_engine, train_engine
+from flowrt.recipes.config_io import parse, to_toml
+from flowrt.recipes.run_dir import model_dir
+from flowrt.roles import main, reference, reward, rollout, source, trainer
+from flowrt.roles.engines import rollout_engine, train_engine
+from flowrt.runtime.files import private_directory
 
 __all__ = [
     "Interrupt",
@@ -48,10 +52,19 @@ async def run_recipe(
     rollout_engine: Callable[[RunConfig], RolloutEngine] = rollout_engine,
     train_engine: Callable[[RunConfig], TrainEngine] = train_engine,
 ) -> dict[str, Any]:
-    """GRPO on a recipe's problems in this process, with the engines that these functions make; returns the summary.
+    """Run GRPO on a recipe's problems in this process, with one rollout worker and one trainer.
 
-    ``config`` is what `parse` makes of command-line flags and must name a ``run_dir``; one rollout worker and one
-    trainer are started. The embedded model is built first where no other is named.
+    The embedded model is built first if the configuration names no model.
+
+    Args:
+        config: the run's configuration, as `parse` makes it from flags; ``run_dir`` must be set.
+        rollout_engine: makes the rollout engine.
+        train_engine: makes the training engine.
+
+    Returns:
+        The summary of the run, as in ``summary.json``.
+
+    Raises as `flowrt.api.run_roles`.
     """
 
     async def generate(session: Session) -> None:
@@ -61,39 +74,42 @@ async def run_recipe(
         await trainer.train(session, config, await asyncio.to_thread(train_engine, config))
 
     roles: dict[str, Role] = {
-        "source": lambda session: source.run(session, config),
-        "rollout": generate,
-        "reward": lambda session: reward.run(session, config),
-        "trainer": train,
+        SOURCE: lambda session: source.run(session, config),
+        ROLLOUT: generate,
+        REWARD: lambda session: reward.run(session, config),
+        TRAINER: train,
     }
     if config.loss.kl_coef > 0:
-        roles["reference"] = lambda session: reference.run(session, config)
-    await asyncio.to_thread(_begin, config)
-    made = recipe.dataflow(config), recipe.settings(config), recipe.policies(config)
-    async with controller(*made, Path(config.run_dir), config=to_toml(config)) as (server, address):
+        roles[REFERENCE] = lambda session: reference.run(session, config)
+    settings = recipe.settings(config)
+    check_roles(settings, roles)
+    await asyncio.to_thread(_prepare, config)
+    async with controller(
+        recipe.dataflow(config), settings, recipe.policies(config), Path(config.run_dir), config=to_toml(config)
+    ) as (server, address):
         await play_all(server, address, roles)
-        return server.summary(config.staleness)
+        return server.summary(config.max_staleness)
 
 
-def _begin(config: RunConfig) -> None:
-    private(Path(config.run_dir))
+def _prepare(config: RunConfig) -> None:
+    private_directory(Path(config.run_dir))
     if not config.model:
-        prepare.prepare(config)
+        build_model.build(config)
 
 
 def trainer_worker(make: Callable[[RunConfig], TrainEngine]) -> None:
-    """The trainer's command (``--controller tcp://HOST:PORT``) with your engine, also for torchrun; never returns."""
+    """Run the command of a trainer (``--controller RUN``), also under torchrun, with your engine; never returns."""
 
     async def role(session: Session, config: RunConfig) -> None:
         await trainer.train(session, config, await asyncio.to_thread(make, config))
 
-    entry.main("trainer", role)
+    main.main(TRAINER, role)
 
 
 def rollout_worker(make: Callable[[RunConfig], RolloutEngine]) -> None:
-    """A rollout worker's command (``--controller tcp://HOST:PORT``) with your engine; never returns."""
+    """Run the command of a rollout worker (``--controller RUN``) with your engine; never returns."""
 
     async def role(session: Session, config: RunConfig) -> None:
         await rollout.generate(session, config, await asyncio.to_thread(make, config))
 
-    entry.main("rollout", role)
+    main.main(ROLLOUT, role)

@@ -1,115 +1,198 @@
-"""Write the figures of the README from bench/results, between its two markers; a test compares them.
+"""Write the measured figures into the documents, each between its two markers, from the files in bench/results.
 
-python scripts/figures.py          rewrite README.md
+Run without arguments; it rewrites README.md and docs/benchmarks.md. A test compares the documents with its output.
 """
 
+import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- figures: scripts/figures.py -->\n", "<!-- end of figures -->"
 BOUNDS = (0, 1, 2, 4)
 
 
-def figures() -> str:
-    """The tables, as Markdown."""
-    job = json.loads((ROOT / "bench/results/main_job.json").read_text())
-    words = json.loads((ROOT / "bench/results/gsm8k.json").read_text())["metrics"]
-    metrics, machine = job["metrics"], job["machine"]
+def result(name: str) -> dict[str, Any]:
+    """The contents of one results file."""
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+def headline() -> str:
+    """The one table of the README."""
+    job, trl, plain, rows, tensor, weight, steps, fault = (
+        result(name)["metrics"]
+        for name in (
+            *("main_job", "compare_trl", "compare_trl_plain", "metadata", "tensors", "weights", "ablation", "faults"),
+        )
+    )
     lines = [
-        f"The default job, {machine['steps']} steps of 16 prompts x 8 samples on {machine['cores']} CPU cores "
-        "(`bench/results/main_job.json`, medians over seeds):",
+        (
+            f"default job, mean reward, first to last ten steps, {job['staleness_1_seeds']} seeds",
+            f"{job['staleness_1_reward_first']:.2f} to {job['staleness_1_reward_last']:.2f}",
+            "",
+            "main_job",
+        ),
+        (
+            "whole GRPO loop, compiled, each in its faster type, samples/s",
+            f"{trl['samples_per_s']:.0f}",
+            f"TRL: {trl['baseline_samples_per_s']:.0f}",
+            "compare_trl",
+        ),
+        (
+            "the same in float32 without torch.compile, samples/s",
+            f"{plain['samples_per_s']:.0f}",
+            f"TRL: {plain['baseline_samples_per_s']:.0f}",
+            "compare_trl_plain",
+        ),
+        (
+            "delayed update, simulated engines, workload `paper`, speed-up",
+            f"{steps['speedup_delayed_paper']:.2f}x",
+            "synchronous loop: 1x",
+            "ablation",
+        ),
+        (
+            "metadata, 64 rows a request, rows/s",
+            f"{rows['rows_per_s_64']:,.0f}",
+            f"TransferQueue: {rows['baseline_rows_per_s_64']:,.0f}",
+            "metadata",
+        ),
+        (
+            "tensors between processes, rows of 1 MB, GB/s",
+            f"{tensor['shm_gbps_1mb']:.2f}",
+            f"TransferQueue: {tensor['baseline_gbps_1mb']:.2f}",
+            "tensors",
+        ),
+        (
+            "generation paused by weight updates, one every 2 s",
+            f"{weight['stall_fraction']:.2%}",
+            f"blocking update: {weight['stall_fraction_blocking']:.2%}",
+            "weights",
+        ),
+        (
+            f"{fault['trials']:.0f} runs with a random fault: prompts lost, trained twice, hangs",
+            f"{fault['lost']:.0f}, {fault['doubled']:.0f}, {fault['hung']:.0f}",
+            "",
+            "faults",
+        ),
+    ]
+    return "\n".join(
+        [
+            "| measurement (CPU) | flowrt | compared with | file in `bench/results` |",
+            "|---|---|---|---|",
+            *(f"| {what} | {own} | {other} | `{name}.json` |" for what, own, other, name in lines),
+            "",
+        ]
+    )
+
+
+def tables() -> str:
+    """The tables of docs/benchmarks.md: a section for each file, with the command that measures it."""
+    lines: list[str] = []
+    for title, table, command in SECTIONS:
+        name = table.__name__
+        if (RESULTS / f"{name}.json").is_file():
+            words = f"python bench/{command} --json bench/results/{name}.json"
+            lines += [f"## {title}", "", *table(result(name)["metrics"], f"`bench/results/{name}.json`")]
+            lines += ["```sh", words, "```", ""]
+    return "\n".join(lines)
+
+
+def main_job(metrics: dict[str, Any], where: str) -> list[str]:
+    """The default job under several staleness bounds."""
+    machine = result("main_job")["machine"]
+    lines = [
+        f"{machine['steps']} steps of 16 prompts with 8 samples each on {machine['cores']} CPU cores ({where}, medians "
+        "over seeds).",
         "",
         "| staleness bound | seeds | reward, first → last ten steps | held out, greedy | seconds until reward 0.8 "
-        "| samples/s | busy: rollout, trainer | largest staleness | lost, doubled |",
+        "| samples/s | busy: rollout, trainer | largest staleness | prompts lost, trained twice |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for bound in BOUNDS:
         one = {name.removeprefix(f"staleness_{bound}_"): value for name, value in metrics.items()}
-        until = one.get("seconds_to_0.8")
+        reached_s = one.get("seconds_to_0.8")
         lines.append(
             f"| {bound} | {one['seeds']} | {one['reward_first']:.2f} → {one['reward_last']:.2f} "
-            f"| {one['eval_first']:.2f} → {one['eval_last']:.2f} | {'never' if until is None else f'{until:.0f}'} "
+            f"| {one['eval_first']:.2f} → {one['eval_last']:.2f} "
+            f"| {'never' if reached_s is None else f'{reached_s:.0f}'} "
             f"| {one['samples_per_s']:.0f} | {one['busy_rollout']:.0%}, {one['busy_trainer']:.0%} "
             f"| {one['staleness_max']} | {one['prompts_lost']}, {one['prompts_trained_twice']} |"
         )
     made, seeds = metrics["staleness_1_seeds_from_0.4_to_0.8_in_240_s"], metrics["staleness_1_seeds"]
-    lines += [
+    return [
+        *lines,
         "",
-        f"At bound 1, {made} of {seeds} seeds went from at most 0.4 to at least 0.8 within four minutes of typing the "
-        f"command, {metrics['staleness_1_seeds_to_0.9']} ended at 0.9 or more; the first training step was done after "
-        f"{metrics['staleness_1_first_step_total_s']:.0f} s, building and warming up the model included.",
-        "",
-        f"GSM8K (`bench/results/gsm8k.json`): {words['steps']} steps in {words['wall_s']:.0f} s, mean reward "
-        f"{words['reward_first']:.3f} → {words['reward_last']:.3f} ({words['reward_ratio']:.1f} x), held out "
-        f"{words['eval_first']:.3f} → {words['eval_last']:.3f}, {words['samples_per_s']:.0f} samples/s, "
-        f"{words['tokens_per_s']:.0f} tokens/s, {words['prompts_trained']} prompts trained, "
-        f"{words['prompts_lost']} lost, {words['prompts_trained_twice']} trained twice.",
+        f"At bound 1, {made} of {seeds} seeds rose from at most 0.4 to at least 0.8 within four minutes of the start "
+        f"of the command, and {metrics['staleness_1_seeds_to_0.9']} ended at 0.9 or more. The first training step was "
+        f"done after {metrics['staleness_1_first_step_total_s']:.0f} s, which includes building the model and its "
+        "supervised training.",
         "",
     ]
-    for table in (
-        metadata,
-        ablation,
-        tensors,
-        weights,
-        faults,
-        passes,
-        decoding,
-        sglang_updates,
-        peer_trl,
-        peer_trl_plain,
-    ):
-        name = table.__name__
-        path = ROOT / f"bench/results/{name}.json"
-        if path.is_file():
-            lines += table(json.loads(path.read_text())["metrics"], f"`bench/results/{name}.json`")
-    return "\n".join(lines)
 
 
-def metadata(one: dict[str, float], where: str) -> list[str]:
-    """The metadata plane beside TransferQueue, and beside a server that only echoes."""
+def gsm8k(one: dict[str, Any], where: str) -> list[str]:
+    """Word problems from a file."""
+    return [
+        f"{one['steps']} steps in {one['wall_s']:.0f} s ({where}): mean reward {one['reward_first']:.3f} → "
+        f"{one['reward_last']:.3f} ({one['reward_ratio']:.1f}x), held out {one['eval_first']:.3f} → "
+        f"{one['eval_last']:.3f}, {one['samples_per_s']:.0f} samples/s, {one['tokens_per_s']:.0f} tokens/s, "
+        f"{one['prompts_trained']} prompts trained, {one['prompts_lost']} lost, {one['prompts_trained_twice']} trained "
+        "twice. The model has 1.3 million parameters, too few to reason: it learns the answer format, which is worth "
+        "0.1, and right answers stay rare.",
+        "",
+    ]
+
+
+def metadata(one: dict[str, Any], where: str) -> list[str]:
+    """The metadata plane, compared with TransferQueue and with a server that only echoes."""
     rows = [
         ("produce then consume, 1 row a request, rows/s", "rows_per_s_1", "{:,.0f}"),
         ("64 rows a request", "rows_per_s_64", "{:,.0f}"),
         ("512 rows a request", "rows_per_s_512", "{:,.0f}"),
-        ("1 row a request, 8 requests under way", "rows_per_s_1_pipelined", "{:,.0f}"),
-        ("64 rows a request, 8 under way", "rows_per_s_64_pipelined", "{:,.0f}"),
-        ("512 rows a request, 8 under way", "rows_per_s_512_pipelined", "{:,.0f}"),
-        ("pull of 32: 100,000 rows outstanding against 1,000", "pull_ratio_100k", "{:.2f}x"),
-        ("4 producers and 4 consumers against 1 and 1", "scaling_4x4", "{:.2f}x"),
+        ("1 row a request, 8 requests in flight", "rows_per_s_1_pipelined", "{:,.0f}"),
+        ("64 rows a request, 8 in flight", "rows_per_s_64_pipelined", "{:,.0f}"),
+        ("512 rows a request, 8 in flight", "rows_per_s_512_pipelined", "{:,.0f}"),
+        ("time of a pull of 32: 100,000 rows outstanding against 1,000", "pull_ratio_100k", "{:.2f}x"),
+        ("throughput of 4 producers and 4 consumers against 1 and 1", "scaling_4x4", "{:.2f}x"),
         ("idle memory of the controller, MB", "controller_rss_mb", "{:.0f}"),
         ("start to first row served, s", "start_s", "{:.2f}"),
     ]
     lines = [
-        f"The metadata plane ({where}, medians):",
+        f"Medians ({where}). The metadata plane is everything but the tensors.",
         "",
         "| | flowrt | TransferQueue 0.1.11, same run |",
         "|---|---|---|",
     ]
     for text, key, form in rows:
-        peer = one.get(f"peer_{key}")
-        lines.append(f"| {text} | {form.format(one[key])} | {'' if peer is None else form.format(peer)} |")
+        baseline = one.get(f"baseline_{key}")
+        lines.append(f"| {text} | {form.format(one[key])} | {'' if baseline is None else form.format(baseline)} |")
     return [
         *lines,
         "",
-        f"A pull answered by a grant: {one['rtt_per_s_64']:,.0f} a second with 64 workers (a bare echo on the same "
-        f"sockets: {one['echo_per_s_64']:,.0f}), {one['rtt_per_s_4096']:,.0f} with 4,096 (echo: "
-        f"{one['echo_per_s_4096']:,.0f}); 99 in 100 within {one['rtt_p99_ms_4096']:.1f} ms when each of 4,096 pulls "
-        f"once a second. The mind alone handles {one['core_events_per_s_1e5']:,.0f} events a second with 100,000 "
-        f"slots. The ledger costs {one['ledger_ratio']:.2f}x.",
+        f"Pulls answered with a grant: {one['rtt_per_s_64']:,.0f} a second with 64 workers (a server that only echoes, "
+        f"on the same sockets: {one['echo_per_s_64']:,.0f}), {one['rtt_per_s_4096']:,.0f} with 4,096 (echo: "
+        f"{one['echo_per_s_4096']:,.0f}). The 99th percentile is {one['rtt_p99_ms_4096']:.1f} ms when 4,096 workers "
+        "pull once a second each. The controller's state machine alone handles "
+        f"{one['core_events_per_s_1e5']:,.0f} events a second with 100,000 slots. With the ledger a run takes "
+        f"{one['ledger_ratio']:.2f}x the time of one without. `PYTHON` is an interpreter that has TransferQueue.",
         "",
     ]
 
 
-def ablation(one: dict[str, float], where: str) -> list[str]:
-    """What each further step of asynchrony is worth."""
+def ablation(one: dict[str, Any], where: str) -> list[str]:
+    """The effect of each further step of asynchrony."""
     modes, workloads = ("sync", "streaming", "delayed", "rolling", "tail"), ("paper", "balanced", "training", "uniform")
     lines = [
-        f"What each step is worth, with simulated engines in real processes over the real wire ({where}; the workloads "
-        "are stated in [bench/simulated/workloads.py](bench/simulated/workloads.py)); samples/s over the synchronous, "
-        "task-separated loop:",
+        f"Samples/s relative to the synchronous, task-separated loop ({where}), with simulated engines in real "
+        "processes and the real protocol. The workloads are defined in "
+        "[bench/end_to_end/simulated/workloads.py](../bench/end_to_end/simulated/workloads.py); "
+        "`tail` is length-aware dispatch.",
         "",
-        "| | " + " | ".join(workloads) + " | busy on paper: rollout, trainer |",
+        "| | " + " | ".join(workloads) + " | busy in `paper`: rollout, trainer |",
         "|---|" + "---|" * (len(workloads) + 1),
     ]
     for mode in modes:
@@ -119,47 +202,60 @@ def ablation(one: dict[str, float], where: str) -> list[str]:
     return [*lines, ""]
 
 
-def tensors(one: dict[str, float], where: str) -> list[str]:
-    """Put then get across processes."""
+def tensors(one: dict[str, Any], where: str) -> list[str]:
+    """Put and get across processes."""
     lines = [
-        f"Tensors, put then get from process to process, GB/s ({where}):",
+        f"GB/s of a put followed by a get in another process ({where}). `PYTHON` is an interpreter that has "
+        "TransferQueue.",
         "",
-        "| rows of | shared memory | gloo | raw gloo | raw TCP | TransferQueue, same run |",
+        "| size of a row | shared memory | gloo | raw gloo | raw TCP | TransferQueue, same run |",
         "|---|---|---|---|---|---|",
     ]
     for case in ("1kb", "100kb", "1mb", "16mb"):
-        names = ("shm", "gloo", "raw_gloo", "raw_tcp", "peer")
+        names = ("shm", "gloo", "raw_gloo", "raw_tcp", "baseline")
         found = [one.get(f"{name}_gbps_{case}") for name in names]
         lines.append(f"| {case} | " + " | ".join("" if value is None else f"{value:.2f}" for value in found) + " |")
     return [*lines, ""]
 
 
-def weights(one: dict[str, float], where: str) -> list[str]:
-    """Versions on their way."""
+def weights(one: dict[str, Any], where: str) -> list[str]:
+    """Distribution of weight versions."""
     return [
-        f"Weights ({where}): a version reaches 8 receivers in {one['fanout_ratio_8']:.2f} times the time of 1 (each "
-        f"behind a limited link of its own), and the trainer sends {one['egress_copies_8']:.2f} copies. Changes of a "
-        f"step at learning rate 1e-6 are {one['delta_fraction']:.2%} of the bytes. With a version every 2 s generation "
-        f"stands still for {one['stall_fraction']:.2%} of the time ({one['stall_fraction_blocking']:.2%} when the "
-        "update blocks).",
+        f"Sending a version to 8 receivers takes {one['fanout_ratio_8']:.2f} times as long as to 1, each behind a "
+        f"rate-limited link of its own, and the trainer sends {one['egress_copies_8']:.2f} copies ({where}). The delta "
+        f"of a step at learning rate 1e-6 has {one['delta_fraction']:.2%} of the bytes of the full version. With a new "
+        f"version every 2 s, generation is paused {one['stall_fraction']:.2%} of the time, and "
+        f"{one['stall_fraction_blocking']:.2%} when the update blocks. Run it as root, with `ip` and `tc`.",
         "",
     ]
 
 
-def faults(one: dict[str, float], where: str) -> list[str]:
-    """Runs to which something was done."""
+def faults(one: dict[str, Any], where: str) -> list[str]:
+    """Runs with injected faults."""
+    what = "one process, drawn at random, was killed, stopped or disconnected at a random moment"
+    ends = ""
+    if "replaced_s_max" in one:
+        what = (
+            "faults came at random moments: processes were killed, stopped, disconnected or got SIGTERM, SIGINT or "
+            "SIGHUP (workers, controller, launcher, fork server, ranks), two at once, all at once, or while a run was "
+            "resumed; files were damaged, disks were full"
+        )
+        ends = (
+            f" {one['resumed']:.0f} runs had to be resumed; a new step was done {one['resume_s_p50']:.1f} s later "
+            f"(median), {one['resume_s_max']:.1f} s at worst. A worker that left after SIGTERM was replaced after "
+            f"{one['replaced_s_p50']:.2f} s (median), {one['replaced_s_max']:.2f} s at worst."
+        )
     return [
-        f"Faults ({where}): in {one['trials']:.0f} runs one process, drawn at random, was killed, stopped or cut off "
-        f"at a random moment. Prompts lost: {one['lost']:.0f}, trained twice: {one['doubled']:.0f}; runs that hung: "
-        f"{one['hung']:.0f}, that ended otherwise than they should: {one['wrong']:.0f}. The next step was done "
-        f"{one['recover_s_p50']:.2f} s after the fault (median), {one['recover_s_max']:.1f} s at worst (silence counts "
-        f"as death after {one['silence_s']:.0f} s in these runs).",
+        f"In {one['trials']:.0f} runs {what} ({where}). Prompts lost: {one['lost']:.0f}; trained twice: "
+        f"{one['doubled']:.0f}; runs that hung: {one['hung']:.0f}; runs that ended in another way than expected: "
+        f"{one['wrong']:.0f}. The next step was done {one['recover_s_p50']:.2f} s after the fault (median), "
+        f"{one['recover_s_max']:.1f} s at worst, with a worker timeout of {one['worker_timeout_s']:.0f} s.{ends}",
         "",
     ]
 
 
-def sglang_updates(one: dict[str, float], where: str) -> list[str]:
-    """A change of weights in a real SGLang server."""
+def sglang_updates(one: dict[str, Any], where: str) -> list[str]:
+    """A weight update in a real SGLang server."""
     ways = [name.removeprefix("stand_ms_") for name in one if name.startswith("stand_ms_")]
     rows = [
         f"| {way.split('_', 1)[0]} | {way.split('_', 1)[1]} | {one[f'stage_ms_{way}']:.0f} "
@@ -167,52 +263,52 @@ def sglang_updates(one: dict[str, float], where: str) -> list[str]:
         for way in ways
     ]
     return [
-        f"{one['weight_mb']:.0f} MB of new float32 weights in a real SGLang server on a CPU, with sequences under way, "
-        f"ms ({where}):",
+        f"Time in ms to load {one['weight_mb']:.0f} MB of new float32 weights into a real SGLang server on a CPU while "
+        f"sequences run ({where}).",
         "",
-        "| `--rollout.sglang.weights` | `.pause` | made ready while it generates | it stands | for loading "
-        "| for its checksums |",
+        "| `--rollout.sglang.weights` | `.pause` | staging, while it generates | total pause | of this: loading "
+        "| of this: checksums |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
     ]
 
 
-def peer_trl(one: dict[str, float], where: str) -> list[str]:
-    """The whole loop beside another trainer, in both types, both sides compiled."""
+def compare_trl(one: dict[str, Any], where: str) -> list[str]:
+    """The whole loop compared with another trainer, in both types, both sides compiled."""
     by_type = [
         f"| {dtype} | {one[f'{dtype}_samples_per_s']:.0f} ({one[f'{dtype}_reward']:.2f}) "
-        f"| {one[f'peer_{dtype}_samples_per_s']:.0f} ({one[f'peer_{dtype}_reward']:.2f}) "
+        f"| {one[f'baseline_{dtype}_samples_per_s']:.0f} ({one[f'baseline_{dtype}_reward']:.2f}) "
         f"| {one[f'{dtype}_ratio']:.2f}x |"
         for dtype in ("float32", "bfloat16")
     ]
     return [
-        f"The whole loop beside TRL's GRPO trainer, same model, problems, lengths and steps, all cores for each, both "
-        f"compiled by torch.compile, TRL the trainer's passes only, flowrt its decode steps as well ({where}): each in "
-        f"the type in which it is faster, flowrt does "
-        f"{one['samples_per_s']:.0f} samples/s and TRL {one['peer_samples_per_s']:.0f}, with rewards of "
-        f"{one['reward']:.2f} and {one['peer_reward']:.2f}: {one['ratio']:.2f}x. That is "
-        f"{one['ratio_to_bound']:.2f} of what generation and training could do, perfectly overlapped.",
+        f"TRL's GRPO trainer with the same model, problems, lengths and steps; each has all cores ({where}). Both use "
+        f"torch.compile: TRL for the trainer's passes, flowrt for decode steps as well. Each in its faster type, "
+        f"flowrt does {one['samples_per_s']:.0f} samples/s (reward {one['reward']:.2f}) and TRL "
+        f"{one['baseline_samples_per_s']:.0f} (reward {one['baseline_reward']:.2f}): {one['ratio']:.2f}x. That is "
+        f"{one['ratio_to_bound']:.2f} of the bound for perfectly overlapped generation and training. `PYTHON` is an "
+        "interpreter that has TRL.",
         "",
-        "| both in | flowrt, samples/s (reward) | TRL | times faster |",
+        "| both in | flowrt, samples/s (reward) | TRL | speed-up |",
         "|---|---|---|---|",
         *by_type,
         "",
     ]
 
 
-def peer_trl_plain(one: dict[str, float], where: str) -> list[str]:
-    """The same in float32, without a compiler."""
+def compare_trl_plain(one: dict[str, Any], where: str) -> list[str]:
+    """The same in float32, without torch.compile."""
     return [
-        f"In float32 and without torch.compile ({where}): {one['samples_per_s']:.0f} samples/s and reward "
-        f"{one['reward']:.2f} against {one['peer_samples_per_s']:.0f} and {one['peer_reward']:.2f}: "
+        f"Both in float32 ({where}): {one['samples_per_s']:.0f} samples/s and reward "
+        f"{one['reward']:.2f} against {one['baseline_samples_per_s']:.0f} and {one['baseline_reward']:.2f}: "
         f"{one['ratio']:.2f}x.",
         "",
     ]
 
 
-def decoding(one: dict[str, float], where: str) -> list[str]:
-    """The torch rollout engine, plain and compiled."""
+def decoding(one: dict[str, Any], where: str) -> list[str]:
+    """The torch rollout engine, eager and compiled."""
     numbers = [int(name.removeprefix("ratio_")) for name in one if name.startswith("ratio_")]
     rows = [
         f"| {number} | {one[f'plain_ms_{number}']:.1f} | {one[f'compiled_ms_{number}']:.1f} "
@@ -220,17 +316,17 @@ def decoding(one: dict[str, float], where: str) -> list[str]:
         for number in numbers
     ]
     return [
-        f"The torch rollout engine with `--rollout.compile True`, responses of 64 tokens ({where}):",
+        f"The torch rollout engine with `--rollout.compile True`, responses of 64 tokens ({where}).",
         "",
-        "| sequences at a time | plain, ms a sample | compiled | times faster |",
+        "| concurrent sequences | eager, ms a sample | compiled, ms a sample | speed-up |",
         "|---|---|---|---|",
         *rows,
         "",
     ]
 
 
-def passes(one: dict[str, float], where: str) -> list[str]:
-    """A trainer's pass, padded and folded."""
+def passes(one: dict[str, Any], where: str) -> list[str]:
+    """A trainer's pass, padded and with shared prompts."""
     lengths = [int(name.removeprefix("ratio_")) for name in one if name.startswith("ratio_")]
     rows = [
         f"| {length} | {one[f'padded_ms_{length}']:.1f} | {one[f'folded_ms_{length}']:.1f} "
@@ -238,21 +334,45 @@ def passes(one: dict[str, float], where: str) -> list[str]:
         for length in lengths
     ]
     return [
-        f"A trainer's forward and backward pass over groups of 8 with responses of 64 tokens ({where}):",
+        f"Forward and backward pass over groups of 8 samples with responses of 64 tokens ({where}).",
         "",
-        "| tokens of a prompt | padded, ms a sample | each prompt once | times faster | memory, of padded |",
+        "| tokens of a prompt | padded, ms a sample | prompt computed once, ms a sample | speed-up "
+        "| memory relative to padded |",
         "|---|---|---|---|---|",
         *rows,
         "",
     ]
 
 
-def with_figures(readme: str) -> str:
-    """The README with fresh figures."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + figures() + END + rest.split(END)[1]
+SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...] = (
+    ("Default job", main_job, "main_job.py --other-seeds 2"),
+    ("GSM8K", gsm8k, "gsm8k.py --data problems.jsonl"),
+    ("Controller: the metadata plane", metadata, "metadata.py --baseline-python PYTHON"),
+    ("Asynchrony, step by step", ablation, "ablation.py"),
+    ("Tensors", tensors, "tensors.py --baseline-python PYTHON"),
+    ("Weights", weights, "weights.py"),
+    ("Faults", faults, "faults.py"),
+    ("Training passes", passes, "passes.py"),
+    ("Decoding", decoding, "decoding.py"),
+    ("Weight updates of SGLang", sglang_updates, "sglang_updates.py --sglang-python PYTHON"),
+    ("Whole loop, compared with TRL", compare_trl, "compare_trl.py --baseline-python PYTHON"),
+    (
+        "The same without a compiler",
+        compare_trl_plain,
+        "compare_trl.py --baseline-python PYTHON --no-compile --dtypes float32",
+    ),
+)
+PAGES: dict[str, Callable[[], str]] = {"README.md": headline, "docs/benchmarks.md": tables}
+
+
+def rendered(text: str, figures: str) -> str:
+    """The text of a page with fresh figures between its markers."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + figures + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_figures(path.read_text()))
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for name, figures in PAGES.items():
+        page = ROOT / name
+        page.write_text(rendered(page.read_text(), figures()))

@@ -1,4 +1,4 @@
-"""Noise for as long as you like: against the codec, against the mind, and against a live controller with a valid key.
+"""Random messages against the codec, the controller's core, and a live controller that accepts the sender's key.
 
 python scripts/fuzz.py --minutes 3 --seed 7      prints what was sent; stops at the first finding, with its seed
 """
@@ -14,22 +14,23 @@ from pathlib import Path
 
 import zmq
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.simulation, which is not installed
+
 from flowrt import api
 from flowrt.errors import RemoteProtocolError
-from flowrt.testing.noise import NAMES, Noise
-from flowrt.testing.scenario import grpo_dataflow
-from flowrt.testing.talk import Talk
-from flowrt.testing.targets import MOST_MEMBERS, SPEAKERS, hear
-from flowrt.wire import messages as m
-from flowrt.wire.codec import decode, encode
-from flowrt.wire.keys import WorkerKeys, worker_keys, write_keys
-from flowrt.wire.sockets import new_pair
+from flowrt.net.curve_keys import WorkerKeys, worker_keys, write_keys
+from flowrt.protocol import messages as m
+from flowrt.protocol.codec import decode, encode
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.fuzz_targets import MOST_MEMBERS, SPEAKERS, hear
+from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
+from tests.simulation.scenario import grpo_dataflow
 
 ROUND_S = 10.0
 MEGABYTES = 400
 
 
-def codec(noise: Noise, counts: Counter[str], end_s: float) -> None:
+def codec(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
     while time.monotonic() < end_s:
         for _ in range(100):
             counts["to the codec"] += 1
@@ -41,29 +42,29 @@ def codec(noise: Noise, counts: Counter[str], end_s: float) -> None:
             encode(message)
 
 
-def mind(noise: Noise, counts: Counter[str], end_s: float) -> None:
+def core(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
     while time.monotonic() < end_s:
-        talk = Talk(members=2, groups_per_step=2)
+        talk = CoreDriver(members=2, groups_per_step=2)
         if noise.random.random() < 0.5:
-            talk = Talk()
+            talk = CoreDriver()
             talk.ready_to_train()
         said: list[m.Message] = [noise.message() for _ in range(5)]
         for _ in range(40):
             message = noise.changed(noise.random.choice(said)) if noise.random.random() < 0.5 else noise.message()
             if isinstance(message, m.Offer) and message.members > MOST_MEMBERS:
                 continue
-            counts["to the mind"] += 1
+            counts["to the core"] += 1
             if not hear(talk, noise.random.choice(SPEAKERS), message):
-                counts["refused by the mind"] += 1
+                counts["refused by the core"] += 1
             if talk.core.ended:
                 break
 
 
-async def live(noise: Noise, counts: Counter[str], end_s: float) -> None:
+async def live(noise: MessageFuzzer, counts: Counter[str], end_s: float) -> None:
     """Strangers and workers, all with a valid key. A run that one of them ends is followed by another."""
     while time.monotonic() < end_s:
         with tempfile.TemporaryDirectory() as folder:
-            write_keys(Path(folder) / "keys", [], new_pair)
+            write_keys(Path(folder) / "keys", [])
             policies = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
             settings = api.Settings(steps=4)
             flow = grpo_dataflow(reference=False)
@@ -73,7 +74,9 @@ async def live(noise: Noise, counts: Counter[str], end_s: float) -> None:
                     await one_peer(at[0], at[1], keys, noise, counts)
 
 
-async def one_peer(server: api.Server, address: str, keys: WorkerKeys, noise: Noise, counts: Counter[str]) -> None:
+async def one_peer(
+    server: api.Server, address: str, keys: WorkerKeys, noise: MessageFuzzer, counts: Counter[str]
+) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
@@ -82,7 +85,9 @@ async def one_peer(server: api.Server, address: str, keys: WorkerKeys, noise: No
         peer.connect(address)
         name = noise.random.choice(NAMES[:6])
         if noise.random.random() < 0.5:
-            peer.send(encode(m.Hello(m.PROTOCOL, name, name[:-1], "host", 1, ("gloo",))))
+            peer.send(
+                encode(m.Hello(protocol=m.PROTOCOL, worker=name, role=name[:-1], host="host", pid=1, lanes=("gloo",)))
+            )
         seen = server.refused_messages
         for _ in range(200):
             counts["to a live controller"] += 1
@@ -106,12 +111,12 @@ def main() -> int:
     while time.monotonic() < end_s:
         sys.stdout.write(f"seed {seed}: {dict(counts)}\n")
         until_s = min(end_s, time.monotonic() + ROUND_S)
-        codec(Noise(seed), counts, until_s - 0.6 * ROUND_S)
-        mind(Noise(seed), counts, until_s - 0.3 * ROUND_S)
+        codec(MessageFuzzer(seed), counts, until_s - 0.6 * ROUND_S)
+        core(MessageFuzzer(seed), counts, until_s - 0.3 * ROUND_S)
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
             loop.set_exception_handler(lambda _, context: failures.append(f"{context.get('exception')!r} in the loop"))
-            runner.run(live(Noise(seed), counts, until_s))
+            runner.run(live(MessageFuzzer(seed), counts, until_s))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         if failures or peak > MEGABYTES:
             sys.stdout.write(f"FOUND with seed {seed}: {failures[:3] or f'{peak} MB of memory'}\n")

@@ -1,7 +1,7 @@
-"""Coverage-guided fuzzing of the codec and of the mind, by atheris (``pip install atheris``).
+"""Coverage-guided fuzzing of the codec and of the controller's core, by atheris (``pip install atheris``).
 
 python scripts/fuzz_guided.py codec -runs=1000000        libFuzzer's own options follow the target
-python scripts/fuzz_guided.py mind -max_total_time=600
+python scripts/fuzz_guided.py core -max_total_time=600
 
 What reached something new is kept in tests/corpus/TARGET.hex, one input a line, from where the tests play it again. A
 finding is written to the present directory as crash-….
@@ -14,32 +14,34 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["flowrt.wire", "flowrt.controller"]):
-    from flowrt.testing import targets
-    from flowrt.testing.noise import Noise
-    from flowrt.wire import fields
-    from flowrt.wire.codec import encode
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.simulation, which is not installed
+
+with atheris.instrument_imports(include=["flowrt.protocol", "flowrt.net", "flowrt.controller"]):
+    from flowrt.protocol import codec
+    from flowrt.protocol.codec import encode
+    from tests.simulation import fuzz_targets
+    from tests.simulation.message_fuzzer import MessageFuzzer
 
 # Encoders and decoders are compiled from each message's declaration, where no import is seen.
-_compile = fields._compiled
-fields._compiled = lambda *what: atheris.instrument_func(_compile(*what))
+_compile = codec._compiled
+codec._compiled = lambda *what: atheris.instrument_func(_compile(*what))
 
 CORPUS = Path(__file__).parents[1] / "tests" / "corpus"
 SEEDS = 200
-USAGE = "usage: python scripts/fuzz_guided.py codec|mind [libFuzzer options]"
+USAGE = "usage: python scripts/fuzz_guided.py codec|core [libFuzzer options]"
 
 
 def seeds(target: str) -> list[bytes]:
     """What a fuzzer would take long to come upon: every message type, well formed."""
-    if target == "mind":
-        return [targets.conversation(seed) for seed in range(SEEDS)]
-    return [encode(Noise(seed).message()) for seed in range(SEEDS)]
+    if target == "core":
+        return [fuzz_targets.conversation(seed) for seed in range(SEEDS)]
+    return [encode(MessageFuzzer(seed).message()) for seed in range(SEEDS)]
 
 
 def main() -> int:
     """A process of its own fuzzes, for libFuzzer ends the one that it is in."""
     target, *options = sys.argv[1:] or [""]
-    if target not in ("codec", "mind"):
+    if target not in ("codec", "core"):
         sys.exit(USAGE)
     path = CORPUS / f"{target}.hex"
     known = [bytes.fromhex(line) for line in path.read_text().split()] if path.exists() else []
@@ -61,6 +63,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--here"]:
-        atheris.Setup([sys.argv[0], "-max_len=1024", *sys.argv[3:]], getattr(targets, sys.argv[2]))
+        atheris.Setup([sys.argv[0], "-max_len=1024", *sys.argv[3:]], getattr(fuzz_targets, sys.argv[2]))
         atheris.Fuzz()
     sys.exit(main())

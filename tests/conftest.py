@@ -5,9 +5,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.effort import FAST_EXAMPLES, FULL_EXAMPLES
+
 torch.set_num_threads(1)
 # The machines that run these tests are small and shared: a slow example is no bug.
-settings.register_profile("flowrt", deadline=None, max_examples=60)
+settings.register_profile("flowrt", deadline=None, max_examples=FULL_EXAMPLES)
+settings.register_profile("fast", deadline=None, max_examples=FAST_EXAMPLES)
 settings.load_profile("flowrt")
 
 

@@ -1,12 +1,15 @@
-"""Plain mathematics of RL post-training on tensors: imports torch and nothing else of flowrt.
+"""Mathematics of RL post-training on tensors.
 
-A micro-batch walks through it in this order:
+- Imports torch, and nothing of flowrt outside this package.
+- Losses and metrics are sums over tokens, never means: the gradient does not depend on how a step is cut into
+  micro-batches or ranks. The step divides by the global count at its end.
+- Suffixes of names are shapes (``logprobs_T``); each module lists its own.
 
-    cut_folded -> fold_samples -> (model) -> predicted_logprobs            where the model can take folded samples
-    cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T                        else
+The functions that a micro-batch passes through, in order:
+
+    cut_packed -> pack_samples -> (model) -> predicted_logprobs                      if the model supports packing
+    cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T                    otherwise
     group_advantages, truncated_importance -> grpo_token_loss_sum -> backward
-
-and the step ends by dividing the accumulated gradient by the global count.
 """
 
 from flowrt.algorithms.advantages import group_advantages, leave_one_out_advantages
@@ -21,7 +24,6 @@ from flowrt.algorithms.correction import (
     sequence_truncated_importance,
     truncated_importance,
 )
-from flowrt.algorithms.folding import Folded, cut_folded, fold_samples
 from flowrt.algorithms.kl import kl_k1_T, kl_k2_T, kl_k3_T
 from flowrt.algorithms.logprobs import predicted_logprobs, prediction_entropy, selected_logprobs
 from flowrt.algorithms.losses import (
@@ -35,18 +37,18 @@ from flowrt.algorithms.losses import (
     token_loss_sum,
 )
 from flowrt.algorithms.packing import Padded, cut_by_tokens, pad_samples
+from flowrt.algorithms.prefix_sharing import PackedBatch, cut_packed, pack_samples
 
 __all__ = [
     "ClipStatistics",
-    "Folded",
     "GrpoLoss",
+    "PackedBatch",
     "Padded",
     "TokenLossSum",
     "cispo_loss_T",
     "constant_length_weights_T",
     "cut_by_tokens",
-    "cut_folded",
-    "fold_samples",
+    "cut_packed",
     "group_advantages",
     "grpo_token_loss_sum",
     "gspo_loss_T",
@@ -56,6 +58,7 @@ __all__ = [
     "leave_one_out_advantages",
     "masked_importance",
     "mismatch_statistics",
+    "pack_samples",
     "pad_samples",
     "policy_loss_T",
     "predicted_logprobs",

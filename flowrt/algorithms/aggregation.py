@@ -1,7 +1,7 @@
-"""What one token weighs in the loss: the aggregation styles of the field as weights for one summing loss.
+"""Aggregation of token losses: the weight of each token in the loss sum.
 
-Each style is a sum over tokens of weight x loss, divided at the end of the step by a *global* count (all
-micro-batches, all ranks). The count that goes with each is named in its docstring.
+Each aggregation is a sum over tokens of weight x loss, divided at the end of the step by a *global* count (over all
+micro-batches and ranks), which its docstring names.
 
 Shapes: T = response tokens of all samples of a micro-batch, flattened; sample_T is the index of the sample
 of each token.
@@ -19,8 +19,8 @@ def token_mean_weights_T(sample_T: Tensor) -> Tensor:
 def sequence_mean_weights_T(sample_T: Tensor, n_samples: int) -> Tensor:
     """1 / length of the sample; divide by the global number of samples. GRPO (arXiv 2402.03300, equation 3).
 
-    A token of a short response weighs more. All tokens of a sample must be in the call. Raises ValueError if
-    `sample_T` isn't 1-D.
+    Tokens of short responses have larger weights. All tokens of a sample must be in the call. Raises ValueError if
+    `sample_T` is not 1-D.
     """
     if sample_T.dim() != 1:
         raise ValueError(f"sample_T has shape {list(sample_T.shape)}; give one sample index per flattened token")
@@ -30,8 +30,8 @@ def sequence_mean_weights_T(sample_T: Tensor, n_samples: int) -> Tensor:
 def constant_length_weights_T(sample_T: Tensor, max_length: int) -> Tensor:
     """1 / max_length; divide by the global number of samples. Dr. GRPO (arXiv 2503.20783, section 3.2).
 
-    `max_length` is the response limit in tokens, the same in every step: a constant, not the longest response
-    seen, keeps a token's weight free of the other responses. Raises ValueError if it is below 1.
+    `max_length` is the response limit in tokens, the same in every step, so that the weight of a token does not depend
+    on other responses. Raises ValueError if it is below 1.
     """
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; give the response limit in tokens")

@@ -1,8 +1,8 @@
 """Importance correction for tokens that one policy sampled and another one trains on.
 
-The rollout engine and the trainer give the same token slightly different probabilities (kernels, precision,
-older weights). Each function returns a detached weight per token, trainer probability over rollout
-probability with its tail tamed, to be multiplied into the policy term of the loss.
+The rollout engine and the trainer assign slightly different probabilities to the same token (kernels, precision, older
+weights). Each function returns a detached weight per token for the policy term of the loss: trainer probability over
+rollout probability, truncated or masked.
 
 Log ratios are clamped to +-20 before exp. Equal log-probabilities give a weight of exactly 1 everywhere.
 
@@ -27,7 +27,7 @@ def truncated_importance(trainer_T: Tensor, rollout_T: Tensor, *, cap: float) ->
 
 
 def masked_importance(trainer_T: Tensor, rollout_T: Tensor, *, low: float, high: float) -> Tensor:
-    """trainer / rollout per token inside [low, high], 0 outside: tokens too far off are left out, not capped.
+    """trainer / rollout per token inside [low, high], 0 outside: such tokens are dropped, not capped.
 
     IcePop (Ring-1T, arXiv 2510.18855), where the band is [0.5, 5]. Raises ValueError unless
     0 <= low <= 1 <= high, or if shapes differ.
@@ -43,10 +43,18 @@ def sequence_truncated_importance(
 ) -> Tensor:
     """min(product of the ratios of the token's whole sample, cap), the same for all tokens of a sample.
 
-    This is the true importance weight of a response, where `truncated_importance` treats each token on its
-    own; the price is a variance that grows with length. `sample_T` is the index (below `n_samples`) of the
-    sample of each token; all tokens of a sample must be in the call. Source: verl,
-    docs/algo/rollout_corr.md. Raises ValueError if cap < 1 or shapes differ.
+    This is the importance weight of the whole response, where `truncated_importance` has one per token; its variance
+    grows with the length. Source: verl, docs/algo/rollout_corr.md.
+
+    Args:
+        trainer_T: log-probabilities of the trainer, in nats.
+        rollout_T: those of the rollout engine.
+        sample_T: sample index of each token, below `n_samples`. All tokens of a sample must be in the call.
+        n_samples: number of samples.
+        cap: largest weight, at least 1.
+
+    Raises:
+        ValueError: if cap < 1 or shapes differ.
     """
     _require_cap(cap)
     require_flat(trainer_T=trainer_T, rollout_T=rollout_T, sample_T=sample_T)
@@ -57,27 +65,26 @@ def sequence_truncated_importance(
 
 
 def mismatch_statistics(trainer_T: Tensor, rollout_T: Tensor, weights_T: Tensor) -> dict[str, float]:
-    """How far apart the two policies are on tokens of the rollout policy, and what the weights did about it.
+    """Statistics of the mismatch between trainer and rollout policy, and of the weights that correct it.
 
     - `kl_k1`, `kl_k3`: two estimates of KL(rollout || trainer) in nats per token, both unbiased; k1 can be
       negative, k3 cannot and varies less (joschu.net/blog/kl-approx.html).
     - `max_abs_delta`: largest |trainer - rollout| in nats, not clamped.
     - `effective_sample_fraction`: (sum w)^2 / (T sum w^2), 1 for equal weights, 1/T if one outweighs all.
-    - `capped_fraction`: share of tokens whose weight is above 0 but below their own ratio. Says nothing about
-      sequence weights, which are not bound to a token's ratio.
+    - `capped_fraction`: share of tokens whose weight is above 0 but below their own ratio. Meaningless for
+      sequence weights, which do not derive from a token's ratio.
     - `masked_fraction`: share of tokens whose weight is 0.
 
-    The effective sample fraction of a step is not the mean of those of its micro-batches: keep the three
-    (detached) tensors of the step and call this once. Raises ValueError if there are no tokens or shapes
-    differ.
+    The effective sample fraction of a step is not the mean over its micro-batches: concatenate the (detached) tensors
+    of the step and call this once. Raises ValueError if there are no tokens or shapes differ.
     """
     require_flat(trainer_T=trainer_T, rollout_T=rollout_T, weights_T=weights_T)
     if trainer_T.numel() == 0:
-        raise ValueError("mismatch_statistics got 0 tokens; call it for a step that has some")
+        raise ValueError("mismatch_statistics got 0 tokens; call it for a step with tokens")
     delta_T = clamped_log_ratio_T(trainer_T.detach(), rollout_T.detach())
     weights_T = weights_T.detach()
     squares = weights_T.square().sum() * weights_T.numel()
-    # All weights masked: nothing is effective, and 0/0 must not become NaN on a dashboard.
+    # If all weights are 0 the fraction is 0, not NaN.
     effective = weights_T.sum().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
     capped_T = (weights_T > 0) & (weights_T < delta_T.exp())
     return {

@@ -1,11 +1,14 @@
-"""Estimates of KL(policy || reference) from the log-probabilities of tokens that the policy sampled.
+"""Estimators of KL(policy || reference) from the log-probabilities of tokens that the policy sampled.
 
-All in nats per token, after joschu.net/blog/kl-approx.html. All keep the gradient of the policy and detach
-the reference. As a *loss* they differ more than as an estimate: on-policy, the gradient of k2 is that of
-the true divergence, that of k3 is close while the policies are, and that of k1 is 0 on average.
+In nats per token, after joschu.net/blog/kl-approx.html. All keep the gradient of the policy and detach the reference.
+As a *loss* they differ more than as an estimate: on-policy, the gradient of k2 is that of the true divergence, that of
+k3 is close to it if the policies are close, and that of k1 is 0 on average.
 
 Shapes: T = response tokens of all samples, flattened.
 """
+
+from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from flowrt.algorithms.ratios import clamped_log_ratio_T, require_flat
 
 
 def kl_k1_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """log(policy / reference): unbiased, negative for some tokens. Fit for rewards, not for a loss."""
+    """log(policy / reference): unbiased, negative for some tokens. For rewards, not for a loss."""
     require_flat(logprobs_T=logprobs_T, reference_T=reference_T)
     return logprobs_T - reference_T.detach()
 
@@ -24,10 +27,35 @@ def kl_k2_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
 
 
 def kl_k3_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = log(reference / policy): never negative, unbiased. The estimate GRPO takes.
+    """exp(d) - d - 1 with d = log(reference / policy): never negative, unbiased. Used by GRPO.
 
     d is clamped to +-20 before exp; beyond that a token has no gradient.
     """
     delta_T = clamped_log_ratio_T(reference_T.detach(), logprobs_T)
-    # expm1 keeps the digits that exp(d) - 1 loses near equality, where most tokens are.
+    # expm1 is precise for small d, which most tokens have; exp(d) - 1 is not.
     return delta_T.expm1() - delta_T
+
+
+def kl_k3_with_k2_slope_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2, which on-policy is that of the true divergence."""
+    k2_T = kl_k2_T(logprobs_T, reference_T)
+    return k2_T + (kl_k3_T(logprobs_T, reference_T) - k2_T).detach()
+
+
+def kl_unbiased_T(logprobs_T: Tensor, reference_T: Tensor, rollout_T: Tensor) -> Tensor:
+    """k3 times policy / rollout, with the gradient of both factors: unbiased in value and gradient off-policy.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+    """
+    return clamped_log_ratio_T(logprobs_T, rollout_T.detach()).exp() * kl_k3_T(logprobs_T, reference_T)
+
+
+KlEstimator = Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"]
+KL_ESTIMATORS: dict[KlEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "k1": lambda policy_T, reference_T, _: kl_k1_T(policy_T, reference_T),
+    "k2": lambda policy_T, reference_T, _: kl_k2_T(policy_T, reference_T),
+    "k3": lambda policy_T, reference_T, _: kl_k3_T(policy_T, reference_T),
+    "k3_with_k2_slope": lambda policy_T, reference_T, _: kl_k3_with_k2_slope_T(policy_T, reference_T),
+    "unbiased": kl_unbiased_T,
+}
+"""Estimators of the KL term: functions of log-probabilities under policy, reference and rollout policy."""

@@ -1,10 +1,10 @@
 """Log-probabilities and entropy from logits, without a second tensor of the vocabulary's size.
 
-Logits are the largest tensor of a training step. They are read a slice of positions at a time, in float32,
-and the backward pass recomputes a slice's softmax instead of keeping it: beside the logits and their
-gradient, which exist anyway, no more than CHUNK_ELEMENTS floats are alive (a few times over).
+Logits are the largest tensor of a training step. They are processed in slices of positions, in float32, and the
+backward pass recomputes the softmax of a slice instead of keeping it. In addition to the logits and their gradient,
+only a few tensors of CHUNK_ELEMENTS floats exist at a time.
 
-Shapes: B = rows, L = padded length, M = L - 1 predictions a row, U = all predictions, T = tokens that they are about,
+Shapes: B = rows, L = padded length, M = L - 1 predictions per row, U = all predictions, T = predicted tokens,
 V = vocabulary.
 """
 
@@ -16,16 +16,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 24
-"""64 MiB of float32 per slice: large enough that launch overhead is lost in the work."""
+"""64 MiB of float32 per slice: large enough that the overhead of kernel launches does not matter."""
 
 
 def selected_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float = 1.0) -> Tensor:
-    """logprobs_BM in nats, where [b, m] is that of tokens_BL[b, m + 1] under logits_BLV[b, m] / temperature.
+    """Log-probabilities of the tokens of padded rows: of tokens_BL[b, m + 1] under logits_BLV[b, m] / temperature.
 
-    The shift by one happens here and only here: pass logits and tokens of the same positions. Computed in
-    float32 (float64 logits stay float64) as selected logit minus logsumexp. `temperature` is the one the
-    rollout sampled with, so that both sides mean the same distribution. Raises ValueError if it isn't
-    positive or shapes differ.
+    Args:
+        logits_BLV: logits of all positions, including the last.
+        tokens_BL: token ids of the same positions. The shift by one happens here and only here.
+        temperature: the sampling temperature of the rollout, so that both sides use the same distribution.
+
+    Returns:
+        logprobs_BM in nats, float32 or wider: selected logit minus logsumexp.
+
+    Raises:
+        ValueError: if the temperature is not positive or shapes differ.
     """
     _require_temperature(temperature)
     if logits_BLV.dim() != 3 or logits_BLV.shape[:2] != tokens_BL.shape:
@@ -42,10 +48,10 @@ def selected_logprobs(logits_BLV: Tensor, tokens_BL: Tensor, temperature: float 
 
 
 def predicted_logprobs(logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, temperature: float = 1.0) -> Tensor:
-    """logprobs_T in nats, where [t] is that of token target_T[t] under logits_UV[prediction_T[t]] / temperature.
+    """Log-probabilities of tokens: of target_T[t] under logits_UV[prediction_T[t]] / temperature.
 
-    Several tokens may be of one prediction. Computed as `selected_logprobs` says. Raises ValueError if the temperature
-    isn't positive.
+    Several tokens may share a prediction. Returns logprobs_T like `selected_logprobs`. Raises ValueError if the
+    temperature is not positive.
     """
     _require_temperature(temperature)
     apply: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _PredictedLogprobs.apply
@@ -54,9 +60,9 @@ def predicted_logprobs(logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor
 
 @torch.no_grad()
 def prediction_entropy(logits_BLV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of each next-token distribution, entropy_BM: a detached metric.
+    """Entropy of each next-token distribution: entropy_BM in nats, detached.
 
-    Aligned with `selected_logprobs`. Raises ValueError if `temperature` isn't positive.
+    Aligned with `selected_logprobs`. Raises ValueError if `temperature` is not positive.
     """
     _require_temperature(temperature)
     rows, length, vocabulary = logits_BLV.shape
@@ -91,7 +97,7 @@ class _PredictedLogprobs(torch.autograd.Function):
             # d logprob / d scaled logit = one-hot of the token minus softmax.
             centred, _ = _centred(logits_UV[span], ctx.temperature)
             slope = centred.sub_(normaliser_U[span].unsqueeze(-1)).exp_().mul_(-upstream_U[span].unsqueeze(-1))
-            # Added before the sum is rounded to the logits' type: it is nearly nothing where the token was certain.
+            # Added before rounding to the dtype of the logits: the sum is nearly 0 for a token with probability near 1.
             here_T = (prediction_T >= span.start) & (prediction_T < span.stop)
             where = (prediction_T[here_T] - span.start, target_T[here_T])
             slope_UV[span] = slope.index_put_(where, upstream_T[here_T], accumulate=True)
@@ -105,9 +111,9 @@ def _spans(logits_UV: Tensor) -> Iterator[slice]:
 
 
 def _centred(chunk_UV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The logits over temperature, less the largest of each prediction; and these."""
+    """The scaled logits minus the maximum of each prediction, and these maxima."""
     scaled = chunk_UV.to(torch.promote_types(chunk_UV.dtype, torch.float32)) / temperature
-    # Softmax does not mind a common offset, but the digits of logit - logsumexp do when logits are large.
+    # Softmax is invariant to a common offset, but logit - logsumexp loses precision if logits are large.
     peak = scaled.amax(-1, keepdim=True)
     return scaled.sub_(peak), peak.squeeze(-1)
 

@@ -1,10 +1,8 @@
-"""Policy losses per token, and the sum of them that a stream of micro-batches adds up.
+"""Policy losses per token, and their sum over the tokens of a micro-batch.
 
-The rule of this file: losses and metrics leave it as sums over tokens, never as means. The trainer adds the
-gradients of all micro-batches of a step on all ranks and divides once by the global count, so the gradient
-does not depend on how the step was cut. Which count it is follows from `flowrt.algorithms.aggregation`.
-
-Log ratios are clamped to +-20 before exp; beyond that a token has no gradient.
+- Losses and metrics are sums over tokens, never means. The trainer adds the gradients of all micro-batches of a step on
+  all ranks and divides once by the global count (see `aggregation`), so the gradient does not depend on the cut.
+- Log ratios are clamped to +-20 before exp; beyond that a token has no gradient.
 
 Shapes: N = samples of the micro-batch, T = their response tokens, flattened; sample_T is the index into N of
 each token's sample.
@@ -21,16 +19,16 @@ from flowrt.algorithms.ratios import clamped_log_ratio_T, require_flat
 
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
-    """The knobs of the GRPO loss. Raises ValueError for a value that makes no sense."""
+    """Parameters of the GRPO loss. Raises ValueError for a value out of range."""
 
     clip_low: float = 0.2
-    """How far the ratio may fall below 1 before a token with negative advantage stops pushing it down."""
+    """How far the ratio may fall below 1 before a token with negative advantage has no gradient."""
     clip_high: float = 0.28
-    """How far it may rise above 1 before a token with positive advantage stops pushing it up."""
+    """How far it may rise above 1 before a token with positive advantage has no gradient."""
     kl_coef: float = 1e-3
-    """Weight of the k3 divergence from the reference policy; 0 needs no reference."""
+    """Weight of the k3 estimate of the KL from the reference policy; 0 needs no reference."""
     dual_clip: float | None = None
-    """Bounds the loss of a token with negative advantage at this many times |advantage|; 3 is common."""
+    """Upper bound of the loss of a token with negative advantage, in multiples of |advantage|; 3 is common."""
 
     def __post_init__(self) -> None:
         _require_clip(self.clip_low, self.clip_high, self.dual_clip)
@@ -40,7 +38,7 @@ class GrpoLoss:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClipStatistics:
-    """Detached sums over tokens, as scalar tensors so that reading them costs no device synchronisation."""
+    """Detached sums over tokens; scalar tensors, so that no device synchronisation is needed."""
 
     clipped_low_sum: Tensor
     clipped_high_sum: Tensor
@@ -50,20 +48,20 @@ class ClipStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLossSum:
-    """The loss of one micro-batch, summed over its tokens, and metrics that add up likewise."""
+    """The loss of one micro-batch, summed over its tokens, and metrics summed in the same way."""
 
     loss_sum: Tensor
     """Scalar with gradient."""
     tokens: int
     clips: ClipStatistics
     kl_sum: Tensor | None
-    """Divergence from the reference in nats, unweighted; None without a reference."""
+    """KL from the reference in nats, unweighted; None without a reference."""
     entropy_sum: Tensor | None
 
     def metric_sums(self) -> dict[str, Tensor]:
-        """Detached scalars by name, to be added over the step and divided at its end.
+        """Detached scalars by name, to be added over the step.
 
-        The divisor is the global token count, except for `loss_sum`: that of its aggregation.
+        The divisor at its end is the global token count; for `loss_sum` it is that of the aggregation.
         """
         sums = {
             "loss_sum": self.loss_sum.detach(),
@@ -87,11 +85,11 @@ def policy_loss_T(
 ) -> tuple[Tensor, ClipStatistics]:
     """max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), and for A < 0 at most -dual_clip A.
 
-    PPO (arXiv 1707.06347, equation 7), with the two bounds apart (DAPO, arXiv 2503.14476, section 3.1) and
-    the dual clip (arXiv 1912.09729). The gradient flows through `logprobs_T` alone. A token counts as
-    clipped where the clip removed its gradient, so only in the direction its advantage pushes.
+    PPO (arXiv 1707.06347, equation 7), with separate bounds (DAPO, arXiv 2503.14476, section 3.1) and the dual clip
+    (arXiv 1912.09729). Only `logprobs_T` has a gradient. A token counts as clipped if the clip has removed its
+    gradient. Log-probabilities are in nats.
 
-    Raises ValueError if a bound makes no sense or shapes differ.
+    Raises ValueError if a bound is out of range or shapes differ.
     """
     ratio_T = clamped_log_ratio_T(logprobs_T, old_logprobs_T.detach()).exp()
     return _clipped_T(ratio_T, advantages_T.detach(), clip_low, clip_high, dual_clip)
@@ -106,11 +104,11 @@ def gspo_loss_T(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[Tensor, ClipStatistics]:
-    """The clipped loss of a sample's ratio exp(mean of its log ratios), on each of its tokens.
+    """The clipped loss with one ratio per sample, exp(mean of its log ratios), for each of its tokens.
 
-    GSPO (arXiv 2507.18071, section 4.1); its objective is the mean over samples, so weigh the tokens with
-    `sequence_mean_weights_T`. All tokens of a sample must be in the call. Raises ValueError if a bound
-    makes no sense or shapes differ.
+    GSPO (arXiv 2507.18071, section 4.1); its objective is the mean over samples, so aggregate with
+    `sequence_mean_weights_T`. All tokens of a sample must be in the call. Raises ValueError if a bound is out of range
+    or shapes differ.
     """
     require_flat(logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, sample_T=sample_T)
     token_T = clamped_log_ratio_T(logprobs_T, old_logprobs_T.detach())
@@ -130,9 +128,9 @@ def cispo_loss_T(
 ) -> tuple[Tensor, ClipStatistics]:
     """-clip(ratio, 1 - clip_low, 1 + clip_high) A log pi, ratio detached: every token keeps its gradient.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1), which sets no lower bound: so does `clip_low=1`. A
-    token counts as clipped where its ratio is out of bounds, whatever its advantage. Raises ValueError if a
-    bound makes no sense or shapes differ.
+    CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1), which has no lower bound: `clip_low=1`. A token counts as clipped
+    if its ratio is out of bounds, for either sign of its advantage. Raises ValueError if a bound is out of range or
+    shapes differ.
     """
     require_flat(logprobs_T=logprobs_T, advantages_T=advantages_T)
     _require_clip(clip_low, clip_high, None)
@@ -154,10 +152,18 @@ def token_loss_sum(
 ) -> TokenLossSum:
     """Sum over tokens of aggregation x (rollout weight x policy + kl_coef x KL).
 
-    Any policy loss of this file goes through it. The rollout weights (see `correction`) correct the policy
-    term only, as is usual: the KL term keeps pulling on tokens whose weight is 0. `aggregation_T` (see
-    `aggregation`) defaults to 1 per token. Both are detached; `kl_T` keeps its gradient, `entropy_T` is a
-    metric. Raises ValueError if shapes differ, or if kl_coef > 0 without `kl_T`.
+    Args:
+        policy_T: any policy loss of this module.
+        clips: its statistics.
+        rollout_weights_T: importance weights (see `correction`), for the policy term only, as is usual; the KL term
+            still acts on tokens whose weight is 0. Detached.
+        kl_T: KL estimates in nats, with gradient.
+        kl_coef: their weight.
+        aggregation_T: weights of `aggregation`, 1 per token by default. Detached.
+        entropy_T: entropies in nats, for the metric only.
+
+    Raises:
+        ValueError: if shapes differ, or kl_coef > 0 without `kl_T`.
     """
     if kl_coef > 0 and kl_T is None:
         raise ValueError(f"kl_coef is {kl_coef} but there is no reference; pass its log-probabilities or kl_coef=0")
@@ -196,10 +202,21 @@ def grpo_token_loss_sum(
 ) -> TokenLossSum:
     """The GRPO loss of one micro-batch: clipped policy term plus k3 to the reference, summed over tokens.
 
-    DeepSeekMath (arXiv 2402.03300, equation 3) with the aggregation left to `aggregation_T`.
-    Log-probabilities are in nats, under the policy being trained (with gradient), the one the clip is
-    measured from, and the reference. With `kl_coef=0` a reference is only measured. Raises ValueError like
-    `token_loss_sum`.
+    DeepSeekMath (arXiv 2402.03300, equation 3), aggregated by `aggregation_T`. Log-probabilities are in nats.
+
+    Args:
+        logprobs_T: under the policy being trained, with gradient.
+        old_logprobs_T: under the policy that the ratio is relative to.
+        advantages_N: advantage of each sample.
+        sample_T: sample of each token.
+        loss: parameters. With `kl_coef=0` the KL from a reference is a metric only.
+        rollout_weights_T: see `token_loss_sum`; so are the other weights and metrics.
+        reference_T: under the reference policy.
+        aggregation_T: weights of `aggregation`.
+        entropy_T: entropies in nats.
+
+    Raises:
+        ValueError: like `token_loss_sum`.
     """
     require_flat(logprobs_T=logprobs_T, sample_T=sample_T)
     policy_T, clips = policy_loss_T(

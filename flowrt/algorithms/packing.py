@@ -1,7 +1,7 @@
-"""Ragged samples as padded rows, back to flat response tokens, and the cut of a stream into micro-batches.
+"""Padding of ragged samples to rows, flattening of their response tokens, and splitting into micro-batches.
 
-Flat order is sample-major: all response tokens of sample 0, then of sample 1, and so on. Log-probabilities
-that the rollout stored per sample are brought into it by concatenation.
+Flat order is sample-major: all response tokens of sample 0, then of sample 1, and so on. Concatenation brings values
+that are stored per sample into this order.
 
 Shapes: B = rows (one per sample), L = padded length, M = L - 1 predictions, T = response tokens, flattened.
 """
@@ -21,12 +21,12 @@ class Padded:
     tokens_BL: Tensor
     """int64"""
     attention_mask_BL: Tensor
-    """bool, True on the tokens of the sample, whatever the padding id is"""
+    """bool, True on the tokens of the sample"""
     response_mask_BL: Tensor
     """bool, True on the tokens to train on"""
 
     def to(self, device: torch.device) -> "Padded":
-        """The same on a device."""
+        """These rows on ``device``."""
         return Padded(self.tokens_BL.to(device), self.attention_mask_BL.to(device), self.response_mask_BL.to(device))
 
     @property
@@ -35,10 +35,10 @@ class Padded:
         return self.response_mask_BL.nonzero()[:, 0]
 
     def response_T(self, predictions_BM: Tensor) -> Tensor:
-        """What `predictions_BM` says of the response tokens, flat; [b, m] is about the token at m + 1.
+        """Values of the response tokens, flattened, from values per prediction, with gradient.
 
-        Takes the output of `selected_logprobs` or `prediction_entropy` and keeps the gradient. Raises
-        ValueError if the shape isn't [B, L - 1].
+        `predictions_BM` is the output of `selected_logprobs` or `prediction_entropy`; [b, m] belongs to the token at
+        m + 1. Raises ValueError if its shape is not [B, L - 1].
         """
         rows, length = self.tokens_BL.shape
         if predictions_BM.shape != (rows, length - 1):
@@ -52,10 +52,13 @@ class Padded:
 def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: int) -> Padded:
     """One right-padded row per sample: its prompt, its response, then `pad_id`.
 
-    Each element is a 1-D tensor of token ids. `pad_id` may be a real token too (the end of sequence,
-    say): the masks are made from lengths. A response may be empty; a prompt may not, since its last token
-    predicts the first of the response. Raises ValueError for an empty prompt, no samples, unequal numbers of
-    prompts and responses.
+    Args:
+        prompts: 1-D token ids each, not empty: the last token predicts the first of the response.
+        responses: 1-D token ids each, possibly empty.
+        pad_id: any token id, also one that samples contain, such as end of sequence.
+
+    Raises:
+        ValueError: for an empty prompt, no samples, or different numbers of prompts and responses.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(f"got {len(prompts)} prompts and {len(responses)} responses; give one or more of each")
@@ -75,14 +78,21 @@ def pad_samples(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: 
 
 
 def cut_by_tokens(lengths: Sequence[int], budget_tokens: int, *, padded: bool = True) -> list[list[int]]:
-    """Indices of samples, cut in the given order into consecutive micro-batches of at most `budget_tokens`.
+    """Split samples into consecutive micro-batches of at most `budget_tokens` tokens.
 
-    `lengths` are in tokens, prompt and response together. A micro-batch costs rows x longest if `padded`,
-    else the sum of its lengths. Each takes as many samples as fit, and a sample longer than the budget gets
-    one of its own rather than being lost. The order is kept, never sorted: sorting would let short samples
-    jump the queue.
+    The order is kept; sorting by length would bias which samples are trained first. A sample longer than the budget
+    gets its own micro-batch.
 
-    Raises ValueError if the budget is below 1 or a length is negative.
+    Args:
+        lengths: tokens of each sample, prompt and response.
+        budget_tokens: largest size of a micro-batch.
+        padded: whether its size is rows x longest, or the sum of its lengths.
+
+    Returns:
+        Sample indices of each micro-batch.
+
+    Raises:
+        ValueError: if the budget is below 1 or a length is negative.
     """
     if budget_tokens < 1:
         raise ValueError(f"budget_tokens is {budget_tokens}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""The ratio of two policies' probabilities of the same tokens: one clamp, one shape check for every formula.
+"""Log ratios of the probabilities of two policies, with the clamp and the shape check of all formulas.
 
 Shapes: T = response tokens of all samples, flattened.
 """
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) is about 5e8: far beyond any useful ratio, and its square still fits in float32."""
+"""exp(20) is about 5e8: far above any useful ratio, and its square fits in float32."""
 
 
 def require_flat(**tensors: Tensor) -> None:
     """Raise ValueError unless all `tensors` are 1-D and equally long.
 
-    Without this a [T, 1] tensor would broadcast against [T] into a [T, T] loss, which trains and is wrong.
+    Otherwise [T, 1] would broadcast with [T] into a [T, T] loss, without an error.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):

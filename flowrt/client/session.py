@@ -1,76 +1,165 @@
-"""A worker's side of the conversation with the controller: everything a worker does goes through its session.
+"""A worker's session with the controller: samples, weights and reports.
 
-Every wait ends: with its answer, with a deadline's WaitExpired, or with what ended the session. A controller that goes
-and comes back is found again by the session itself: whoever waits for it just waits a little longer.
+- Every wait ends with its answer, with WaitExpired at its deadline, or with the error that ended the session.
+- Messages of the controller are handled in order of arrival (`Session._run`): lanes depend on that order.
+- The session reconnects by itself to a controller that restarts, and sends open requests again.
+- A failed background task ends the session, so that all its waits raise the error.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+import logging
+import os
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 
-from flowrt.client import heartbeat
-from flowrt.client.arrivals import Arrivals
-from flowrt.client.asking import Asking
-from flowrt.client.batches import Batch, Columns
-from flowrt.client.beside import Beside
-from flowrt.client.contact import Contact
-from flowrt.client.line import Line
-from flowrt.client.memory import Memory
-from flowrt.client.orders import Orders
-from flowrt.client.params import Params
-from flowrt.client.promised import Promised
-from flowrt.client.returning import retell
-from flowrt.clock import MonotonicClock
-from flowrt.errors import FlowError, Stopped, TransferError
-from flowrt.metrics import Timeline
-from flowrt.transport.lane import LaneSet
-from flowrt.transport.rows import lengths_of
-from flowrt.transport.settling import seen
-from flowrt.transport.store import Rows, TensorStore
-from flowrt.transport.transports import transports
-from flowrt.waiting import CONTROLLER, first_of, until
-from flowrt.wire import messages as m
-from flowrt.wire.records import BusySpan, Lengths, Part, Values
+from flowrt.client.batch import Batch, Columns, Numbers
+from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
+from flowrt.client.requests import RequestTable
+from flowrt.client.resync import ResyncState, resync_messages
+from flowrt.client.sample_transfers import SampleTransfers, UncommittedColumns
+from flowrt.client.weights import WeightTransfers
+from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
+from flowrt.net.curve_keys import WorkerKeys
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import BusySpan, Lengths, Part, Values, prompts_fault, values_fault
+from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.timeline import Timeline
+from flowrt.runtime.waits import (
+    CONTROLLER,
+    BoundedElsewhere,
+    cancel_and_wait,
+    open_waits,
+    tracked,
+    wait_any,
+    wait_until,
+)
+from flowrt.transport.lanes.lane import LaneSet, ignore_exception
+from flowrt.transport.lanes.transports import available_transports, make_transports
+from flowrt.transport.samples.row_blocks import lengths_of
+from flowrt.transport.samples.store import Rows, TensorStore
 
+log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
-PULL_TRIES = 3
+MAX_PULL_ATTEMPTS = 3
+CLOSE_S = 5.0
+LIVENESS = BoundedElsewhere("the liveness timeout of the controller")
+NEXT_MESSAGE = "the next message"
+"""What an open session waits for all the time."""
+MAX_REPORTED_WAITS = 8
+MAX_REPORTED_CHARS = 160
+REPORTED_AFTER_S = 2.0
 
 
 class Session:
-    """Open one with `connect`, close it with `close`."""
+    """One worker's session. Open it with `connect`, close it with `close`.
 
-    def __init__(self, worker: str, line: Line, welcome: m.Welcome) -> None:
+    Example:
+        session = await connect("tcp://10.0.0.1:5555", "reward-0", "reward", deadline_s=60)
+        while not (batch := await session.pull("reward", slots=8)).closed:
+            rewards = [float(response.numel()) for response in batch.tensors["response"]]
+            await session.commit("reward", batch.slots, batch.leases, inline={"reward": rewards})
+        session.finished()
+        await session.close()
+    """
+
+    def __init__(self, worker: str, connection: Connection) -> None:
+        """Start the session of ``worker`` over an open connection."""
+        welcome = connection.welcome
         self.worker = worker
         self.timeline = Timeline(MonotonicClock())
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
-        tell, rate = lambda *key: self._tell(m.Signal(*key)), 1e6 * welcome.lane_mb_per_s
-        able = transports(line.address)
-        self._lanes = LaneSet(worker, able, welcome.lane_s, tell, least_bytes_per_s=rate)
-        self._arrivals = Arrivals(self.store, self._lanes, lambda *turn: self._tell(m.Undelivered(*turn)))
-        self._beside = Beside(self.end)
-        self.params = Params(self._lanes, self.send, self._beside.spawn, welcome.lane_s)
-        self._asking = Asking(worker, self.send, lambda for_s: self._contact.watch(for_s), self._unclaimed)
-        self._promised = Promised(self.store)
-        self._memory = Memory(welcome.renewable)
-        self._orders = Orders(
-            *(self.store, self._lanes, self._arrivals, self.params, self._asking, self._promised, self._memory),
-            self.end,
-        )
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._ended.add_done_callback(seen)
-        self._waits = heartbeat.notable_waits()
-        heartbeat.sessions += 1
-        obey = self._beside.guarded(self._orders.obey)
-        self._contact = Contact(line, welcome, obey, self.end, self._left_alone, self._retell)
-        self._beside.spawn(self._contact.keep(self.report))
+        self._ended.add_done_callback(ignore_exception)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_waits = reported_waits()
+        self._lanes = LaneSet(
+            worker,
+            make_transports(connection.address),
+            welcome.transfer_idle_timeout_s,
+            self._send_rendezvous_key,
+            min_bytes_per_s=1e6 * welcome.min_transfer_mb_per_s,
+        )
+        self._sample_transfers = SampleTransfers(self.store, self._lanes, self._send_if_open)
+        self.params = WeightTransfers(self._lanes, self.send, self._spawn, welcome.transfer_idle_timeout_s)
+        self._requests = RequestTable(worker, connection.send, connection.spin_wait, self._release_unclaimed)
+        self._uncommitted = UncommittedColumns(self.store)
+        self._resync = ResyncState(welcome.renewable)
+        self._spawn(self._run())
+        self._spawn(self._send_heartbeats())
 
     @property
     def welcome(self) -> m.Welcome:
-        """What the controller said at the door; the one that is there now."""
-        return self._contact.welcome
+        """The welcome of the present controller."""
+        return self._connection.welcome
+
+    # ---- messages of the controller
+
+    async def _run(self) -> None:
+        """Handle everything that the connection returns, until it fails or the session is closed."""
+        with tracked(NEXT_MESSAGE, CONTROLLER, LIVENESS):
+            try:
+                async for event in self._connection:
+                    self._handle(event)
+            except FlowError as error:
+                self.end(error)
+
+    def _handle(self, event: Event) -> None:  # noqa: C901 - one case for each message
+        """Handle one event. Raises RemoteProtocolError for a message that a controller never sends."""
+        match event:
+            # answers to requests
+            case m.Grant():
+                request = self._requests.get(event.request)
+                if isinstance(request, m.Pull):
+                    self._resync.granted(request, event)
+                for incoming in event.incoming:
+                    self._sample_transfers.receive(incoming)
+                self._requests.on_answer(event.request, event)
+            case m.OfferAccepted():
+                self._uncommitted.offer_accepted(event.request, event.first)
+                self._requests.on_answer(event.request, event)
+            case m.Committed():
+                request = self._requests.get(event.request)
+                if isinstance(request, m.Commit):
+                    self._resync.lease_ended(request.slots, request.leases)
+                self._uncommitted.committed(event.request, event.refused)
+                self._requests.on_answer(event.request, event)
+            case m.Rejected():
+                self._uncommitted.rejected(event.request)
+                self._requests.on_answer(event.request, event)
+            # orders
+            case m.SendSamples():
+                self._sample_transfers.send(event)
+            case m.ReleaseTensors(columns, slots, groups):
+                self.store.free(columns, slots, groups)
+            case m.RendezvousKey(peer, lane, key, value):
+                self._lanes.deliver(peer, lane, key, value)
+            case m.ReceiveWeights():
+                self.params.receive(event)
+            case m.SendWeights():
+                self.params.send(event)
+            case m.EvictVersion():
+                self.params.evict(event)
+            case m.Drain():
+                self._requests.set_leaving()
+            case m.Stop(reason, code):
+                self.end(Stopped(reason, code))
+            case m.Heartbeat():
+                pass
+            # the connection itself
+            case ConnectionLost():
+                # Opening a lane needs the controller, and a restarted one does not know those that are open.
+                self._lanes.drop_all("the controller has gone")
+            case Reconnected():
+                for message in resync_messages(self._resync, self._requests, self.params, self.store):
+                    self.send(message)
+            case _:
+                raise RemoteProtocolError(f"the controller sent {type(event).__name__}, which only workers send")
 
     # ---- samples
 
@@ -84,7 +173,10 @@ class Session:
         at_least: int = 0,
         deadline_s: float | None = None,
     ) -> int | None:
-        """Offer one prompt as a group of ``members`` slots, as `offer_many` does; returns the group's id."""
+        """Offer one prompt as a group of ``members`` slots, as `offer_many` does.
+
+        Returns the group's id, or None when the run needs no more prompts.
+        """
         columns = {column: [tensor] for column, tensor in tensors.items()}
         groups = await self.offer_many(flow, [prompt], epoch, members, columns, None, at_least, deadline_s)
         return None if groups is None else groups[0]
@@ -100,27 +192,46 @@ class Session:
         at_least: int = 0,
         deadline_s: float | None = None,
     ) -> range | None:
-        """Offer prompts, each as a group of ``members`` slots; returns when they are open, all of them at once.
+        """Offer prompts, each as a group of ``members`` slots; returns when all of them are admitted.
 
-        ``tensors`` are the group columns, one 1-D tensor a prompt (a list, or `Packed`); they stay here until their
-        group is done. ``tags`` are inline columns, one number a slot. Returns the ids of the groups, or None when the
-        run needs no more prompts. Raises, with nothing opened, WaitExpired when there is no room within ``deadline_s``
-        seconds, OverBudget when there is none in this worker's store, LocalProtocolError for a wrong tensor.
+        Args:
+            flow: the flow of the recipe that the prompts enter.
+            prompts: ids from 0 to 2**63 - 1, in any order (hashes, for example).
+            epoch: the pass over the data set.
+            members: samples per prompt.
+            tensors: group columns, one 1-D tensor per prompt (a list, or `Packed`). They stay in this worker's store
+                until their group is done.
+            tags: inline columns, one number per slot.
+            at_least: the lowest policy version that may generate these samples; -1: the one after the last
+                closed step.
+            deadline_s: seconds to wait for admission; None for the run's default.
+
+        Returns:
+            The ids of the groups, or None when the run needs no more prompts.
+
+        Raises:
+            WaitExpired: the groups were not admitted in time; none is open.
+            OverBudget: this worker's store has no room for the tensors; none is open.
+            LocalProtocolError: a prompt id, tensor or number is invalid; none is open.
         """
-        request = self._asking.number()
+        if fault := prompts_fault(prompts):
+            raise LocalProtocolError(f"offer to flow {flow!r}: {fault}; take a hash modulo 2**63, for example")
+        tag_values = _inline_values(f"offer to flow {flow!r}", tags)
+        request = self._requests.number()
         columns = tensors or {}
-        self._promised.offer(request, columns)
+        self._uncommitted.add_offer(request, columns)
+        lengths = tuple([Lengths(column, lengths_of(rows)) for column, rows in columns.items()])
         offer = m.Offer(
-            request,
-            flow,
-            tuple(prompts),
-            epoch,
-            members,
-            at_least,
-            tuple([Lengths(column, lengths_of(rows)) for column, rows in columns.items()]),
-            tuple([Values(column, tuple(map(float, values))) for column, values in (tags or {}).items()]),
+            request=request,
+            flow=flow,
+            prompts=tuple(prompts),
+            epoch=epoch,
+            members=members,
+            at_least=at_least,
+            lengths=lengths,
+            tags=tag_values,
         )
-        opened: m.Opened = await self._asking.ask(offer, deadline_s or self.welcome.wait_s)
+        opened = await self._requests.ask(offer, m.OfferAccepted, deadline_s or self.welcome.request_timeout_s)
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
 
     async def pull(
@@ -132,17 +243,29 @@ class Session:
         deadline_s: float | None = None,
         done: Batch | None = None,
     ) -> Batch:
-        """Lease up to ``slots`` slots that are ready for ``stage``; waits until there are some.
+        """Lease up to ``slots`` slots that are ready for ``stage``; waits until at least one is.
 
-        ``done`` is a batch, of a stage that makes nothing, on which the work is complete: one message for a commit
-        and a pull (the new batch's ``refused`` says if it was too late). Raises WaitExpired, with nothing leased, when
-        there are none within ``deadline_s`` seconds; TransferError when their tensors did not come PULL_TRIES times;
-        Drained when this worker was told to leave.
+        Args:
+            stage: the stage to work on.
+            slots: the most slots to lease. A trainer passes 0 and is granted by token budget.
+            tokens: tokens that the caller can take; 0 for no limit.
+            step: the optimiser step that a trainer pulls for; -1 for other stages.
+            deadline_s: seconds to wait; None for the run's default.
+            done: a completed batch of a stage that makes no columns. It is committed with the same message; `refused`
+                of the new batch is not empty if its lease had expired.
+
+        Raises:
+            WaitExpired: no slot was ready in time; nothing is leased.
+            TransferError: the tensors did not arrive in MAX_PULL_ATTEMPTS attempts.
+            Drained: this worker has been asked to leave the run.
         """
-        reason, leases = "", () if done is None else (done.grant.lease,)
-        for _ in range(PULL_TRIES):
-            pull = m.Pull(self._asking.number(), stage, slots, tokens, step, leases)
-            grant: m.Grant = await self._asking.ask(pull, deadline_s or self.welcome.wait_s)
+        reason = ""
+        leases = () if done is None else (done.grant.lease,)
+        for _ in range(MAX_PULL_ATTEMPTS):
+            pull = m.Pull(
+                request=self._requests.number(), stage=stage, slots=slots, tokens=tokens, step=step, done=leases
+            )
+            grant = await self._requests.ask(pull, m.Grant, deadline_s or self.welcome.request_timeout_s)
             try:
                 if grant.parts and self.store.missing(grant.parts):
                     senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
@@ -150,14 +273,17 @@ class Session:
             except TransferError as error:
                 reason = str(error)
             except asyncio.CancelledError:
-                self._unclaimed(grant)
+                self._release_unclaimed(grant)
                 raise
             if not self.store.missing(grant.parts):
                 tensors = {part.column: self._rows(part, grant) for part in grant.parts}
-                return Batch(grant, Columns(tensors), {values.column: list(values.values) for values in grant.inline})
-            self._give_back(grant, stage, reason or "freed on its way")
+                numbers = Numbers((values.column, list(values.values)) for values in grant.inline)
+                return Batch(grant, Columns(tensors), numbers)
+            self._release(grant, stage, reason or "freed during the transfer")
             leases = ()
-        raise TransferError(f"{self.worker} pulled {stage} {PULL_TRIES} times and its tensors never came: {reason}")
+        raise TransferError(
+            f"{self.worker} pulled {stage} {MAX_PULL_ATTEMPTS} times and its tensors never arrived: {reason}"
+        )
 
     async def commit(
         self,
@@ -168,126 +294,216 @@ class Session:
         inline: Mapping[str, Sequence[float]] | None = None,
         spans: Sequence[tuple[int, ...]] = (),
     ) -> tuple[int, ...]:
-        """Say that the stage is done for these slots; returns those that were refused.
+        """Commit the results of a stage for these slots.
 
-        Tensor columns (lists of 1-D tensors, or `Packed`) stay in this worker's store, inline columns travel with the
-        message. Raises, with nothing said or kept, LocalProtocolError when a tensor is not what its column takes,
-        OverBudget when the store has no room for them.
+        Args:
+            stage: the stage that is done.
+            slots: the slots, and in ``leases`` the lease of each.
+            leases: see `Batch.leases`.
+            tensors: tensor columns, one 1-D tensor per slot (a list, or `Packed`). They stay in this worker's store.
+            inline: inline columns, one number per slot; they travel with the message.
+            spans: for generated samples: (version, tokens, version, tokens, ...) of each slot.
+
+        Returns:
+            The slots that were refused, because their lease had expired or they were dropped.
+
+        Raises:
+            LocalProtocolError: a tensor does not fit its column or a number is not finite; nothing is committed.
+            OverBudget: the store has no room for the tensors; nothing is committed.
         """
-        request, columns, ids = self._asking.number(), tensors or {}, tuple(slots)
-        self._promised.commit(request, ids, columns)
+        values = _inline_values(f"commit of stage {stage!r}", inline)
+        request = self._requests.number()
+        columns = tensors or {}
+        ids = tuple(slots)
+        self._uncommitted.add_commit(request, ids, columns)
         parts = tuple([Part(column, ids, lengths_of(rows)) for column, rows in columns.items()])
-        values = tuple([Values(column, tuple(map(float, rows))) for column, rows in (inline or {}).items()])
-        commit = m.Commit(request, stage, ids, tuple(leases), parts, values, tuple(spans))
-        done: m.Committed = await self._asking.ask(commit, self.welcome.wait_s)
+        commit = m.Commit(
+            request=request,
+            stage=stage,
+            slots=ids,
+            leases=tuple(leases),
+            parts=parts,
+            inline=values,
+            spans=tuple(spans),
+        )
+        done = await self._requests.ask(commit, m.Committed, self.welcome.request_timeout_s)
         return done.refused
 
     def give_back(self, stage: str, batch: Batch, reason: str = "not wanted any more") -> None:
-        """End the leases on a batch without a result: its slots are served again."""
+        """Release the leases on a batch without a result. Its slots are granted again, to this or another worker."""
         if batch.slots:
-            self._give_back(batch.grant, stage, reason)
+            self._release(batch.grant, stage, reason)
 
     def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
-        """These samples cannot be made (an environment broke, …): the run's policy for lost members decides."""
-        self._memory.ended(slots, leases)
-        self.send(m.Abandon(stage, tuple(slots), tuple(leases), True, reason))
+        """Report samples that cannot be made (a broken environment, for example); the run's policy decides on them."""
+        self._resync.lease_ended(slots, leases)
+        self.send(m.ReleaseLease(stage=stage, slots=tuple(slots), leases=tuple(leases), lost=True, reason=reason))
 
     def exhausted(self, flow: str) -> None:
-        """All my prompts of this flow are open. Of the flow to train on: the last step may be smaller."""
-        self._memory.exhausted(flow)
-        self.send(m.Exhausted(flow))
+        """Report that this worker offers no more prompts to this flow.
+
+        The last optimiser step of a trained flow may be smaller than the others.
+        """
+        self._resync.exhausted(flow)
+        self.send(m.EndOfData(flow))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The optimiser has stepped: everything leased to this step is trained."""
-        done = m.StepDone(step, tuple((name, float(value)) for name, value in metrics.items()))
-        self._memory.step_done(done)
+        """Report an optimiser step: all samples leased to it are trained."""
+        done = m.StepCompleted(step, tuple((name, float(value)) for name, value in metrics.items()))
+        self._resync.step_done(done)
         self.send(done)
 
     async def saved(self, step: int) -> None:
-        """The state after ``step`` steps is written aside; returns once the ledger is on disk as far as that."""
-        await self._asking.ask(m.Saved(self._asking.number(), step), self.welcome.wait_s)
+        """Report a checkpoint after ``step`` steps; returns when the ledger is on disk up to that step."""
+        written = m.CheckpointWritten(self._requests.number(), step)
+        await self._requests.ask(written, m.Committed, self.welcome.request_timeout_s)
 
     def report(self, numbers: Mapping[str, float] | None = None) -> None:
-        """Send the spans of work since the last report, open waits, and named numbers for the summary."""
+        """Send busy spans since the last report, open waits, and named numbers for the summary."""
         named = {name: float(value) for name, value in (numbers or {}).items()}
-        self._memory.reported(named)
-        if self._contact.is_away:
+        self._resync.reported(named)
+        if self._connection.is_away:
             return
-        spans = tuple(BusySpan(*span) for span in self.timeline.drain())
-        before, self._waits = self._waits, heartbeat.notable_waits()
-        if spans or named or before or self._waits:
-            self.send(m.Report(spans, tuple(named.items()), self._waits))
+        spans = tuple(BusySpan(kind, start_s, end_s) for kind, start_s, end_s in self.timeline.drain())
+        waits = reported_waits()
+        if spans or named or waits or self._last_waits:
+            self.send(m.Report(spans, tuple(named.items()), waits))
+        self._last_waits = waits
 
     def finished(self) -> None:
-        """This worker's part of the run is complete; it goes on serving what it holds."""
+        """Report that this worker's role is complete; it continues to serve the tensors it holds."""
         self.report()
-        self._memory.finished()
-        self.send(m.Finished())
+        self._resync.finished()
+        self.send(m.RoleCompleted())
 
     def drain(self) -> None:
-        """Ask to leave: nothing more is pulled, and the run goes on without this worker as soon as it can."""
+        """Ask to leave the run: this worker is granted no more slots and leaves once its tensors are not needed."""
         self.send(m.Drain(0, self.worker))
 
     async def wait_stopped(self) -> None:
-        """Serve others until the controller ends the run; raises Stopped then."""
-        await until(asyncio.shield(self._ended), heartbeat.SILENCE, "the end of the run", CONTROLLER)
+        """Serve tensors to other workers until the controller ends the run; raises Stopped then."""
+        await wait_until(asyncio.shield(self._ended), LIVENESS, "the end of the run", CONTROLLER)
 
     async def unless_ended(self, work: Coroutine[Any, Any, Reply]) -> Reply:
-        """Run ``work``, but raise what ended the session as soon as that happens."""
+        """Run ``work`` and return its result. Raises the error that ends the session if that comes first."""
         task = self._loop.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self._ended]
         try:
-            await first_of(either, heartbeat.SILENCE, "its work, or the end of the run", CONTROLLER)
+            await wait_any(either, LIVENESS, "its work, or the end of the run", CONTROLLER)
             if not task.done():
                 self._ended.result()
             return await task
         finally:
-            task.cancel()  # whoever gives up waiting leaves nothing behind that waits on
-
-    def listen(self) -> None:
-        """Carry out what the controller says, from now on."""
-        self._contact.listen()
+            task.cancel()  # a caller that stops waiting leaves no task behind
 
     def send(self, message: m.Message) -> None:
-        self._contact.send(message)
+        """Send a message to the controller; it is dropped while there is no connection."""
+        self._connection.send(message)
 
     async def close(self, error: str = "") -> None:
-        """Say goodbye and drop the connection."""
+        """Leave the run and close the connection; ``error`` is the reason of a failure."""
         self.report()
-        self.send(m.Bye(error))
+        self.send(m.Leave(error))
         self.end(Stopped("the session is closed", 0))
-        await self._beside.close(heartbeat.CLOSE_S)
+        await cancel_and_wait(self._tasks, CLOSE_S)
         await self._lanes.close()
-        self._contact.close()
-        heartbeat.sessions -= 1
+        self._connection.close()
 
     def end(self, error: FlowError) -> None:
-        """No answer will come any more: whoever waits gets this error."""
+        """End the session: all open and later waits raise ``error``."""
         if not self._ended.done():
             self._ended.set_exception(error)
-        self._contact.over()
-        self._asking.end(error)
+        self._connection.stop_reconnecting()
+        self._requests.end(error)
 
-    def _left_alone(self) -> None:
-        """The controller is gone. A lane that is being made needs it, and it will not know of those that are."""
-        self._lanes.drop_all("the controller has gone")
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats and reports until the session is closed."""
+        while True:
+            self.report()
+            await self._connection.heartbeat()
 
-    def _retell(self) -> Iterator[m.Message]:
-        return retell(self._memory, self._asking, self.params, self.store)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` as a background task of the session."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a background task failed", exc_info=error)
+        self.end(error if isinstance(error, FlowError) else FlowError(f"this worker failed: {error!r}; see its log"))
 
     def _rows(self, part: Part, grant: m.Grant) -> Rows:
         return self.store.rows(part.column, grant.groups if self.store.scope(part.column) == "group" else grant.slots)
 
-    def _unclaimed(self, answer: m.Message) -> None:
+    def _release_unclaimed(self, answer: m.Message) -> None:
         if isinstance(answer, m.Grant) and answer.slots:
-            # Whoever asked has gone; what was leased must not wait for its lease to end.
-            self._give_back(answer, "", "nobody waits for this grant any more")
+            # The caller stopped waiting: the slots should be granted again before their lease expires.
+            self._release(answer, "", "the caller of this pull has stopped waiting")
 
-    def _give_back(self, grant: m.Grant, stage: str, reason: str) -> None:
+    def _release(self, grant: m.Grant, stage: str, reason: str) -> None:
         leases = (grant.lease,) * len(grant.slots)
-        self._memory.ended(grant.slots, leases)
-        self._tell(m.Abandon(stage, grant.slots, leases, False, reason))
+        self._resync.lease_ended(grant.slots, leases)
+        self._send_if_open(m.ReleaseLease(stage=stage, slots=grant.slots, leases=leases, lost=False, reason=reason))
 
-    def _tell(self, message: m.Message) -> None:
+    def _send_rendezvous_key(self, peer: str, lane: str, key: str, value: bytes) -> None:
+        self._send_if_open(m.RendezvousKey(peer, lane, key, value))
+
+    def _send_if_open(self, message: m.Message) -> None:
         if not self._ended.done():
             self.send(message)
+
+
+def reported_waits() -> tuple[tuple[str, str, float, float], ...]:
+    """Long open waits of this process, oldest first, as (what, blocked on, age_s, limit_s).
+
+    Waits for the controller are left out: it knows them itself. In a process with more than one session, waits cannot
+    be attributed to a worker and none is reported.
+    """
+    now = monotonic()
+    waits = open_waits()
+    if sum(wait.what == NEXT_MESSAGE for wait in waits) > 1:
+        return ()
+    long = [wait for wait in waits if wait.blocked_on != CONTROLLER and now - wait.since_s > REPORTED_AFTER_S]
+    return tuple(
+        (wait.what[:MAX_REPORTED_CHARS], wait.blocked_on[:MAX_REPORTED_CHARS], now - wait.since_s, wait.limit_s)
+        for wait in long[:MAX_REPORTED_WAITS]
+    )
+
+
+def _inline_values(what: str, columns: Mapping[str, Sequence[float]] | None) -> tuple[Values, ...]:
+    """Inline columns as records. Raises LocalProtocolError for a number that is not finite."""
+    numbers = tuple([Values(column, tuple(map(float, values))) for column, values in (columns or {}).items()])
+    if fault := values_fault(numbers):
+        raise LocalProtocolError(f"{what}: {fault}")
+    return numbers
+
+
+async def connect(address: str, worker: str, role: str, deadline_s: float, keys: WorkerKeys | None = None) -> Session:
+    """Join the run of the controller at ``tcp://HOST:PORT``.
+
+    Args:
+        address: the controller's address.
+        worker: this worker's name, unique in the run.
+        role: its role in the recipe.
+        deadline_s: seconds to wait for the controller's welcome.
+        keys: CURVE keys, for a controller that has them.
+
+    Raises:
+        WaitExpired: no controller answered in time.
+        LocalProtocolError: the controller refused this worker.
+        ConfigError: the keys of this worker and of the controller do not match.
+    """
+    hello = m.Hello(
+        protocol=m.PROTOCOL,
+        worker=worker,
+        role=role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        lanes=available_transports(),
+    )
+    connection = Connection(address, hello, keys)
+    await connection.open(deadline_s)
+    return Session(worker, connection)

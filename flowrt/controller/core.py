@@ -1,254 +1,290 @@
-"""The mind of the controller: ``handle(event, now)`` returns commands. Pure, synchronous, replayable.
+"""The controller's state machine: `Core.handle` applies one event and returns the commands to execute.
 
-It only routes: slots move in `board`, steps close in `steps`, samples walk in `samples`, versions in `versions`.
+- No I/O, clock or randomness: the recorded events are the whole history of a run, and replaying them gives the same
+  commands.
+- Each kind of message has one handler, listed in `HANDLERS`: a function of the state, the environment and the message.
+- A handler that refuses a message raises RemoteProtocolError and has changed nothing.
+- What an event makes possible is reported to the worklist and done before `handle` returns.
 """
 
-from flowrt.controller.audit import audit
-from flowrt.controller.departures import Departures
-from flowrt.controller.events import Alive, Command, Dismiss, End, Event, Gone, Joined, Keep, Said, Send, Suspend
-from flowrt.controller.knots import WaitGraph
-from flowrt.controller.models import Models
-from flowrt.controller.regroup import Regroup
-from flowrt.controller.roster import Roster
-from flowrt.controller.samples import Samples
-from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.controller.suspension import Suspension
-from flowrt.controller.transfers import Lanes
-from flowrt.controller.versions import ModelVersions
-from flowrt.controller.waitgraph import OBSERVER, wait_graph
-from flowrt.controller.walk import Came, Remains, Went
-from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, RemoteProtocolError
-from flowrt.ids import WorkerId
-from flowrt.wire import messages as m
+from collections.abc import Callable, Collection
+from typing import Any
 
-SOURCE = "source"
-"""The role of those that are told which prompts a resumed run is done with."""
-MOST_SENTENCES = 12
-LONGEST_WORDS = 4000
-"""Of a worker's own about why it, or the run, has ended."""
-"""Of the wait-for graph in the reason of a stall; the log has all of it."""
-TERM_BITS = 40
-"""Each controller of a run numbers from its own place on: what it gave is never taken for what another gave."""
+from flowrt.controller.diagnostics.invariants import audit
+from flowrt.controller.diagnostics.wait_graph import WaitGraph, unserved, wait_graph
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import (
+    Command,
+    EndRun,
+    Event,
+    KernelAlive,
+    MessageReceived,
+    PreemptRun,
+    Shutdown,
+    WorkerConnected,
+    WorkerDisconnected,
+)
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.state.replay import RecoveredState
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import (
+    commits,
+    drain,
+    members,
+    offers,
+    preemption,
+    pulls,
+    rejoin,
+    rollback,
+    training,
+    weight_sync,
+)
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, VIOLATION, RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+
+MAX_STALL_LINES = 12
+"""Lines of the wait-for graph in the reason of a stall; the log has all of them."""
+
+Handler = Callable[[State, Environment, WorkerId, Any, float], list[Command]]
+HANDLERS: dict[type[m.Message], Handler] = {
+    m.Pull: pulls.pull,
+    m.Commit: commits.commit,
+    m.Offer: offers.offer,
+    m.CancelRequest: pulls.cancel_request,
+    m.EndOfData: offers.end_of_data,
+    m.ReleaseLease: rollback.release_lease,
+    m.TransferFailed: rollback.transfer_failed,
+    m.StepCompleted: training.step_completed,
+    m.CheckpointWritten: training.checkpoint_written,
+    m.Publish: weight_sync.publish,
+    m.WeightsStaged: weight_sync.weights_staged,
+    m.WeightsActivated: weight_sync.weights_activated,
+    m.FetchFailed: weight_sync.fetch_failed,
+    m.RenewLease: rejoin.renew_lease,
+    m.Inventory: rejoin.inventory,
+    m.Drain: drain.drain,
+    m.RoleCompleted: members.role_completed,
+    m.Leave: members.leave,
+    m.Stop: members.stop,
+    m.Heartbeat: members.heartbeat,
+    m.Report: members.report,
+    m.RendezvousKey: members.rendezvous_key,
+}
+"""Every message that a worker may send, and the transition that handles it."""
+NO_PROGRESS: frozenset[type[m.Message]] = frozenset(
+    (
+        *(m.Pull, m.Offer, m.Heartbeat, m.Report, m.CancelRequest),
+        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey),
+    )
+)
+"""Messages after which a run in which nothing else happens still counts as stalled; a pull that completes a lease is
+progress."""
 
 
 class Core:
-    """All state of a run."""
+    """The state machine of one run."""
 
     def __init__(
-        self, settings: Settings, flow: Dataflow, policies: Policies, term: int = 1, remains: Remains | None = None
+        self,
+        settings: Settings,
+        flow: Dataflow,
+        policies: Policies,
+        term: int = 1,
+        recovered: RecoveredState | None = None,
     ) -> None:
-        """``term`` says how often the run has had a controller; ``remains`` are those of one that crashed."""
-        self.settings = settings
-        self._policies = policies
-        self._flow = flow
-        self._out: list[Command] = []
-        self.roster = Roster(settings.silence_s)
-        first = (term - 1) << TERM_BITS
-        lanes = Lanes(settings.lanes, first)
-        self.models = Models((settings.model, *settings.more_models), policies.refresh, lanes, self._out)
-        self.samples = Samples(settings, flow, policies, self.models.policy, lanes, self._out)
-        self.samples.board.begin_at(first)
-        self.regroup = Regroup(self.roster, self.samples, self.models, settings, self._out, remains, self._end)
-        self.departures = Departures(self.roster, self.samples, settings, self._out)
-        self.suspension = Suspension(self.roster, self.samples, settings, self._out, self._end)
-        self.ended: End | None = None
-        self._progress_s: float | None = None
+        """``term`` counts the controllers of the run, from 1; ``recovered`` is the state of one that crashed."""
+        self.env = Environment(settings, flow, policies)
+        self.state = State.of(self.env, term)
+        if recovered is not None:
+            rejoin.recover(self.state, self.env, recovered)
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event, return what has to be done about it, in order.
+        """Apply one event; returns the commands to execute, in order.
 
-        Raises RemoteProtocolError when a worker said something illegal; the state is then unchanged.
+        A worker that violates the protocol is dismissed, and its work is lost as if it had crashed.
         """
-        self._out.clear()
-        if self._progress_s is None:
-            self._progress_s = now
-        if type(event) is Said:  # nearly all of them
-            self._said(event.worker, event.message, now)
+        try:
+            return self.transition(event, now)
+        except RemoteProtocolError as violation:
+            if not isinstance(event, MessageReceived):
+                raise
+            return self._dismiss(event.worker, violation, now) + self._follow_up(now)
+
+    def transition(self, event: Event, now: float) -> list[Command]:
+        """As `handle`, but raises RemoteProtocolError for a protocol violation; the state is then unchanged."""
+        if self.state.progress_s is None:
+            self.state.begin(now)
+        if type(event) is MessageReceived:  # most events
+            commands = self._receive(event.worker, event.message, now)
         else:
-            self._happened(event, now)
-        if self.ended is None and self.samples.paused and self.regroup.close(now):
-            self._hear_deferred(now)
-        if self.ended is None and not self.samples.paused:
-            self.samples.settle(now)
-            self.models.move(self.samples.gated, now)
-            if self.roster.changed:
-                self._finish_if_complete()
-            if self.suspension.is_asked:
-                self.suspension.look(now)
-        return list(self._out)
+            commands = self._apply(event, now)
+        commands += self._follow_up(now)
+        return commands
 
-    def _happened(self, event: Event, now: float) -> None:
-        match event:
-            case Joined(worker, role, host, lanes, term):
-                self.roster.join(worker, role, host, now)
-                self.samples.lanes.join(worker, lanes)
-                self.regroup.joined(worker, term)
-                if role != OBSERVER:
-                    self._out.append(Keep(Came(worker, role)))
-                self._progress_s = now  # a cluster that comes together is not stuck
-            case Gone(worker, reason):
-                self._gone(worker, reason, now)
-            case Alive(worker, at_s):
-                self.roster.heard(worker, at_s)
-            case Suspend():
-                self.suspension.ask(event, now)
-            case _:
-                self._tick(now)
-
-    def _hear_deferred(self, now: float) -> None:
-        """Each by itself: what one has no right to say must not take along what the others have said."""
-        for worker, message in self.regroup.deferred():
-            try:
-                self._said_rarely(worker, message, now)
-            except RemoteProtocolError as error:
-                self._end(f"{worker}: {error}", EXIT_FAILED)
-
-    def _said(self, worker: WorkerId, message: m.Message, now: float) -> None:
-        if not self.roster.heard(worker, now):
+    def _receive(self, worker: WorkerId, message: m.Message, now: float) -> list[Command]:
+        state, kind = self.state, type(message)
+        if not state.membership.note_alive(worker, now):
             raise RemoteProtocolError(f"{worker} speaks but is not in; it must say hello first")
-        # Nearly all that is said is one of these.
-        samples = self.samples
-        if isinstance(message, m.Pull):
-            samples.pull(worker, message, now)
-            if message.done:
-                self._progress_s = now
-        elif isinstance(message, m.Commit):
-            samples.commit(worker, message, now)
-            self._progress_s = now
-        elif isinstance(message, m.Offer):
-            samples.offer(worker, message, now)
-        elif isinstance(message, m.Heartbeat):
-            self._out.append(Send(worker, message))
-        elif isinstance(message, m.Report):
-            self.roster.told(worker, message.waits, now)  # the rest is the journal's business
-        elif isinstance(message, m.Withdraw):
-            samples.withdraw(worker, message.request, now)
-        else:
-            self._said_rarely(worker, message, now)
-            # What fails again and again must not keep a run alive in which nothing else happens.
-            if not isinstance(message, m.FetchFailed | m.Undelivered | m.Abandon | m.Signal):
-                self._progress_s = now
+        handler = HANDLERS.get(kind)
+        if handler is None:
+            raise RemoteProtocolError(f"{worker} sent {kind.__name__}, which only the controller says")
+        commands = handler(state, self.env, worker, message, now)
+        if kind not in NO_PROGRESS or (isinstance(message, m.Pull) and message.done):
+            state.note_progress(now)
+        return commands
 
-    def _said_rarely(self, worker: WorkerId, message: m.Message, now: float) -> None:
-        match message:
-            case m.Exhausted():
-                self.samples.opening.exhaust(worker, message.flow)
-            case m.Abandon():
-                self.samples.retreat.abandon(worker, message)
-            case m.Undelivered():
-                self.samples.retreat.undelivered(worker, message.incoming, message.reason)
-            case m.StepDone() | m.Saved() if self.regroup.is_open:
-                self.regroup.defer(worker, message)
-            case m.StepDone():
-                if not self.regroup.is_repeated(worker, message):
-                    self.samples.training.step_done(worker, message)
-            case m.Saved():
-                self.samples.training.saved(worker, message)
-            case m.Renew():
-                self.regroup.renew(worker, message, now)
-            case m.Holds():
-                self.regroup.holds(worker, message)
-            case m.Signal():
-                self._pass_on(worker, message)
-            case m.Drain():
-                if worker != message.worker and self.roster.role(worker) != OBSERVER:
-                    raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
-                if worker == message.worker and self.roster.role(worker) in self.settings.savers:
-                    self.suspension.lose(worker, now)
-                else:
-                    self.departures.drain(worker, message)
-            case m.Finished():
-                self.roster.finish(worker)
-            case m.Stop():
-                self._end(message.reason[:LONGEST_WORDS], message.code)
-            case m.Bye():
-                self._gone(worker, message.error[:LONGEST_WORDS], now)
-            case m.Publish() | m.Staged() | m.FetchFailed() | m.Applied():
-                self.models.hear(worker, message)
-                if isinstance(message, m.Applied):
-                    self.samples.look_again(worker, now)
-                elif isinstance(message, m.Publish):
-                    # Before, newer weights would have helped nobody: who waits for them has not been looked for.
-                    self.samples.board.changed.update(self.samples.generating)
+    def _apply(self, event: Event, now: float) -> list[Command]:
+        state, env = self.state, self.env
+        match event:
+            case WorkerConnected():
+                return members.connected(state, event, now)
+            case WorkerDisconnected(worker, reason):
+                return members.disconnected(state, env, worker, reason, now)
+            case KernelAlive(worker, at_s):
+                state.membership.note_alive(worker, at_s)
+                return []
+            case PreemptRun():
+                return preemption.preempt(state, env, event, now)
+            case Shutdown(reason, code, even_if_complete):
+                if even_if_complete and state.ended is not None and state.ended.code == EXIT_OK:
+                    state.reopen()
+                return state.end(reason, code)
             case _:
-                raise RemoteProtocolError(f"{worker} sent {type(message).__name__}, which only the controller says")
+                return self._tick(now)
 
-    def _pass_on(self, worker: WorkerId, signal: m.Signal) -> None:
-        if signal.peer in self.roster:
-            self._out.append(Send(WorkerId(signal.peer), m.Signal(worker, signal.lane, signal.key, signal.value)))
+    def _follow_up(self, now: float) -> list[Command]:
+        """Do what the event has made possible."""
+        state, env = self.state, self.env
+        commands: list[Command] = []
+        if state.ended is None and state.recovery.is_active:
+            commands += self._end_recovery_if_over(now)
+        if state.ended is not None or state.recovery.is_active:
+            return commands
+        if state.work:
+            commands += pulls.serve_worklist(state, env, now)
+        commands += weight_sync.order_fetches(state, env, now)
+        if state.work.take_members():
+            commands += self._end_if_complete()
+        if state.preemption.is_ordered:
+            commands += preemption.advance(state, env, now)
+        return commands
 
-    def _gone(self, worker: WorkerId, reason: str, now: float) -> None:
-        member = self.roster.leave(worker)
-        if member is None:
-            return
-        if self.ended is not None:
-            return  # leaving is what everybody was asked to do: nothing is dropped for it
-        if member.role != OBSERVER:
-            self._out.append(Keep(Went(worker)))
-        self.samples.forget(worker)
-        self.models.forget(worker)
-        self.departures.forget(worker)
-        if member.let_go or (not reason and member.finished):
-            return
-        self.samples.opening.failed(worker)
-        why = f"{worker}: {reason or 'left before its part was complete; see its log'} (on host {member.host!r})"
-        if member.role in self.settings.vital_roles:
-            self._end(why, EXIT_FAILED)
-        elif member.role in self.settings.needed_roles:
-            self.roster.miss(member.role, why, now)
+    def _end_recovery_if_over(self, now: float) -> list[Command]:
+        if not self.state.recovery.is_over(now, self.env.settings.rejoin_timeout_s):
+            return []
+        return rejoin.end_recovery(self.state, self.env, now) + self._handle_deferred(now)
 
-    def _tick(self, now: float) -> None:
-        for member in self.roster.silent(now):
-            reason = f"not heard of for {now - member.heard_s:.0f} s; see its log"
-            self._out.append(Dismiss(member.id, reason))
-            self._gone(member.id, reason, now)
-        if missed := self.roster.empty(now, self.settings.absence_s):
-            self._end(missed, EXIT_FAILED)
-        self.samples.retreat.expire_leases(now)
-        self.departures.look()
-        idle_s = now - (now if self._progress_s is None else self._progress_s)
-        if idle_s > self.settings.stall_s:
-            waits = "; ".join(self.wait_graph(now).sentences(MOST_SENTENCES))
-            trouble = (
-                f"; the last transfer that failed: {self.samples.lanes.trouble}" if self.samples.lanes.trouble else ""
+    def _handle_deferred(self, now: float) -> list[Command]:
+        """Handle deferred messages one by one, so that a violation by one worker affects no other."""
+        commands: list[Command] = []
+        for worker, message in self.state.recovery.take_deferred():
+            try:
+                commands += training.apply_deferrable(self.state, self.env, worker, message)
+            except RemoteProtocolError as violation:
+                commands += self._dismiss(worker, violation, now)
+        return commands
+
+    def _dismiss(self, worker: WorkerId, violation: RemoteProtocolError, now: float) -> list[Command]:
+        """Dismiss a worker that violated the protocol."""
+        if self.state.ended is not None:
+            return []  # every worker has been told to leave already
+        reason = f"{VIOLATION}: {violation}"[: members.MAX_REASON_CHARS]
+        return members.dismiss(self.state, self.env, worker, reason, now)
+
+    # ---- ends of the run
+
+    def _end_if_complete(self) -> list[Command]:
+        roles = self.env.settings.completing_roles
+        of_roles = [member for member in self.state.membership.members() if member.role in roles]
+        if not roles or {member.role for member in of_roles} != set(roles):
+            return []
+        return self.state.end("the run is complete", EXIT_OK) if all(one.finished for one in of_roles) else []
+
+    def _tick(self, now: float) -> list[Command]:
+        """Check the deadlines."""
+        state, env = self.state, self.env
+        commands = members.dismiss_silent(state, env, now)
+        vacancy = state.membership.vacancy_fault(now, env.settings.role_vacancy_timeout_s)
+        if vacancy and not state.preemption.is_ordered:  # a run that is being preempted needs no new workers
+            commands += state.end(vacancy, EXIT_FAILED)
+        commands += rollback.expire_leases(state, env, now)
+        commands += drain.release(state)
+        return commands + self._end_if_stalled(now)
+
+    def _end_if_stalled(self, now: float) -> list[Command]:
+        state, settings = self.state, self.env.settings
+        idle_s = now - (now if state.progress_s is None else state.progress_s)
+        if absent := self._never_joined():
+            if idle_s <= max(settings.no_progress_timeout_s, settings.connect_timeout_s):
+                return []
+            reason = (
+                f"no worker of these roles has joined within {idle_s:.0f} s: {', '.join(absent)}; start one of each "
+                "(flowrt worker ROLE), and see the logs of those that were started"
             )
-            why = f"{waits or 'no worker waits for anything'}{trouble}"
-            self._end(f"no progress for {idle_s:.0f} s: {why}", EXIT_STALLED)
+        elif idle_s > settings.no_progress_timeout_s:
+            waits = "; ".join(self.wait_graph(now).sentences(MAX_STALL_LINES)) or "no worker waits for anything"
+            failure = state.lanes.last_failure
+            reason = f"no progress for {idle_s:.0f} s: {waits}"
+            reason += f"; the last transfer that failed: {failure}" if failure else ""
+        else:
+            return []
+        return state.end(reason, EXIT_STALLED)
 
-    def _finish_if_complete(self) -> None:
-        self.roster.changed = False
-        members = [member for member in self.roster.members() if member.role in self.settings.finishers]
-        if (
-            self.settings.finishers
-            and {member.role for member in members if member.finished} == set(self.settings.finishers)
-            and all(member.finished for member in members)
-        ):
-            self._end("the run is complete", EXIT_OK)
+    def _never_joined(self) -> list[str]:
+        """Roles that the run needs and that have not had a worker yet."""
+        settings = self.env.settings
+        needed = (*settings.replaceable_roles, *settings.critical_roles, *settings.completing_roles)
+        return [role for role in dict.fromkeys(needed) if role not in self.state.membership.joined_roles]
 
-    def _end(self, reason: str, code: int) -> None:
-        if self.ended is None:
-            self.ended = End(*self.suspension.last_word(reason, code))
-            self._out.append(self.ended)
+    # ---- what others read
 
-    def wait_graph(self, now: float, wait_s: float = float("inf")) -> WaitGraph:
-        """Who waits for whom at this moment."""
-        return wait_graph(self._flow, self.samples, self.models, self.roster, now, wait_s)
+    def wait_graph(self, now: float, request_timeout_s: float = float("inf")) -> WaitGraph:
+        """The wait-for graph at this moment."""
+        return wait_graph(self.state, self.env, now, request_timeout_s)
+
+    def waiting(self) -> list[tuple[WorkerId, str, float]]:
+        """(worker, what it waits for, since when) of each parked request."""
+        return pulls.waiting(self.state, self.env)
+
+    def deadlock(self, now: float, returned: Collection[str], quiet_s: float) -> str:
+        """Why the run cannot go on, if no worker joins it any more and nothing has happened for ``quiet_s`` seconds;
+        empty while it can. ``returned`` are workers that ask for nothing more.
+        """
+        state = self.state
+        if state.ended is not None or state.progress_s is None or now - state.progress_s < quiet_s:
+            return ""
+        graph = self.wait_graph(now)
+        if not graph.is_deadlocked(returned):
+            return ""
+        waits = "; ".join(graph.sentences(MAX_STALL_LINES))
+        if stages := unserved(state):
+            return f"samples are ready for {', '.join(stages)}, and no worker pulls them: {waits}"
+        unfinished = [
+            one.id
+            for one in state.membership.members()
+            if one.role in self.env.settings.completing_roles and one.id in returned and not one.finished
+        ]
+        if unfinished:
+            return (
+                f"the run is complete when {', '.join(unfinished)} has called session.finished(), and did not: {waits}"
+            )
+        return f"every worker waits for another one: {waits}"
 
     def check(self) -> None:
         """Assert every invariant of the state; for tests and simulations."""
-        over = self.ended is not None
-        audit(self.samples, self.models, self.roster, self.train_stage, self._policies.admission, over=over)
+        audit(self.state, self.env)
+
+    @property
+    def settings(self) -> Settings:
+        return self.env.settings
+
+    @property
+    def ended(self) -> EndRun | None:
+        """How the run ended; None until then."""
+        return self.state.ended
 
     @property
     def renewable(self) -> tuple[str, ...]:
         """Stages whose leases outlive the controller: tokens are dear, and what is trained is in a gradient already."""
-        return tuple(name for name, one in self.samples.board.stages.items() if one.generates or one.whole_groups)
-
-    @property
-    def weights(self) -> ModelVersions:
-        """The versions of the policy."""
-        return self.models.policy
-
-    @property
-    def train_stage(self) -> str:
-        return self._flow.train_stage
+        return tuple(stage.name for stage in self.env.flow.stages if stage.generates or stage.whole_groups)

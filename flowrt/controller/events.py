@@ -1,34 +1,34 @@
-"""What the mind hears and what it says: events in, commands out."""
+"""Events that the controller's state machine takes, and the commands that it returns."""
 
 from dataclasses import dataclass
 
-from flowrt.controller.walk import Entry
+from flowrt.controller.state.replay import Entry
 from flowrt.ids import WorkerId
-from flowrt.wire.messages import Message
+from flowrt.protocol.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker said hello and was let in."""
+class WorkerConnected:
+    """A worker was admitted."""
 
     worker: WorkerId
     role: str
     host: str
     lanes: tuple[str, ...] = ()
-    term: int = 0  # of the controller that it was with before; 0: it is new
+    term: int = 0  # term of the controller it was connected to before; 0: a new worker
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
-class Said:
-    """A worker that is in sent a message."""
+class MessageReceived:
+    """A member sent a message."""
 
     worker: WorkerId
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A worker is no longer there (left, died, silent too long)."""
+class WorkerDisconnected:
+    """A worker is gone: it left, died, or was silent too long."""
 
     worker: WorkerId
     reason: str
@@ -36,27 +36,39 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: look at the deadlines."""
+    """Time has passed: check the deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """A worker that has said nothing was there all the same, then: its process answered below its interpreter."""
+class KernelAlive:
+    """The kernel of a silent worker's host acknowledged data at ``at_s``, so the worker is alive."""
 
     worker: WorkerId
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Suspend:
-    """The run was told to end, and to be gone on with later: what it has trained is to be saved first, if it can be."""
+class PreemptRun:
+    """The run is preempted: save what is trained, then end; it will be resumed later."""
 
     reason: str
     code: int
     kept: int = 0  # steps that the newest checkpoint is known to have
 
 
-Event = Joined | Said | Gone | Alive | Tick | Suspend
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The run has to end at once: a signal, a write error, a bug of the controller.
+
+    With ``even_if_complete`` a complete run ends with this error too: its end cannot be written to disk.
+    """
+
+    reason: str
+    code: int
+    even_if_complete: bool = False
+
+
+Event = WorkerConnected | MessageReceived | WorkerDisconnected | KernelAlive | Tick | PreemptRun | Shutdown
 
 
 @dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
@@ -69,33 +81,33 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """The worker counts as gone although it may still be there: tell it so, and hear it no more."""
+    """Tell a worker that it is dismissed, and ignore what it sends from now on."""
 
     worker: WorkerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A prompt changed its state; write it into the ledger."""
+class AppendLedger:
+    """Append a change of a prompt's state to the ledger."""
 
     prompt: int
     epoch: int
-    state: str  # in_flight, ready, leased, trained, dropped; unread again when its source left with it
+    state: str  # in_flight, ready, leased, trained or dropped; unread when its source is lost
     step: int
     reason: str = ""
 
 
 @dataclass(slots=True)  # not frozen: one is made for every commit, and that takes three times as long
-class Keep:
-    """Write this down before anything is said that follows from it: a controller that comes back needs it."""
+class AppendReplay:
+    """Append an entry to the replay log before any message that follows from it is sent."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class StepClosed:
-    """An optimiser step is complete; what was trained in it."""
+    """Statistics of a completed optimiser step."""
 
     step: int
     groups: int
@@ -108,18 +120,18 @@ class StepClosed:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Make sure that everything recorded so far is on disk, then tell the worker: a checkpoint depends on it."""
+    """Flush everything recorded so far to disk, then answer the worker, whose checkpoint depends on it."""
 
     worker: WorkerId
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRun:
     """The run is over."""
 
     reason: str
     code: int
 
 
-Command = Send | Dismiss | Record | Keep | StepClosed | Persist | End
+Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | Persist | EndRun

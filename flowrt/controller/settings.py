@@ -1,15 +1,15 @@
-"""What the mind is told about the run: a dataflow, numbers, and a policy for each of its seams."""
+"""Configuration of a controller: the dataflow, the settings, and one policy for each decision."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from flowrt.controller.admission import Admission
-from flowrt.controller.batchers import Batcher, FixedTokens
-from flowrt.controller.dispatch import Dispatch
-from flowrt.controller.refresh import Refresh
-from flowrt.controller.sharing import OnDemand, Sharing
-from flowrt.errors import ConfigError
-from flowrt.wire.records import ITEM_BYTES, Column, Position, Stage
+from flowrt.controller.policies.admission import Admission
+from flowrt.controller.policies.batching import Batcher, FixedTokens
+from flowrt.controller.policies.dispatch.base import Dispatch
+from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
+from flowrt.controller.policies.weight_sync import WeightSyncPolicy
+from flowrt.errors import ConfigError, suggested
+from flowrt.protocol.records import ITEM_BYTES, Column, Position, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,10 @@ class Dataflow:
     stages: tuple[Stage, ...]
     train_stage: str = ""
     train_flow: str = ""
-    token_columns: tuple[str, ...] = ()  # their lengths add up to a sample's tokens
-    tags: tuple[str, ...] = ()  # inline columns that come with the offer
+    token_columns: tuple[str, ...] = ()
+    """Columns whose lengths add up to the tokens of a sample."""
+    tags: tuple[str, ...] = ()
+    """Inline columns that come with the offer."""
 
     def __post_init__(self) -> None:
         names = [stage.name for stage in self.stages]
@@ -45,55 +47,143 @@ class Dataflow:
                     f"column {column.name!r} has dtype {column.dtype!r} and scope {column.scope!r}; the dtypes are "
                     f"{sorted(ITEM_BYTES)}, the scopes 'slot' and 'group'"
                 )
+        self._check_names()
+        named = {stage.flow for stage in self.stages if stage.flow}
+        for flow in sorted(named) or [""]:
+            self._check_columns(flow, [stage for stage in self.stages if stage.flow in ("", flow)])
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The columns that come with every offer."""
+        return (*(column.name for column in self.columns if column.scope == "group"), *self.tags)
+
+    def _check_names(self) -> None:
+        """Raises ConfigError for columns that are declared twice or not at all, and a train stage of another flow."""
+        names = [*(column.name for column in self.columns), *self.tags]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"columns and tags {twice} are declared twice; give each a name of its own")
+        tensors = [column.name for column in self.columns]
+        for name in self.token_columns:
+            if name not in tensors:
+                raise ConfigError(f"token_columns names {name!r}, which is no tensor column{suggested(name, tensors)}")
+        for stage in self.stages:
+            if stage.name == self.train_stage and stage.flow != self.train_flow:
+                raise ConfigError(
+                    f"train_flow is {self.train_flow!r}, but its train stage {stage.name!r} has flow {stage.flow!r}; "
+                    "give both the same flow"
+                )
+
+    def _check_columns(self, flow: str, stages: list[Stage]) -> None:
+        """Raises ConfigError when a stage can never be ready for a group of this flow, or two make the same column."""
+        of_flow = f" of flow {flow!r}" if flow else ""
+        maker: dict[str, str] = {}
+        for stage in stages:
+            for column in stage.makes:
+                if column in self.offered:
+                    raise ConfigError(
+                        f"stage {stage.name!r} makes column {column!r}, which comes with the offer: it is a "
+                        f"{'tag' if column in self.tags else 'group column'}; give what the stage makes another name"
+                    )
+                if column in maker:
+                    raise ConfigError(
+                        f"stages {maker[column]!r} and {stage.name!r}{of_flow} both make column {column!r}; one may"
+                    )
+                maker[column] = stage.name
+        known = {*self.offered, *maker}
+        for stage in stages:
+            for column in stage.needs:
+                if column not in known:
+                    raise ConfigError(
+                        f"stage {stage.name!r} needs column {column!r}, which no stage{of_flow} makes and no offer "
+                        f"brings{suggested(column, known)}"
+                    )
+        there, waiting = set(self.offered), list(stages)
+        while ready := [stage for stage in waiting if there.issuperset(stage.needs)]:
+            there.update(column for stage in ready for column in stage.makes)
+            waiting = [stage for stage in waiting if stage not in ready]
+        if waiting:
+            cycle = ", ".join(f"{one.name!r} needs {sorted(set(one.needs) - there)}" for one in waiting)
+            raise ConfigError(f"stages{of_flow} wait for each other's columns: {cycle}; remove the cycle")
 
 
-class LostMember(Enum):
-    """What becomes of a group when one of its samples is lost: too old, gone with its holder, impossible to make."""
+class OnLostSample(Enum):
+    """What happens to a group of which a sample is lost: too old, lost with its holder, or impossible to generate."""
 
-    REFILL = "refill"  # make the sample again
-    DROP = "drop"  # drop the whole group, with a reason in the ledger
-    REST = "rest"  # train the others
+    REGENERATE = "regenerate"
+    """Generate the sample again."""
+    DROP_GROUP = "drop_group"
+    """Drop the whole group, with a reason in the ledger."""
+    TRAIN_REMAINING = "train_remaining"
+    """Train the other samples of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One value for each seam that the controller asks."""
+    """One policy for each decision of the controller."""
 
     admission: Admission
     dispatch: Dispatch
     batcher: Batcher
-    refresh: Refresh
-    sharing: Sharing = field(default_factory=OnDemand)
-    cut: FixedTokens | None = None  # train the same number of tokens in every step
+    refresh: WeightSyncPolicy
+    sharing: RankBalancing = field(default_factory=OnDemand)
+    cut: FixedTokens | None = None
+    """Train the same number of response tokens in every step; None: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Numbers of the run."""
+    """Roles, limits and timeouts of the run."""
 
     steps: int = 0
+    """Optimiser steps of the run."""
     groups_per_step: int = 1
-    finishers: tuple[str, ...] = ()  # the run is complete when all workers of these roles have finished; none: never
-    vital_roles: tuple[str, ...] = ()  # the run ends when one of these is lost
-    needed_roles: tuple[str, ...] = ()  # the run ends when one of these has had nobody for ``absence_s``
-    absence_s: float = 60.0
-    savers: tuple[str, ...] = ()  # vital ones, that save what is trained when the run is told to end
-    drain_s: float = 60.0  # how long they may take
-    model: str = "policy"  # the model that generates: its age is what admission bounds
-    more_models: tuple[str, ...] = ()  # others whose weights are published (a critic, adapters), by name
-    in_order: bool = False  # train groups strictly in issue order
-    lost_member: LostMember = LostMember.REFILL
-    attempts: int = 8  # a sample that was lost so often takes its group with it
-    sources: int = 1  # a stream is exhausted when so many workers have said so
-    budget_rows: int = 1_000_000  # live rows outside training, beyond which offers wait
-    budget_bytes: int = 0  # the same for the bytes of their tensors, wherever they are; 0: no limit
+    completing_roles: tuple[str, ...] = ()
+    """The run is complete when all workers of these roles have completed theirs; none: it does not complete."""
+    critical_roles: tuple[str, ...] = ()
+    """Roles whose workers cannot be lost: the run ends with the first one."""
+    replaceable_roles: tuple[str, ...] = ()
+    """Roles that must not stay vacant: the run ends when one has no worker for ``role_vacancy_timeout_s``."""
+    role_vacancy_timeout_s: float = 60.0
+    checkpointing_roles: tuple[str, ...] = ()
+    """Critical roles that train, publish weights, and save a checkpoint when the run is preempted."""
+    source_roles: tuple[str, ...] = ()
+    """Roles that may offer prompts and end a flow; none: every role."""
+    preemption_save_timeout_s: float = 60.0
+    """Time to save a checkpoint when the run is preempted."""
+    model: str = "policy"
+    """The model that generates, whose staleness admission bounds."""
+    more_models: tuple[str, ...] = ()
+    """Names of the other models whose weights are published (a critic, adapters)."""
+    strict_issue_order: bool = False
+    """Train groups strictly in order of issue."""
+    on_lost_sample: OnLostSample = OnLostSample.REGENERATE
+    attempts: int = 8
+    """Failed attempts at a sample after which its group is dropped."""
+    sources: int = 1
+    """Number of sources that must report the end of a stream before it has ended."""
+    budget_rows: int = 1_000_000
+    """Live rows outside the train flow above which offers wait."""
+    budget_bytes: int = 0
+    """Bytes of their tensors, on all workers together, above which offers wait; 0: no limit."""
     lease_s: float = 600.0
-    silence_s: float = 30.0
-    regroup_s: float = 10.0  # how long a controller that came back waits for the workers that were in
-    return_s: float = 60.0  # how long workers wait for a controller that went away
-    lanes: str = "auto"  # or the name of the one transport to use
-    lane_s: float = 60.0  # a lane on which nothing moved for so long has failed
-    lane_mb_per_s: float = 1.0  # and so has one that moves less than this, once it has had so long
-    store_bytes: int = 0  # most bytes of tensors that a worker's store may hold; 0: no limit
-    stall_s: float = 900.0
-    position: Position = field(default_factory=Position)  # where a run that is resumed goes on
+    worker_timeout_s: float = 30.0
+    """Silence after which a worker is dismissed."""
+    rejoin_timeout_s: float = 10.0
+    """How long a restarted controller waits for the workers of its predecessor."""
+    reconnect_timeout_s: float = 60.0
+    """How long workers wait for a controller to return."""
+    lanes: str = "auto"
+    """The one transport to use, or ``auto``."""
+    transfer_idle_timeout_s: float = 60.0
+    """Time without data after which a transfer has failed."""
+    min_transfer_mb_per_s: float = 1.0
+    """Rate below which a transfer has failed, measured over ``transfer_idle_timeout_s``."""
+    store_bytes: int = 0
+    """Maximum bytes of tensors in the store of one worker; 0: no limit."""
+    no_progress_timeout_s: float = 900.0
+    """Time without progress after which the run ends, counted from when every role has a worker."""
+    connect_timeout_s: float = 120.0
+    """While a role has never had a worker, the run ends when none has joined for the longer of this and
+    ``no_progress_timeout_s``."""
+    position: Position = field(default_factory=Position)
+    """Where a resumed run continues."""

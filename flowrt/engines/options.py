@@ -1,73 +1,80 @@
-"""Options of the engines, without torch: recipes carry them."""
+"""Options of the engines. Imports no torch: recipes contain them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+from flowrt.runtime.bounds import Seconds
+
+LearningRate = Annotated[float, Interval(ge=0, le=10)]
+StepCount = Annotated[int, Interval(ge=0, le=10_000_000)]
+RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The optimiser, and how much one forward pass may hold."""
+    """Optimiser and forward-pass options of a training engine."""
 
-    lr: float = 1e-3
+    lr: LearningRate = 1e-3
     """Learning rate after the warm-up."""
-    warmup_steps: int = 5
+    warmup_steps: StepCount = 5
     """Optimiser steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up: stay, or fall to min_lr."""
-    decay_steps: int = 0
-    """Optimiser steps over which it falls; 0: all that the run has left after the warm-up."""
-    min_lr: float = 0.0
-    """Where the learning rate ends when it falls."""
-    beta1: float = 0.9
+    """Learning rate after the warm-up: constant, or decaying to min_lr."""
+    decay_steps: StepCount = 0
+    """Optimiser steps of the decay; 0: all steps after the warm-up."""
+    min_lr: LearningRate = 0.0
+    """Final learning rate of the decay."""
+    beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """AdamW's decay of the gradient mean."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """AdamW's decay of the squared gradient mean."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
     """AdamW's weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Interval(gt=0, le=1_000_000_000)] = 1.0
     """Gradients are clipped to this norm."""
-    forward_tokens: int = 8192
-    """Most tokens in one forward pass; a larger micro-batch is cut."""
+    forward_tokens: Annotated[int, Interval(gt=0, le=1_000_000_000)] = 8192
+    """Token budget of a forward pass; larger micro-batches are split."""
     share_prompts: bool = True
-    """Compute a prompt once for all samples of a pass that have it, where the model allows it."""
+    """Compute each distinct prompt once per pass (shared-prefix packing), if the model supports it."""
     compile: bool = False
-    """Compile the decoder layers with torch.compile: passes are faster after a first one of up to some minutes."""
+    """Compile the decoder layers with torch.compile; the first pass may take minutes."""
     final_dtype: Literal["source", "float32", "bfloat16", "float64"] = "source"
-    """Type of the trained model that is written; source: that of the model that training began with."""
+    """Dtype of the exported model; source: that of the initial model."""
 
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """The FSDP2 engine: parameters, gradients and optimiser state in shards over the ranks."""
+    """Options of the FSDP2 engine, which shards parameters, gradients and optimiser state over the ranks."""
 
     gather: Literal["step", "pass"] = "step"
-    """Gather parameters once a step, so that ranks work at their own pace, or layer by layer in each forward pass,
-    in lock step, for models that do not fit otherwise."""
+    """Gather parameters once a step (step: ranks work at their own pace) or layer by layer in each forward pass (pass:
+    in lock step, for models that do not fit otherwise)."""
     dtype: Dtype = "float32"
-    """Type of the parameters in forward passes and when they are published; the optimiser's own are float32
-    (float64 is for comparisons: then everything is)."""
+    """Dtype of parameters in forward passes and when published; the optimiser's are float32, or float64 if this is
+    float64 (for comparisons)."""
     recompute: bool = False
-    """Keep only each layer's input and compute the rest of its activations again in the backward pass."""
+    """Activation checkpointing: keep only each layer's input, recompute the rest in the backward pass."""
     device: str = "auto"
-    """Where to train: cpu, cuda, npu, or auto (whichever accelerator is there, else cpu)."""
-    file_gb: float = 5.0
-    """Largest file of the model that is written at the end; a larger model is cut into several."""
+    """Training device: cpu, cuda, npu, or auto (an accelerator if present, else cpu)."""
+    file_gb: Annotated[float, Interval(gt=0, le=100_000)] = 5.0
+    """Maximum file size (GB) of the exported model; larger models are split."""
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters in place of training all weights; needs flowrt[lora]."""
+    """Low-rank adapters (LoRA) instead of full training; needs flowrt[lora]."""
 
-    rank: int = 0
-    """Rank of the adapters; 0: none, all weights are trained."""
-    alpha: float = 16.0
-    """What an adapter adds is scaled by alpha / rank."""
+    rank: Annotated[int, Interval(ge=0, le=65_536)] = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: Annotated[float, Interval(ge=-1_000_000, le=1_000_000)] = 16.0
+    """Adapter outputs are scaled by alpha / rank."""
     targets: str = "all-linear"
-    """Names of the layers that get one (q_proj,v_proj), or all-linear."""
+    """Names of the adapted layers (q_proj,v_proj), or all-linear."""
     publish: Literal["adapters", "merged"] = "adapters"
-    """What rollout workers receive: the adapters, which they then have too, or whole weights with these added."""
+    """What rollout workers receive: the adapters alone, or full weights with the adapters merged."""
 
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -76,31 +83,31 @@ WeightPath = Literal["disk", "tensor", "broadcast"]
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """The SGLang server of a rollout worker: one that is running, or one that the worker starts."""
+    """Options of a rollout worker's SGLang server: a running one, or one that the worker starts."""
 
     url: str = ""
-    """Address of a server that is running (http://HOST:PORT); empty: each rollout worker starts one."""
+    """Address of a running server (http://HOST:PORT); empty: each rollout worker starts one."""
     python: str = ""
-    """Python of the environment that SGLang is installed in; flowrt's own never needs it."""
+    """Python of the environment with SGLang; flowrt's own environment does not need SGLang."""
     device: str = ""
-    """Device of a server that is started: cpu, cuda, npu; empty: what SGLang finds."""
+    """Device of a started server: cpu, cuda, npu; empty: SGLang's choice."""
     dtype: str = "auto"
-    """Type of its weights, as SGLang calls it: auto, float32, bfloat16."""
+    """Dtype of a started server's weights, in SGLang's terms: auto, float32, bfloat16."""
     arguments: str = ""
-    """Further arguments of the server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
+    """Further arguments of a started server: --rollout.sglang.arguments="--tp 2 --mem-fraction-static 0.7"."""
     weights: WeightPath = "disk"
-    """How weights get in: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
+    """How weights are sent: as a checkpoint in shared memory, within requests, or by broadcast over a group."""
     host: str = "127.0.0.1"
-    """Address of this worker that the server reaches it at, for weights by broadcast."""
+    """Address of this worker that the server can reach, for weights by broadcast."""
     stage: str = ""
-    """Directory for weights by disk that the server sees, too; empty: memory of this worker (same host only)."""
+    """Directory shared with the server, for weights by disk; empty: memory of this worker (same host only)."""
     pause: PauseMode = "retract"
-    """Swapped in flight, sequences are computed again, keep the old weights' keys, or are cut and sent again."""
-    start_s: float = 300.0
-    """Longest start of a server."""
-    request_s: float = 600.0
-    """Longest time for one sequence, pauses included; a server that takes longer counts as hung."""
-    update_s: float = 120.0
-    """Longest time for one change of weights."""
-    restarts: int = 3
-    """How often a server that died, hung or failed to load weights is started (or waited for) again in a run."""
+    """Running sequences on an in-flight update: recompute their KV cache, keep it, or abort and send them again."""
+    start_s: Seconds = 300.0
+    """Time limit (seconds) for a server to become ready."""
+    request_s: Seconds = 600.0
+    """Time limit (seconds) of one sequence, pauses included; a slower server counts as hung."""
+    update_s: Seconds = 120.0
+    """Time limit (seconds) of one weight update."""
+    max_server_restarts: RestartCount = 3
+    """Maximum restarts of a failed server (died, hung, or could not load weights) in a run."""

@@ -1,243 +1,292 @@
-"""A complete, typed configuration of a run. Parsed once, by the controller's side; workers receive it."""
+"""The configuration of a run: parsed once on the controller's side and sent to every worker.
+
+- Every number has its bounds on its field; constraints between fields are in `flowrt.recipes.constraints`.
+- The text below a field is its help text and its row in docs/reference/configuration.md.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import tyro
+from annotated_types import Interval
 
-from flowrt.engines.options import FsdpOptions, LoraOptions, SglangOptions, TrainOptions
+from flowrt.engines.options import (
+    FsdpOptions,
+    LearningRate,
+    LoraOptions,
+    RestartCount,
+    SglangOptions,
+    StepCount,
+    TrainOptions,
+)
+from flowrt.engines.table import RolloutEngineName, TrainEngineName
+from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
+
+MAX_LIVE_SAMPLES = 1_000_000
+"""Most samples of the steps in progress at a time: the controller keeps a row in memory for each."""
+Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where problems come from."""
+    """Prompts and rewards."""
 
-    path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = ""
-    """JSON Lines (or parquet) file with one problem a row; recipes that generate their problems take none."""
+    path: str = ""
+    """JSON Lines or Parquet file, one problem per row (also --data FILE); recipe arithmetic generates its problems."""
     prompt_field: str = "question"
-    """Field of a row that holds the problem."""
+    """Field that holds the prompt."""
     answer_field: str = "answer"
-    """Field of a row that holds the solution; the reward looks at its final answer."""
+    """Field that holds the reference answer."""
     reward: str = ""
-    """Recipe own: FILE.py:FUNCTION, called with a response and its prompt's answer, both text; gives a number."""
-    epochs: int = 0
-    """Passes over the data before the run ends early; 0: as many as the steps need."""
-    eval_prompts: int = 256
-    """Held-out problems, answered greedily before and after training; 0: none."""
+    """Recipe custom: FILE.py:FUNCTION, which takes (response, answer), both text, and returns a number."""
+    reward_timeout_s: Seconds = 60.0
+    """Recipe custom: deadline for loading the reward file and for each call, in seconds."""
+    epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    """Passes over the data, after which the run ends early; 0: as many as the steps need."""
+    eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
+    """Held-out prompts, answered greedily before and after training; 0: no evaluation."""
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """The embedded model (a Qwen3 decoder) that is built when no --model is given."""
+    """The embedded model, a small Qwen3 decoder, built when no --model is given."""
 
-    hidden_size: int = 128
+    hidden_size: Annotated[int, Interval(gt=0, le=65_536)] = 128
     """Width of the residual stream."""
-    layers: int = 5
+    layers: Annotated[int, Interval(gt=0, le=1_024)] = 5
     """Number of decoder layers."""
-    heads: int = 4
-    """Attention heads; half as many key-value heads."""
-    intermediate_size: int = 384
+    heads: Annotated[int, Interval(gt=0, le=1_024)] = 4
+    """Query heads per layer; there are half as many key-value heads."""
+    intermediate_size: Annotated[int, Interval(gt=0, le=1_048_576)] = 384
     """Width of the feed-forward layers."""
-    vocab_size: int = 1024
-    """Size of the byte-level BPE vocabulary, for recipes that train a tokenizer."""
-    max_length: int = 512
-    """Longest sequence, prompt and response together, in tokens."""
+    vocab_size: Annotated[int, Interval(gt=0, le=1_048_576)] = 1024
+    """Vocabulary size of the byte-level BPE tokenizer, for recipes that train one."""
+    max_length: Annotated[int, Interval(gt=0, le=16_777_216)] = 512
+    """Maximum sequence length, prompt plus response, in tokens."""
 
 
 @dataclass(frozen=True)
-class WarmStartConfig:
-    """Supervised training of the embedded model before RL; a model given by --model is taken as it is."""
+class SftConfig:
+    """Supervised fine-tuning (SFT) of the embedded model before RL; not applied to a --model."""
 
-    steps: int = 140
-    """Optimiser steps on worked solutions, at most; 0: no warm start."""
-    batch: int = 32
-    """Solutions a step."""
-    lr: float = 2e-3
+    steps: StepCount = 140
+    """Maximum number of optimiser steps on worked solutions; 0: no SFT."""
+    batch: Annotated[int, Interval(gt=0, le=65_536)] = 32
+    """Solutions per step."""
+    lr: LearningRate = 2e-3
     """Learning rate."""
-    probes: int = 256
-    """Problems answered at each look at the mean reward."""
-    until: float = 0.85
-    """Stop early when the mean reward of sampled answers reaches this."""
-    bare_steps: int = 40
-    """Steps of a second phase, at most, on a corpus of mostly bare answers without their working; 0: none."""
-    bare_lr: float = 1e-3
-    """Learning rate of the second phase."""
-    bare_until: float = 0.25
-    """Stop the second phase when the mean reward of sampled answers has fallen to this."""
+    eval_prompts: Annotated[int, Interval(gt=0, le=100_000)] = 256
+    """Prompts per evaluation of the mean reward."""
+    stop_reward: Reward = 0.85
+    """Stop early once the mean reward of sampled answers reaches this."""
+    answer_only_steps: StepCount = 40
+    """Maximum number of steps of a second stage on mostly answers without working; 0: no second stage."""
+    answer_only_lr: LearningRate = 1e-3
+    """Learning rate of the second stage."""
+    answer_only_stop_reward: Reward = 0.25
+    """Stop the second stage once the mean reward of sampled answers falls to this."""
 
 
 @dataclass(frozen=True)
-class RefreshConfig:
-    """When rollout workers take newer weights (the staleness bound holds whatever this says)."""
+class WeightSyncConfig:
+    """When rollout workers update their weights. The staleness bound holds under every policy."""
 
-    policy: Literal["each", "rolling", "every", "divergence"] = "each"
-    """Each version; some workers at a time; every so many versions; or when the policy has moved away far enough."""
-    at_once: int = 1
-    """For rolling: workers that fetch or swap at a time."""
-    versions: int = 2
-    """For every: versions between two refreshes."""
-    threshold: float = 1e-3
-    """For divergence: nats per token (k3) between what a worker generates with and what the trainer has."""
-    max_age: int = 4
-    """For divergence: a worker so many versions behind takes the latest however near it is."""
+    policy: Literal["immediate", "rolling", "every_n", "divergence"] = "immediate"
+    """Policy immediate: every version; rolling: a few workers at a time; every_n: every n-th version; divergence: once
+    the trainer's policy has moved far enough from the worker's."""
+    max_concurrent: Annotated[int, Interval(ge=1, le=10_000)] = 1
+    """Policy rolling: workers that receive or activate weights at a time."""
+    interval: Annotated[int, Interval(ge=1, le=10_000)] = 2
+    """Policy every_n: versions between two updates."""
+    threshold: Annotated[float, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)] = 1e-3
+    """Policy divergence: divergence of the trainer from a worker (k3, nats per token) that triggers an update."""
+    max_age: Annotated[int, Interval(ge=1, le=10_000)] = 4
+    """Policy divergence: versions behind at which a worker updates regardless of the divergence."""
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """Which worker gets which ready samples."""
+
+    policy: Literal["fifo", "locality", "length_aware"] = "fifo"
+    """Policy fifo: in order of issue; locality: those of which the worker already holds the most bytes; length_aware:
+    prompts whose responses were long in earlier epochs get rollout workers of their own."""
+    lookahead: Annotated[int, Interval(ge=1, le=65_536)] = 16
+    """Policy locality: number of oldest ready samples from which one is chosen; 1: fifo."""
+    tail_fraction: Annotated[float, Interval(ge=0, le=1)] = 0.2
+    """Policy length_aware: maximum fraction of the prompts of a step that count as long; 0: fifo."""
+    row_cost: Annotated[float, Interval(ge=0, le=1_000)] = 0.02
+    """Policy length_aware: time that each running sequence adds to a decoding step, relative to an empty one."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Generation."""
+    """Rollout workers: generation of responses."""
 
-    engine: Literal["torch", "sglang"] = "torch"
-    """Plain PyTorch within the worker, or an SGLang server of the worker's own (or one that is running)."""
-    workers: int = 2
-    """Rollout workers."""
-    rows: int = 64
-    """Sequences that one worker generates at a time."""
-    max_new_tokens: int = 16
-    """Longest response, in tokens."""
-    temperature: float = 1.0
+    engine: RolloutEngineName = "torch"
+    """Engine torch: PyTorch inside the worker; sglang: an SGLang server that the worker starts or connects to."""
+    workers: Annotated[int, Interval(gt=0, le=10_000)] = 2
+    """Number of rollout workers."""
+    max_running_requests: Annotated[int, Interval(gt=0, le=65_536)] = 64
+    """Sequences that a worker generates concurrently."""
+    max_new_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 16
+    """Maximum response length, in tokens."""
+    temperature: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Sampling temperature."""
-    swap: Literal["boundary", "inflight"] = "boundary"
-    """When new weights are put into use: between sequences, or between two tokens of those that run."""
-    recompute: bool = True
-    """In flight: keys and values of what runs are computed again, beside generation (else those of before stay)."""
+    weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
+    """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
+    recompute_kv_on_update: bool = True
+    """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
+    KV cache."""
     compile: bool = False
-    """Compile decode steps with torch.compile: they are faster after a start that takes up to a minute longer."""
-    refresh: RefreshConfig = field(default_factory=RefreshConfig)
-    """When newer weights are taken."""
+    """Compile decoding with torch.compile: faster steps, but up to a minute more at startup."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """When rollout workers update their weights."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
     """The SGLang server."""
 
 
 @dataclass(frozen=True)
 class TrainerConfig(TrainOptions):
-    """Training."""
+    """The trainer: engine, data-parallel ranks, batching and output."""
 
-    engine: Literal["torch", "fsdp"] = "torch"
-    """Each rank has a whole model (torch), or parameters, gradients and optimiser are in shards over them (fsdp)."""
-    ranks: int = 1
-    """Data-parallel trainer processes; two or more are started under torchrun."""
-    ranks_s: float = 240.0
-    """How long a rank waits for one that gives no sign, before the run goes back to a checkpoint; below stall_s."""
-    nodes: int = 1
-    """Hosts that the ranks are spread over evenly; launch.trainer starts one torchrun on each."""
-    micro_batch_tokens: int = 2048
-    """A trainer starts on a micro-batch as soon as it has this many tokens (or the rest of the step)."""
-    step_tokens: int = 0
-    """Train exactly so many response tokens a step (C3PO, arXiv 2506.14731), chosen by a seeded shuffle; 0: all."""
-    balanced: bool = False
-    """Share each step among the ranks by tokens beforehand, not on demand; gives up streaming within the step."""
+    engine: TrainEngineName = "torch"
+    """Engine torch: each rank holds the whole model; fsdp: parameters, gradients and optimiser state are sharded."""
+    ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
+    """Data-parallel trainer processes; two or more are started by torchrun."""
+    rank_timeout_s: Seconds = 240.0
+    """How long the ranks wait for one that does not respond before the run restarts from a checkpoint, in seconds; keep
+    it below controller.no_progress_timeout_s."""
+    nodes: Annotated[int, Interval(gt=0, le=65_536)] = 1
+    """Hosts over which the ranks are spread evenly; launch.trainer starts one torchrun on each."""
+    micro_batch_tokens: Annotated[int, Interval(gt=0, le=1_000_000_000)] = 2048
+    """Micro-batch size in tokens; training starts on a micro-batch once it is full or the step has no more samples."""
+    micro_batch_samples: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    """Micro-batch size in samples, in whole groups, instead of tokens; 0: by micro_batch_tokens."""
+    tokens_per_step: Annotated[int, Interval(ge=0, le=1_000_000_000_000)] = 0
+    """Train on exactly this many response tokens per step (C3PO, arXiv 2506.14731), chosen by a seeded shuffle; 0: on
+    all."""
+    balance_ranks_by_tokens: bool = False
+    """Partition each step among the ranks by token count in advance, instead of serving ranks on demand; no streaming
+    within a step."""
     save: bool = True
-    """Write the trained model."""
+    """Write the trained model at the end."""
     final_dir: str = ""
-    """Where the trained model is written, on the host of trainer rank 0; empty: final in the run directory."""
+    """Directory of the trained model, on the host of trainer rank 0; empty: "final" in the run directory."""
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     """The fsdp engine."""
     lora: LoraOptions = field(default_factory=LoraOptions)
-    """Low-rank adapters in place of training all weights (fsdp engine)."""
+    """LoRA: train low-rank adapters instead of all weights (fsdp engine)."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """GRPO (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
+    """The GRPO loss (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
 
-    clip_low: float = 0.2
-    """Lower clip range of the probability ratio."""
-    clip_high: float = 0.28
-    """Upper clip range of the probability ratio."""
-    kl_coef: float = 1e-3
-    """Weight of the k3 divergence to the reference; at 0 no reference worker starts."""
-    correction_cap: float = 2.0
-    """Cap of the importance weight between trainer and rollout log-probabilities."""
-    normalize: bool = True
-    """Divide a group's advantages by its standard deviation."""
+    clip_low: Annotated[float, Interval(ge=0, le=1_000)] = 0.2
+    """Lower clip range: the probability ratio is clipped at 1 - clip_low."""
+    clip_high: Annotated[float, Interval(ge=0, le=1_000)] = 0.28
+    """Upper clip range: the probability ratio is clipped at 1 + clip_high."""
+    kl_coef: Annotated[float, Interval(ge=0, le=1_000)] = 1e-3
+    """Weight of the KL divergence (k3 estimator) from the reference model; 0: no reference worker is started."""
+    tis_cap: Annotated[float, Interval(ge=1, le=1_000_000)] = 2.0
+    """Upper bound of the truncated importance weight (trainer probability over rollout probability, per token)."""
+    staleness_weight: Literal["uniform", "polynomial"] = "uniform"
+    """Loss weight of a sample by its staleness s; uniform: 1; polynomial: (1 + s) ** -staleness_power (FedAsync, arXiv
+    1903.03934)."""
+    staleness_power: Annotated[float, Interval(ge=0, le=100)] = 0.5
+    """Weight polynomial: the exponent; 0: uniform."""
+    scale_by_group_std: bool = True
+    """Divide advantages by the standard deviation of the group's rewards."""
 
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """Addresses and deadlines."""
+    """The controller: addresses, keys, timeouts (in seconds) and transfers."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Where the controller listens; port 0 takes any free one (without keys: on this machine only)."""
+    """Address the controller listens on; port 0: any free port; without keys, only loopback addresses are allowed."""
     host: str = ""
-    """Name or address by which workers find a controller that listens on all (tcp://*:0); empty: it is looked up."""
+    """Host that workers connect to, if the controller listens on all interfaces (tcp://*:0); empty: detected."""
     keys: str = ""
-    """Directory that `flowrt keys` made: only its keys may take part in the run (else FLOWRT_KEYS)."""
-    heartbeat_s: float = 1.0
-    """How often a worker says that it is there."""
-    silence_s: float = 30.0
-    """A worker not heard of for this long is gone."""
-    return_s: float = 60.0
-    """How long workers wait for a controller that went away; they keep what they have meanwhile."""
-    drain_s: float = 30.0
-    """How long a worker that is terminated (SIGTERM) stays for those that need what it holds."""
-    lease_s: float = 600.0
-    """How long a worker may work on a slot; one that was not done in time gets twice that with the next worker."""
-    wait_s: float = 3600.0
-    """How long a worker waits for one answer before it gives up."""
+    """Directory made by `flowrt keys`: only holders of its keys can connect; empty: $FLOWRT_KEYS, if set."""
+    heartbeat_s: Seconds = 1.0
+    """Interval between heartbeats of a worker."""
+    worker_timeout_s: Seconds = 30.0
+    """A worker that sends nothing for this long is removed from the run."""
+    reconnect_timeout_s: Seconds = 60.0
+    """How long workers keep their state and try to reconnect after the controller goes away."""
+    worker_drain_timeout_s: Seconds = 30.0
+    """How long a worker that received SIGTERM keeps serving the tensors it holds."""
+    lease_s: Seconds = 600.0
+    """How long a worker may hold a slot; after an expired lease the next worker gets twice as long."""
+    request_timeout_s: Seconds = 3600.0
+    """How long a worker waits for the reply to one request."""
     lanes: str = "auto"
-    """How tensors move: auto (shared memory on one host, else by devices already in use, else TCP), or gloo, shm,
-    nccl or hccl."""
-    lane_s: float = 60.0
-    """A transfer of tensors on which nothing moved for this long has failed, and is made again."""
-    lane_mb_per_s: float = 1.0
-    """A transfer slower than this, once it has had lane_s, has failed too; lower it for links below 8 Mbit/s."""
-    store_gb: float = 0.0
-    """Most gigabytes of samples that one worker keeps in memory; 0: no limit."""
-    stall_s: float = 900.0
-    """A run without any progress for this long ends, saying who waits for what; keep it longer than lease_s."""
-    join_s: float = 120.0
-    """How long a worker looks for its controller."""
+    """Transport of tensors: gloo, shm, nccl, hccl; or auto: shared memory on one host, else nccl or hccl where devices
+    are in use, else TCP (gloo)."""
+    transfer_idle_timeout_s: Seconds = 60.0
+    """A tensor transfer without progress for this long fails and is retried."""
+    min_transfer_mb_per_s: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
+    """Minimum rate of a transfer after transfer_idle_timeout_s, in MB/s; a slower one fails; lower it for links below
+    8 Mbit/s."""
+    store_gb: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.0
+    """Maximum size of a worker's sample store, in GB; 0: unlimited."""
+    no_progress_timeout_s: Seconds = 900.0
+    """A run without progress for this long ends with exit code 3 and reports what each worker waits for; keep it longer
+    than lease_s."""
+    connect_timeout_s: Seconds = 120.0
+    """How long a worker tries to reach the controller, and how long the controller waits for the next role to join."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where `flowrt run` starts workers: each command is put behind these words, for example srun and its flags.
+    """Where `flowrt run` starts workers: each option is a command prefix, for example srun and its flags.
 
-    $NAME in them is what that is in the launcher's environment when workers start.
+    $NAME in a prefix is replaced from the launcher's environment when a worker starts.
     """
 
     rollout: str = ""
-    """Words before each rollout worker's command; empty: it runs on this machine."""
+    """Prefix of each rollout worker's command; empty: start it on this machine."""
     rollout_hosts: str = ""
-    """Hosts, by commas: $HOST in launch.rollout is the first for the first worker, and so on, round and round."""
+    """Comma-separated hosts, assigned to rollout workers round-robin; $HOST in launch.rollout is the assigned one."""
     trainer: str = ""
-    """Words before the trainer's command (torchrun, where there are several ranks)."""
-    others: str = ""
-    """Words before the commands of source, reward and reference."""
+    """Prefix of the trainer's command (of torchrun, if there are several ranks)."""
+    auxiliary: str = ""
+    """Prefix of the commands of source, reward and reference workers."""
     devices: str = "auto"
-    """Accelerators of this machine, by commas: a trainer rank each for the first, rollout workers go round the others;
-    auto: those that there are; none: every worker sees all of them."""
-    forked: bool = True
-    """Workers of this machine are forked from a process that has imported torch once (Linux without accelerators)."""
+    """Comma-separated accelerators of this machine: one for each trainer rank, in order, then the others for rollout
+    workers, round-robin; auto: all that are found; none: do not assign any."""
+    use_fork_server: bool = True
+    """Fork local workers from a process that has already imported torch (Linux without accelerators)."""
 
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """What becomes of workers that die. (A trainer's death is another matter: it takes the model along.)"""
+    """Restart of workers that die or hang. (A lost trainer is covered by max_run_restarts.)"""
 
-    restarts: int = 3
-    """How often one worker is started again within window_s before the run ends with its error; 0: never."""
-    window_s: float = 300.0
-    """Starts longer ago than this are forgotten."""
-    backoff_s: float = 0.5
-    """Wait before the first new start; it doubles with each that follows."""
-    hung_s: float = 10.0
-    """A worker on this machine whose process outlives its place in the run for this long is killed, and replaced; one
-    that has never come, controller.join_s later."""
-    absence_s: float = 60.0
-    """A role without any worker for this long ends the run."""
+    max_worker_restarts: RestartCount = 3
+    """Restarts of one worker within window_s, after which the run ends with its error; 0: no restarts."""
+    window_s: Seconds = 300.0
+    """Length of the window in which restarts are counted, in seconds."""
+    backoff_s: Seconds = 0.5
+    """Delay before the first restart, in seconds; doubles with each further restart."""
+    hung_process_timeout_s: Seconds = 10.0
+    """A local process is killed and replaced this long after its worker was removed from the run, in seconds; one whose
+    worker never joined, controller.connect_timeout_s later."""
+    role_vacancy_timeout_s: Seconds = 60.0
+    """The run ends when a role has had no worker for this long, in seconds."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run can be resumed from."""
+    """Checkpoints, from which a run is resumed."""
 
-    every: int = 50
-    """Steps between checkpoints, of which the last step always is one; 0: none, a resumed run starts anew."""
-    keep: int = 2
-    """The newest so many are kept."""
-    drain_s: float = 60.0
-    """How long a run that is terminated (SIGTERM) may take to save what it has trained; 0: it ends without that."""
+    every: StepCount = 50
+    """Steps between checkpoints; the last step always writes one; 0: no checkpoints, a resumed run starts over."""
+    keep: Annotated[int, Interval(gt=0, le=10_000_000)] = 2
+    """Number of newest checkpoints to keep."""
+    preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 60.0
+    """How long a run that received SIGTERM may take to save a checkpoint, in seconds; 0: end without saving."""
 
 
 @dataclass(frozen=True)
@@ -245,46 +294,48 @@ class RunConfig:
     """One run: GRPO with a strict staleness bound."""
 
     recipe: str = "arithmetic"
-    """What is learned: arithmetic, gsm8k, or own (your prompts and reward)."""
-    seed: int = 0
-    """Seed of the model, the data order and every sample."""
-    steps: int = 150
-    """Optimiser steps."""
-    prompts_per_step: int = 16
-    """Prompts (groups) trained on in one step."""
-    group_size: int = 8
-    """Samples of each prompt."""
-    lost_member: Literal["refill", "drop", "rest"] = "refill"
-    """A group that lost a sample: make the sample again, drop the group, or train the rest of it."""
-    staleness: int = 1
-    """Most versions that a trained sample may be behind the weights it trains; 0: the synchronous loop."""
+    """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them."""
+    seed: Annotated[int, Interval(ge=0, le=MAX_INT64)] = 0
+    """Seed of the model, the data order and the sampling."""
+    steps: Annotated[int, Interval(gt=0, le=10_000_000)] = 150
+    """Number of optimiser steps."""
+    prompts_per_step: Annotated[int, Interval(gt=0, le=MAX_LIVE_SAMPLES)] = 16
+    """Prompts (groups) per optimiser step."""
+    group_size: Annotated[int, Interval(gt=0, le=65_536)] = 8
+    """Samples per prompt."""
+    on_lost_sample: Literal["regenerate", "drop_group", "train_remaining"] = "regenerate"
+    """If a sample of a group is lost: generate it again, drop the group, or train on the remaining samples."""
+    max_staleness: Annotated[int, Interval(ge=0, le=10_000)] = 1
+    """Maximum staleness of a trained sample, in weight versions; 0: synchronous training."""
     deterministic: bool = False
-    """Fix batch shapes and order, so that a run repeats bit for bit (at staleness 0); slower."""
+    """Fix batch shapes and order; at max_staleness 0 a run is then bitwise reproducible, but slower."""
     model: str = ""
-    """Directory of a Hugging Face causal LM to start from; empty: the embedded model."""
+    """Hugging Face causal language model to start from (a directory); empty: the embedded model."""
     run_dir: str = ""
-    """Where the run is written; empty: runs/ and the time of the start."""
-    threads: int = 1
-    """CPU threads of each worker's torch."""
-    restarts: int = 3
-    """How often a local run goes back to its last checkpoint by itself when a trainer is lost."""
+    """Run directory; empty: runs/ and the start time."""
+    threads: Annotated[int, Interval(gt=0, le=1_024)] = 1
+    """CPU threads of torch in each worker."""
+    max_run_restarts: RestartCount = 3
+    """Restarts of a local run from its last checkpoint after a trainer is lost."""
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    """Which worker gets which ready samples."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Where problems come from."""
+    """Prompts and rewards."""
     build: BuildConfig = field(default_factory=BuildConfig)
     """The embedded model."""
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    """Supervised training of the embedded model before RL."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Supervised fine-tuning of the embedded model before RL."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Generation."""
+    """Rollout workers."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Training."""
+    """The trainer."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What a run can be resumed from."""
+    """Checkpoints."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    """Addresses and deadlines."""
+    """The controller."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
-    """What becomes of workers that die."""
+    """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    """Workers on other hosts."""
+    """Placement of workers on hosts and devices."""

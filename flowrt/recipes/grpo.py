@@ -1,33 +1,37 @@
-"""GRPO, the whole dataflow: which columns there are, which stage needs and makes which, under which policies.
+"""The dataflow of GRPO: columns, the stages that need and make them, and the policies.
 
 ::
 
-    source    offers   prompt, answer                                   (one of each for a group)
+    source    offers   prompt, answer                                   (group columns)
     rollout   needs    prompt                            makes response, logprobs
     reward    needs    response, answer                  makes reward
     reference needs    prompt, response                  makes ref_logprobs        (training only)
-    train     needs    all of these, of a whole group                              (training only)
+    train     needs    all of these, for all samples of a group                    (training only)
     evaluate  needs    reward                                                      (evaluation only)
 
-`reward` and `reference` run side by side: both become ready when their columns exist, nobody orders them.
+`reward` and `reference` run concurrently: a stage is ready once the columns it needs exist.
 """
 
-from flowrt.controller.admission import StrictLag
-from flowrt.controller.batchers import FixedTokens, TokenBudget
-from flowrt.controller.dispatch import Fifo
-from flowrt.controller.refresh import DelayedUpdate, Divergence, EveryN, Refresh, Rolling
-from flowrt.controller.settings import Dataflow, LostMember, Policies, Settings
-from flowrt.controller.sharing import Balanced, OnDemand
-from flowrt.recipes.config import RefreshConfig, RunConfig
-from flowrt.wire.records import Column, Stage
+from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.policies.batching import Batcher, FixedTokens, Rows, TokenBudget
+from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
+from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
+from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
+from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
+from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
+from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
+from flowrt.protocol.records import Column, Stage
+from flowrt.recipes.config import RunConfig, TrainerConfig, WeightSyncConfig
 
 POLICY = "policy"
 TRAIN, EVAL = "train", "eval"
-"""The two flows: groups that are trained on, groups that are only scored."""
+"""The two flows: groups for training, and groups for evaluation, which are only scored."""
 
 
 def dataflow(config: RunConfig) -> Dataflow:
-    """Columns and stages; without a KL coefficient there is no reference."""
+    """Columns and stages. Without a KL term (``kl_coef`` 0) there is no reference stage."""
     with_reference = config.loss.kl_coef > 0
     columns = [
         Column("prompt", "int32", "group"),
@@ -46,55 +50,80 @@ def dataflow(config: RunConfig) -> Dataflow:
         stages.append(Stage("reference", needs=("prompt", "response"), makes=("ref_logprobs",), flow=TRAIN))
         train_needs.append("ref_logprobs")
     stages.append(Stage("train", needs=tuple(train_needs), makes=(), flow=TRAIN, whole_groups=True))
-    return Dataflow(tuple(columns), tuple(stages), "train", TRAIN, ("prompt", "response"))
+    return Dataflow(
+        columns=tuple(columns),
+        stages=tuple(stages),
+        train_stage="train",
+        train_flow=TRAIN,
+        token_columns=("prompt", "response"),
+    )
 
 
 def policies(config: RunConfig) -> Policies:
-    """The defaults of the seams that the controller asks."""
+    """The controller's policies."""
     return Policies(
-        admission=StrictLag(config.staleness),
-        dispatch=Fifo(),
-        batcher=TokenBudget(config.trainer.micro_batch_tokens),
-        refresh=refresh(config.rollout.refresh),
-        sharing=Balanced(config.trainer.ranks) if config.trainer.balanced else OnDemand(),
-        cut=FixedTokens(config.trainer.step_tokens, order="shuffled", seed=config.seed)
-        if config.trainer.step_tokens
+        admission=StrictLag(config.max_staleness),
+        dispatch=dispatch(config),
+        batcher=batcher(config.trainer),
+        refresh=refresh(config.rollout.weight_sync),
+        sharing=Balanced(config.trainer.ranks) if config.trainer.balance_ranks_by_tokens else OnDemand(),
+        cut=FixedTokens(config.trainer.tokens_per_step, order="shuffled", seed=config.seed)
+        if config.trainer.tokens_per_step
         else None,
     )
 
 
-def refresh(config: RefreshConfig) -> Refresh:
-    """Which receivers are due when there is a newer version."""
+def dispatch(config: RunConfig) -> Dispatch:
+    """The policy that decides which worker gets which ready samples."""
+    options = config.dispatch
+    match options.policy:
+        case "locality":
+            return Sticky(options.lookahead)
+        case "length_aware":
+            cost = DecodeCost(1.0, options.row_cost)  # relative: only the ratio of the two matters
+            return LengthAware(cost, config.prompts_per_step * config.group_size, options.tail_fraction)
+    return Fifo()
+
+
+def batcher(config: TrainerConfig) -> Batcher:
+    """The policy that decides when a micro-batch is full."""
+    return Rows(config.micro_batch_samples) if config.micro_batch_samples else TokenBudget(config.micro_batch_tokens)
+
+
+def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
+    """The policy that decides which workers receive a new version of the weights, and when."""
     match config.policy:
         case "rolling":
-            return Rolling(config.at_once)
-        case "every":
-            return EveryN(config.versions)
+            return Rolling(config.max_concurrent)
+        case "every_n":
+            return EveryN(config.interval)
         case "divergence":
             return Divergence(config.threshold, config.max_age)
     return DelayedUpdate()
 
 
 def settings(config: RunConfig) -> Settings:
-    """Numbers of the run, as the controller needs them."""
+    """The controller's settings: sizes, roles, timeouts."""
     return Settings(
         steps=config.steps,
         groups_per_step=config.prompts_per_step,
-        finishers=("source", "trainer"),
-        vital_roles=("trainer",),
-        needed_roles=("source", "rollout", "reward", "reference"),
-        absence_s=config.supervisor.absence_s,
-        savers=("trainer",),
-        drain_s=config.checkpoint.drain_s,
+        completing_roles=(SOURCE, TRAINER),
+        critical_roles=(TRAINER,),
+        replaceable_roles=(SOURCE, ROLLOUT, REWARD, *([REFERENCE] if config.loss.kl_coef > 0 else [])),
+        role_vacancy_timeout_s=config.supervisor.role_vacancy_timeout_s,
+        checkpointing_roles=(TRAINER,),
+        source_roles=(SOURCE,),
+        preemption_save_timeout_s=config.checkpoint.preemption_save_timeout_s,
         model=POLICY,
-        in_order=config.deterministic,
-        lost_member=LostMember(config.lost_member),
+        strict_issue_order=config.deterministic,
+        on_lost_sample=OnLostSample(config.on_lost_sample),
         lease_s=config.controller.lease_s,
-        silence_s=config.controller.silence_s,
-        return_s=config.controller.return_s,
+        worker_timeout_s=config.controller.worker_timeout_s,
+        reconnect_timeout_s=config.controller.reconnect_timeout_s,
         lanes=config.controller.lanes,
-        lane_s=config.controller.lane_s,
-        lane_mb_per_s=config.controller.lane_mb_per_s,
+        transfer_idle_timeout_s=config.controller.transfer_idle_timeout_s,
+        min_transfer_mb_per_s=config.controller.min_transfer_mb_per_s,
         store_bytes=int(config.controller.store_gb * 1e9),
-        stall_s=config.controller.stall_s,
+        no_progress_timeout_s=config.controller.no_progress_timeout_s,
+        connect_timeout_s=config.controller.connect_timeout_s,
     )

@@ -1,7 +1,7 @@
-"""The devices that flowrt computes on and moves tensors between: CPU, CUDA, Ascend NPU.
+"""Devices that flowrt computes on and moves tensors between: CPU, CUDA, Ascend NPU.
 
-The only file that imports torch_npu, and never just to look. Everything about NPUs is written against torch_npu's
-interface and HAS NOT RUN ON AN NPU.
+- Only this file imports torch_npu, and never just to detect a device.
+- Everything about NPUs is written against torch_npu's interface and HAS NOT RUN ON AN NPU.
 """
 
 import importlib.util
@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 
 from flowrt.errors import ConfigError
+from flowrt.ids import AUTO
 
 Kind = Literal["cpu", "cuda", "npu"]
 BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What this process uses of a device's memory, the most it has used, and all there is."""
+    """Memory of a device: used by this process now and at its peak, and in total."""
 
     used_bytes: int
     peak_bytes: int
@@ -32,7 +32,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of this machine; `choose` makes it."""
+    """One device of this machine; see `choose`."""
 
     kind: Kind
     index: int = 0
@@ -43,21 +43,21 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """For `init_process_group`: tensors in host memory go by gloo, those of a device by its own library."""
+        """Backend for `init_process_group`: gloo for host memory, the device's own library for its memory."""
         return "gloo" if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
 
     def use(self) -> None:
-        """Make it the calling thread's current device: threads of a pool have one each."""
+        """Make this the current device of the calling thread; each thread of a pool has its own."""
         if self.kind != "cpu":
             self._module().set_device(self.index)
 
     def synchronise(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has completed all queued work."""
         if self.kind != "cpu":
             self._module().synchronize(self.index)
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generators, the device's own with them."""
+        """Seed torch's generators, including that of the device."""
         torch.manual_seed(seed)
 
     def memory(self) -> Memory:
@@ -75,9 +75,9 @@ class Device:
 
 
 def choose(name: str, local_rank: int = 0) -> Device:
-    """The device for a process: cpu, cuda, npu, or auto (whichever accelerator is here, else cpu).
+    """The device for a process: cpu, cuda, npu, or auto (the accelerator of this machine, else cpu).
 
-    Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError when there are too few.
+    Processes of one machine take one accelerator each, by ``local_rank``. Raises ConfigError if there are too few.
     """
     if name == AUTO:
         name = "cuda" if cuda_is_here() else "npu" if npu_is_here() else "cpu"
@@ -92,33 +92,33 @@ def choose(name: str, local_rank: int = 0) -> Device:
 
 
 def cuda_is_here() -> bool:
-    """A process of this machine could work on a CUDA device; nothing is made on one to find out."""
+    """Whether this machine has a CUDA device. Creates no context on it."""
     return torch.cuda.is_available()
 
 
 def npu_is_here() -> bool:
-    """A process of this machine could work on an NPU; torch_npu is not imported to find out."""
+    """Whether this machine has an NPU and torch_npu is installed. Does not import torch_npu."""
     return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
 
 
 def has_cuda() -> bool:
-    """nccl is here, and this process works on a CUDA device: one that only could is not given a context for nothing."""
+    """Whether this process uses a CUDA device and torch has nccl. Creates no context."""
     return torch.distributed.is_nccl_available() and torch.cuda.is_initialized()
 
 
 def has_npu() -> bool:
-    """This process works on an NPU."""
+    """Whether this process uses an NPU."""
     npu = getattr(torch, "npu", None)
     return npu is not None and "torch_npu" in sys.modules and bool(npu.is_initialized())
 
 
 def own_index(kind: Kind) -> int:
-    """The device that an engine of this process works on, or would. Raises ConfigError where there is none for it."""
+    """Index of the device that an engine of this process uses or would use. Raises ConfigError if there is none."""
     return choose(kind, int(os.environ.get("LOCAL_RANK", "0"))).index
 
 
 def torch_npu() -> Any:
-    """The module torch_npu, imported when first asked for. Raises ConfigError when it is not installed."""
+    """Import and return torch_npu. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("torch_npu")
     except ImportError as error:

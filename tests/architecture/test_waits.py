@@ -1,4 +1,4 @@
-"""Nobody waits behind our back: every wait that Python can make goes through `flowrt.waiting`."""
+"""Nobody waits behind our back: every wait that Python can make goes through `flowrt.runtime.waits`."""
 
 import ast
 from collections.abc import Iterator
@@ -8,62 +8,74 @@ from typing import TypeGuard
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PRIMITIVE = ROOT / "flowrt" / "waiting.py"
+PRIMITIVE = ROOT / "flowrt" / "runtime/waits.py"
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
 ELSEWHERE = {
     # A simulated second passes: nobody is waited for, and whoever interrupts it sets the event.
-    ("flowrt/engines/pace.py", "interrupt.wait"),
+    ("flowrt/engines/simulated/time.py", "interrupt.wait"),
     # Implements torch's Store, whose wait is called by torch; inside it is `until_true`.
-    ("flowrt/transport/rendezvous.py", "self.wait"),
+    ("flowrt/transport/lanes/rendezvous.py", "self.wait"),
     # Posts a receive and returns at once; `blocking` waits for its end.
-    ("flowrt/transport/gloo.py", "group.recv"),
-    ("flowrt/transport/device.py", "self._group.recv"),
+    ("flowrt/transport/lanes/gloo.py", "group.recv"),
+    ("flowrt/transport/lanes/device.py", "self._group.recv"),
     # Called when there is something to read.
-    ("launch/nursery.py", "self._orders.recv"),
-    ("workers/nursery.py", "socket.recv_fds"),
+    ("flowrt/launcher/fork_server/parent.py", "orders.recv"),
+    ("flowrt/launcher/fork_server/child.py", "socket.recv_fds"),
     # Whether a process has ended; returns at once.
-    ("flowrt/engines/sglang_server.py", "self._process.poll"),
+    ("flowrt/engines/sglang/server_process.py", "self._process.poll"),
+    # Whether children have ended; returns at once.
+    ("flowrt/recipes/tasks/reward_server.py", "os.waitpid"),
     # Of a child that has ended, or was killed.
-    ("workers/nursery.py", "os.waitpid"),
+    ("flowrt/launcher/fork_server/child.py", "os.waitpid"),
     # Stays until it is ended, and ends with whoever started it.
-    ("workers/meeting.py", "signal.sigwait"),
+    ("flowrt/ranks/rendezvous.py", "signal.sigwait"),
+    # The messages of a connection, which ends when heartbeats are not answered; the callers have deadlines, too.
+    ("flowrt/client/session.py", "self._connection"),
+    ("flowrt/launcher/observer.py", "connection"),
+    ("flowrt/launcher/drain.py", "statuses(connection)"),
     # zmq's own thread is told to end within LINGER.
-    ("flowrt/wire/sockets.py", "self._context.term"),
+    ("flowrt/net/zmq_socket.py", "self._context.term"),
 }
 """Waits that are no calls of the primitive, each with its reason."""
 
 TASKS = {
-    ("flowrt/client/asking.py", "one.reply"): "`noted` around it; a timer of the loop ends it",
-    ("flowrt/client/params.py", "arrived"): "a lane's receipt, which the lane ends",
-    ("flowrt/client/session.py", "task"): "done: it was waited for with `first_of`",
-    ("flowrt/client/stream.py", "following"): "a pull, which has a deadline",
-    ("flowrt/client/stream.py", "committing"): "a commit, which has a deadline",
-    ("flowrt/controller/server.py", "task"): "a server that was told to end gives its workers up after a while",
-    ("flowrt/engines/sglang_weights.py", "sending"): "a broadcast within the timeout of its group",
-    ("flowrt/wire/loops.py", "work"): "the whole of a process, which is no wait",
     (
-        "workers/entry.py",
+        "flowrt/client/connection.py",
+        "self._arrival",
+    ): "a message, or the loss of a controller that answers no heartbeat",
+    ("flowrt/client/requests.py", "request.reply"): "`tracked` around it; a timer of the loop ends it",
+    ("flowrt/client/weights.py", "arrived"): "a lane's receipt, which the lane ends",
+    ("flowrt/client/session.py", "task"): "done: it was waited for with `first_of`",
+    ("flowrt/client/streams.py", "following"): "a pull, which has a deadline",
+    ("flowrt/client/streams.py", "committing"): "a commit, which has a deadline",
+    ("flowrt/controller/server/server.py", "task"): "a server that was told to end gives its workers up after a while",
+    ("flowrt/engines/sglang/weights.py", "sending"): "a broadcast within the timeout of its group",
+    ("flowrt/runtime/event_loop.py", "work"): "the whole of a process, which is no wait",
+    (
+        "flowrt/roles/main.py",
         "ended",
     ): "the end of the session, within the silence of the controller",
-    ("workers/probe.py", "coming"): "a lane's receipt, which the lane ends",
-    ("workers/rollout.py", "running"): "the engine at its own work, told to come back",
-    ("workers/trainer.py", "following"): "a pull, which has a deadline",
+    ("flowrt/launcher/doctor/probe.py", "arriving"): "a lane's receipt, which the lane ends",
+    ("flowrt/roles/rollout.py", "running"): "the engine at its own work, told to come back",
+    ("flowrt/roles/trainer.py", "following"): "a pull, which has a deadline",
 }
 """Tasks and futures that are awaited by their names: what ends each."""
 
-RANKS = "trainer.ranks_s: the timeout of the group that `workers.engines.meet` makes; `workers.together` says who"
+RANKS = (
+    "trainer.rank_timeout_s: timeout of the group of `ranks.process_group.init_ranks`; `ranks.barrier` names the ranks"
+)
 COLLECTIVES = {
-    ("flowrt/engines/torch_train.py", "dist.all_reduce"): RANKS,
-    ("flowrt/engines/passes.py", "dist.all_reduce"): RANKS,
-    ("flowrt/engines/state.py", "dist.all_gather"): RANKS,
-    ("flowrt/engines/fsdp.py", "dist.all_reduce"): RANKS,
-    ("flowrt/engines/sharding.py", "part.unshard"): RANKS,
-    ("flowrt/engines/sharding.py", "tensor.full_tensor"): RANKS,
-    ("flowrt/engines/sharding.py", "distribute_tensor"): RANKS,
-    ("flowrt/engines/sharding.py", "dist.broadcast"): RANKS,
-    ("flowrt/engines/sharding.py", "init_device_mesh"): RANKS,
-    ("flowrt/engines/sharded_state.py", "dcp.save"): RANKS,
-    ("flowrt/engines/sharded_state.py", "dcp.load"): RANKS,
+    ("flowrt/engines/torch/trainer.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/training/loss_passes.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/training/state.py", "dist.all_gather"): RANKS,
+    ("flowrt/engines/fsdp/trainer.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/fsdp/sharding.py", "part.unshard"): RANKS,
+    ("flowrt/engines/fsdp/sharding.py", "tensor.full_tensor"): RANKS,
+    ("flowrt/engines/fsdp/sharding.py", "distribute_tensor"): RANKS,
+    ("flowrt/engines/fsdp/sharding.py", "dist.broadcast"): RANKS,
+    ("flowrt/engines/fsdp/sharding.py", "init_device_mesh"): RANKS,
+    ("flowrt/engines/fsdp/checkpoint.py", "dcp.save"): RANKS,
+    ("flowrt/engines/fsdp/checkpoint.py", "dcp.load"): RANKS,
 }
 """Where ranks wait for each other inside torch.distributed, each with its deadline."""
 MEETING = {
@@ -101,7 +113,7 @@ def waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def _is_primitive(node: ast.AST) -> TypeGuard[ast.Call]:
     """What is handed to these as a coroutine is waited for by them."""
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    return name in ("until", "self.unless_ended")
+    return name in ("wait_until", "self.unless_ended")
 
 
 def _waits(call: ast.Call) -> bool:
@@ -156,18 +168,18 @@ def test_ranks_wait_for_each_other_only_where_their_deadline_is_known() -> None:
         for line, call in collectives(ast.parse(path.read_text()))
     }
     new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in COLLECTIVES]
-    assert not new, f"ranks wait for each other here: use workers.together, or say which deadline ends it: {new}"
+    assert not new, f"ranks wait for each other here: use flowrt.ranks.barrier, or say which deadline ends it: {new}"
     assert not COLLECTIVES.keys() - set(found), "exceptions that are not needed any more"
 
 
 def test_every_call_of_an_engine_in_which_ranks_meet_has_a_deadline() -> None:
     """Methods of an engine are collective: a trainer makes none of them on a thread behind our back."""
-    for name in ("trainer", "saving"):
-        tree = ast.parse((ROOT / "workers" / f"{name}.py").read_text())
+    for name in ("trainer", "checkpoints"):
+        tree = ast.parse((ROOT / "flowrt" / "roles" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.to_thread":
                 words = " ".join(ast.unparse(argument) for argument in node.args)
-                assert "engine." not in words, f"workers/{name}.py:{node.lineno} {words}"
+                assert "engine." not in words, f"flowrt/roles/{name}.py:{node.lineno} {words}"
 
 
 def awaited(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -185,7 +197,7 @@ def test_what_is_awaited_by_name_has_an_end() -> None:
         for line, name in awaited(ast.parse(path.read_text()))
     }
     new = [f"{path}:{line} {name}" for (path, name), line in found.items() if (path, name) not in TASKS]
-    assert not new, f"use flowrt.waiting.until, or say what ends these: {new}"
+    assert not new, f"use flowrt.runtime.waits.wait_until, or say what ends these: {new}"
     assert not TASKS.keys() - set(found), "exceptions that are not needed any more"
 
 
@@ -216,7 +228,7 @@ def test_every_wait_goes_through_the_primitive() -> None:
         for line, call in waits(ast.parse(path.read_text()))
     }
     new = [f"{path}:{line} {call}" for (path, call), line in found.items() if (path, call) not in ELSEWHERE]
-    assert not new, f"these wait behind our back, use flowrt.waiting: {new}"
+    assert not new, f"these wait behind our back, use flowrt.runtime.waits: {new}"
     assert not ELSEWHERE - set(found), "exceptions that are not needed any more"
 
 
@@ -271,7 +283,7 @@ def test_the_lint_sees_each_kind_of_wait(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "until(event.wait(), 3, what, turn)",
+        "wait_until(event.wait(), 3, what, turn)",
         "', '.join(names)",
         "f'{a} '.join(names)",
         "table.get('key')",

@@ -7,16 +7,16 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from flowrt.workers.group import meet
 
-from flowrt.algorithms import GrpoLoss
-from flowrt.engines.build import build_model
-from flowrt.engines.checkpoint import load_model
-from flowrt.engines.fsdp import FsdpTrainer
+from flowrt.algorithms.objective import Kl, Objective
+from flowrt.engines.fsdp.trainer import FsdpTrainer
+from flowrt.engines.hf import load_model
 from flowrt.engines.options import Dtype, FsdpOptions
-from flowrt.engines.torch_train import TorchTrainer
+from flowrt.engines.tiny_model import build_model
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.ranks.process_group import init_ranks
 from flowrt.transport.devices import Device
-from tests.integration import fsdp_rank
+from tests.integration.helpers import fsdp_rank
 
 STEPS = 3
 DTYPES: dict[str, tuple[Dtype, float]] = {"cuda": ("float64", 1e-6), "npu": ("float32", 1e-4)}
@@ -26,7 +26,7 @@ DTYPES: dict[str, tuple[Dtype, float]] = {"cuda": ("float64", 1e-6), "npu": ("fl
 @pytest.fixture
 def device(accelerator: Device) -> Iterator[Device]:
     """With a process group of this process alone."""
-    meet(accelerator, 120.0)
+    init_ranks(accelerator, 120.0)
     yield accelerator
     dist.destroy_process_group()
 
@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_rank_on_a_device_finds_the_weights_of_the_cpu(
     gather: Literal["step", "pass"], device: Device, model: Path
 ) -> None:
-    options, loss = fsdp_rank.OPTIONS, GrpoLoss()
+    options, loss = fsdp_rank.OPTIONS, Objective(kl=Kl(1e-3))
     dtype, near = DTYPES[device.kind]
     engine = FsdpTrainer(
         model,
@@ -51,10 +51,9 @@ def test_a_rank_on_a_device_finds_the_weights_of_the_cpu(
         options,
         loss,
         fsdp=FsdpOptions(gather=gather, dtype=dtype),
-        correction_cap=2.0,
         temperature=1.0,
     )
-    plain = TorchTrainer(load_model(model, dtype=torch.float64), options, loss, correction_cap=2.0, temperature=1.0)
+    plain = TorchTrainer(load_model(model, dtype=torch.float64), options, loss, temperature=1.0)
     metrics = [fsdp_rank.train(one, 0, STEPS) for one in (engine, plain)]
     found, expected = engine.parameters(), plain.parameters()
     assert list(found) == list(expected)

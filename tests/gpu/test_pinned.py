@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowrt.transport.devices import Device
-from flowrt.transport.weights import Snapshot
+from flowrt.transport.weights.snapshot import Snapshot
 
 
 def weights(device: torch.device) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_a_version_is_whole_on_the_device_when_it_is_used(kind: str, accelerator
     on_host = {name: tensor.cpu() for name, tensor in new.items()}
     snapshot = Snapshot.take(1, new if kind == "taken pinned" else on_host)
     if kind == "pinned while it is staged":
-        snapshot = snapshot.within_reach_of(accelerator.torch)
+        snapshot = snapshot.pinned_for(accelerator.torch)
         assert all(bucket.is_pinned() for bucket in snapshot.buckets)
     target = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
     snapshot.restore(target)

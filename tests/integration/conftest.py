@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowrt.recipes.load import defaults, to_toml
+from flowrt.recipes.config_io import defaults, to_toml
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
-LONGEST_SENTENCE = 400
+LONGEST_SENTENCE = 450
 TOKEN = "TOKEN_OF_TEST"  # no FLOWRT_…: those are not handed on to servers
 LOOK_EVERY_S = 0.05
 
@@ -193,18 +194,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         one.close()
 
 
-def prepare(run_dir: Path, **warm_start: int) -> Path:
+def prepare(run_dir: Path, **sft: int) -> Path:
     """A tiny model with its tokenizer, as `prepare` writes it."""
     base = defaults("arithmetic")
     config = dataclasses.replace(
         base,
         run_dir=str(run_dir),
         build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
-        warm_start=dataclasses.replace(base.warm_start, bare_steps=0, **warm_start),
+        sft=dataclasses.replace(base.sft, answer_only_steps=0, **sft),
     )
     path = run_dir / "config.toml"
     path.write_text(to_toml(config))
-    words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
+    words = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
     subprocess.run(words, check=True, timeout=120, capture_output=True)
     return run_dir / "model"
 
@@ -218,7 +219,7 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that is right now and then: without any reward there is nothing to learn, and nothing to compare."""
-    return prepare(tmp_path_factory.mktemp("taught"), steps=60, probes=8)
+    return prepare(tmp_path_factory.mktemp("taught"), steps=60, eval_prompts=8)
 
 
 class Refusal:
@@ -276,7 +277,8 @@ def model_shell(tmp_path: Path) -> str:
     path = tmp_path / "shell"
     path.mkdir()
     (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
+    header = b'{"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     (path / "tokenizer.json").write_text("{}")
     return str(path)
 

@@ -1,6 +1,7 @@
 """Bad input is refused with exit code 2 and one sentence that names the thing and the fix; nothing is written."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,10 +72,30 @@ def test_row_without_the_field(refused: Callable[..., Any], tmp_path: Path, bad:
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ("[" * 100_000, "line 2 is nested too deeply"),
+        ('{"question": ' + "9" * 10_000 + "}", "line 2 cannot be read"),
+        (row(question=""), "line 2: field 'question', the prompt, is empty"),
+        (row(question="half \ud83d"), "line 2: field 'question' has half a character"),
+    ],
+    ids=["deep nesting", "a huge number", "an empty prompt", "a lone surrogate"],
+)
+def test_row_that_no_worker_can_take(refused: Callable[..., Any], tmp_path: Path, bad: object, expected: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", row(), bad, row())
+    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
+    assert f"{data}, {expected}" in said
+
+
+def test_data_that_is_a_directory(refused: Callable[..., Any], tmp_path: Path) -> None:
+    assert f"data file {tmp_path} is a directory" in refused("gsm8k", "--data", str(tmp_path)).sentence()
+
+
 def test_solution_without_a_final_number(refused: Callable[..., Any], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", row(), row(answer="it is two"), row())
     said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1").sentence()
-    assert f"{data}, row 2" in said
+    assert f"{data}, line 2" in said
     assert "#### number" in said
 
 
@@ -92,7 +113,7 @@ def test_model_directory_does_not_exist(refused: Callable[..., Any], tmp_path: P
     path = tmp_path / "no-model"
     said = refused("--model", str(path)).sentence()
     assert str(path) in said
-    assert "no directory" in said
+    assert "is not a directory" in said
     assert "config.json" in said
 
 
@@ -117,12 +138,30 @@ def test_model_without_tokenizer(refused: Callable[..., Any], model_shell: str) 
     assert "no tokenizer" in said
 
 
+def test_model_whose_weights_do_not_fit_its_configuration(
+    refused: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    """transformers says so, in a process of its own, before any other starts; nothing of it is left."""
+    model = Path(shutil.copytree(untrained_model, tmp_path / "model"))
+    table = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(table | {"vocab_size": 999}))
+    said = refused("--model", str(model)).sentence()
+    assert f"model {model}: model.embed_tokens.weight has shape [17, 64]" in said
+
+
+def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", row(), row(question="a b " * 40), row())
+    said = refused("gsm8k", "--data", data, "--data.eval-prompts", "1", "--build.max-length", "150").sentence()
+    assert f"{data}, line 2: the prompt has " in said
+    assert "with rollout.max_new_tokens 128 more than the 150 positions" in said
+
+
 # ---- values and flags
 
 
 def test_negative_staleness(refused: Callable[..., Any]) -> None:
-    said = refused("--staleness", "-1").sentence()
-    assert "staleness is -1" in said
+    said = refused("--max-staleness", "-1").sentence()
+    assert "max_staleness is -1" in said
     assert "0 or more" in said
 
 
@@ -130,13 +169,29 @@ def test_group_of_one_with_the_standard_deviation(refused: Callable[..., Any]) -
     said = refused("--group-size", "1").sentence()
     assert "group_size is 1" in said
     assert "standard deviation" in said
-    assert "--loss.normalize False" in said
+    assert "--loss.scale-by-group-std False" in said
 
 
 def test_zero_steps(refused: Callable[..., Any]) -> None:
     said = refused("--steps", "0").sentence()
     assert "steps is 0" in said
     assert "above 0" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--threads", "1000000", "threads is 1000000; use a value above 0, and at most 1,024"),
+        ("--threads", "1000", "this machine has"),
+        ("--rollout.max-running-requests", "1000000000", "rollout.max_running_requests is 1000000000"),
+        ("--group-size", "100000000", "group_size is 100000000"),
+        ("--seed", "18446744073709551616", "seed is 18446744073709551616"),
+        ("--rollout.temperature", "inf", "rollout.temperature is inf"),
+        ("--trainer.lr", "1e30", "trainer.lr is 1e+30"),
+    ],
+)
+def test_number_out_of_range(refused: Callable[..., Any], flag: str, value: str, words: str) -> None:
+    assert words in refused(flag, value).sentence()
 
 
 def test_unknown_flag_suggests_the_right_one(refused: Callable[..., Any]) -> None:
@@ -165,4 +220,4 @@ def test_unknown_command_names_the_right_one() -> None:
     assert ended.returncode == 2
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
-    assert said.endswith("there is: doctor, drain, keys, ledger, resume, run, status, templates, worker")
+    assert said.endswith("there is: config, doctor, drain, keys, ledger, resume, run, slurm, status, worker")

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.integration.helpers import sync_loop
+
 STEPS = 20
 SETTINGS = [
-    *("--steps", str(STEPS), "--staleness", "0", "--deterministic", "True"),
+    *("--steps", str(STEPS), "--max-staleness", "0", "--deterministic", "True"),
     *("--prompts-per-step", "4", "--group-size", "4", "--trainer.micro-batch-tokens", "150"),
     *("--data.eval-prompts", "8"),
 ]
@@ -51,7 +53,7 @@ def test_one_and_two_rollout_workers_equal_the_synchronous_loop(tmp_path: Path, 
         start_run(run_dir, taught_model, workers)
     weights = tmp_path / "weights.pt"
     subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("sync_loop.py")), str(runs[1]), str(weights)],
+        [sys.executable, sync_loop.__file__, str(runs[1]), str(weights)],
         check=True,
         timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

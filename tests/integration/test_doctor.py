@@ -48,7 +48,9 @@ def test_three_nodes_measure_each_other(three: tuple[subprocess.CompletedProcess
     assert "the same everywhere" in ended.stdout
 
 
-def test_facts_are_judged_later_too(three: tuple[subprocess.CompletedProcess[str], list[str]], tmp_path: Path) -> None:
+def test_saved_facts_can_be_evaluated_later(
+    three: tuple[subprocess.CompletedProcess[str], list[str]], tmp_path: Path
+) -> None:
     """One node's memory is gone and its torch is another: two red lines, each with its node and what to do."""
     first, second, _ = (json.loads(line) for line in three[1])
     second["free_memory_bytes"] = 10**9
@@ -60,7 +62,7 @@ def test_facts_are_judged_later_too(three: tuple[subprocess.CompletedProcess[str
     red = [line for line in ended.stdout.splitlines() if line.startswith("flowrt: ")]
     assert len(red) == 2, ended.stdout
     assert red[0].startswith("flowrt: memory, middle: 0.9 GiB free")
-    assert "rollout.rows" in red[0]
+    assert "rollout.max_running_requests" in red[0]
     assert "versions: torch" in red[1]
     assert "middle 2.0.0" in red[1]
 
@@ -81,7 +83,7 @@ def test_this_node_alone(tmp_path: Path) -> None:
         (["--merge", __file__], "holds no facts"),
         (["--on", "nosuchrun -n 2", "--nodes", "2"], "cannot be started"),
         (["--on", "true", "--nodes", "2"], "0 of 2 nodes answered"),
-        (["--on", "ssh 'host"], "--on cannot be cut into words"),
+        (["--on", "ssh 'host"], "--on cannot be split into words"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
     ],
 )

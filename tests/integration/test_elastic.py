@@ -79,24 +79,24 @@ def assert_whole(run: Any) -> None:
 
 
 @pytest.mark.long
-def test_one_joins_takes_over_and_leaves_again(run: Any, start: Start) -> None:
+def test_additional_worker_joins_takes_work_and_leaves(run: Any, start: Start) -> None:
     extra = start("extra")
     drained = drain(run, "rollout-0")
     assert (drained.returncode, drained.stdout.strip()) == (0, "rollout-0 has left the run"), drained.stderr
-    run.wait_for(lambda: not run.find("flowrt.workers.rollout"), "end of the drained worker")
+    run.wait_for(lambda: not run.find("flowrt.roles.rollout"), "end of the drained worker")
     assert_goes_on(run)
     other = start("other")
     extra.send_signal(signal.SIGTERM)  # as a cluster does that wants its node back
     assert extra.wait(WITHIN_S) == 0
     assert_goes_on(run)
     assert other.poll() is None
-    assert "is started again" not in run.words, "who was asked to leave is not replaced"
+    assert "restarting in" not in run.words, "who was asked to leave is not replaced"
     assert_whole(run)
     assert other.wait(WITHIN_S) == 0
 
 
 @pytest.mark.long
-def test_one_that_was_given_up_is_told_so_when_it_wakes(run: Any, start: Start, tmp_path: Path) -> None:
+def test_worker_declared_lost_receives_the_reason_when_it_continues(run: Any, start: Start, tmp_path: Path) -> None:
     """Nobody but its own exit code can say to whoever started it that its place is free."""
     extra = start("extra")
     extra.send_signal(signal.SIGSTOP)
@@ -108,7 +108,7 @@ def test_one_that_was_given_up_is_told_so_when_it_wakes(run: Any, start: Start, 
     assert_whole(run)
 
 
-def test_the_last_one_may_not_leave_unasked_for(run: Any) -> None:
+def test_last_worker_of_a_role_may_not_leave_unasked(run: Any) -> None:
     """A source cannot be drained: what it has read is nowhere else."""
     refused = drain(run, "source")
     assert refused.returncode == 2, refused.stdout

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrt.recipes.load import parse
+from flowrt.recipes.config_io import parse
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 UNKNOWN = "--no-such-flag"
 
-QUICK = ["--data.eval-prompts", "0", "--warm-start.steps", "60", "--warm-start.bare-steps", "5"]
+QUICK = ["--data.eval-prompts", "0", "--sft.steps", "60", "--sft.answer-only-steps", "5"]
 
 
 def output(name: str, *arguments: str) -> str:
@@ -40,10 +40,10 @@ def test_a_loop_is_short_and_learns(name: str) -> None:
 
 def test_service_calls_are_all_that_their_example_uses() -> None:
     text = (ROOT / "examples" / "asyncflow_service.py").read_text()
-    assert re.findall(r"^from flowrt.*$", text, re.MULTILINE) == ["from flowrt import service"]
+    assert re.findall(r"^from flowrt.*$", text, re.MULTILINE) == ["from flowrt import asyncflow"]
     for call in ("put_prompts_data", "get_experience_data", "put_experience_data", "weight_sync_notify"):
         assert f"calls.{call}(" in text
-    assert "service.init_engines(" in text
+    assert "asyncflow.init_engines(" in text
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_an_engine_of_your_own_is_short(name: str) -> None:
 
 def commands() -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [line.split("#")[0].strip().removeprefix(".venv/bin/") for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 
 
@@ -116,9 +116,9 @@ def test_every_script_of_the_documents_takes_its_flags(command: str) -> None:
     ("command", "said"),
     [
         ("bench/passes.py --quick --made-up 3", "--made-up 3"),
-        ("bench/peer_trl.py --peer-python PYTHON --no-compiling", "--no-compiling"),
-        ("bench/peer_trl.py --peer-python PYTHON --dtypes float99", "invalid choice: 'float99'"),
-        ("bench/peer_trl.py --no-compile", "required: --peer-python"),
+        ("bench/compare_trl.py --baseline-python PYTHON --no-compiling", "--no-compiling"),
+        ("bench/compare_trl.py --baseline-python PYTHON --dtypes float99", "invalid choice: 'float99'"),
+        ("bench/compare_trl.py --no-compile", "required: --baseline-python"),
     ],
 )
 def test_a_flag_that_a_script_does_not_have_is_found(command: str, said: str) -> None:
@@ -141,10 +141,23 @@ def test_every_command_of_the_readme_exists(command: str) -> None:
         assert words[0] in ("git", "cd"), f"what is {words[0]}?"
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+def test_every_block_of_the_readme_is_one_of_commands_or_a_drawing() -> None:
+    """Nothing in it stays unchecked."""
+    assert set(re.findall(r"^```(.*)\n(?:[^`].*\n|\n)*```", README, re.MULTILINE)) == {"sh", "mermaid"}
+    assert README.count("```") == 2 * len(re.findall(r"^```(?:sh|mermaid)$", README, re.MULTILINE))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 110
+
+
+def test_the_figures_of_the_documents_are_those_of_the_results() -> None:
     spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
     assert spec is not None
     assert spec.loader is not None
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
-    assert figures.with_figures(README) == README
+    assert sorted(figures.PAGES) == ["README.md", "docs/benchmarks.md"]
+    for name, make in figures.PAGES.items():
+        text = (ROOT / name).read_text()
+        assert figures.rendered(text, make()) == text, f"{name} is out of date; run scripts/figures.py"

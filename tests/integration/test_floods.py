@@ -4,24 +4,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import psutil
 import pytest
-from flowrt.launch.observer import look
 
 from flowrt import api
 from flowrt.errors import WaitExpired
-from flowrt.wire.arrears import MOST_BYTES
+from flowrt.launcher.observer import fetch_status
+from flowrt.net.connection_guard import MAX_UNDELIVERED_BYTES
+from tests.integration.helpers import flooder as flooding
+from tests.integration.helpers import small_controller
+from tests.integration.helpers.flooder import KINDS
 
-from .flooder import KINDS
-
-HERE = Path(__file__).parent
 FLOOD_S, PULL_S = 2.0, 0.01
 STATUS_BYTES = 500_000
-MEDIAN_S, LONGEST_S, GROWN_BYTES = 0.25, 2.0, 4 * MOST_BYTES
+MEDIAN_S, LONGEST_S, GROWN_BYTES = 0.25, 2.0, 4 * MAX_UNDELIVERED_BYTES
 """Of a machine that others use too; a quiet one answers in a millisecond, and in ten at most.
 
 So much may be behind, not read yet; it is held once more while it is decoded, and not all of it is given back.
@@ -32,7 +31,7 @@ So much may be behind, not read yet; it is held once more while it is decoded, a
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Process, str]]:
     command = [
         sys.executable,
-        str(HERE / "brief_controller.py"),
+        small_controller.__file__,
         str(tmp_path_factory.mktemp("run")),
         "tcp://127.0.0.1:0",
     ]
@@ -45,12 +44,14 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psuti
 
 
 def flood(address: str, kind: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(HERE / "flooder.py"), address, kind, str(FLOOD_S)]
+    command = [sys.executable, flooding.__file__, address, kind, str(FLOOD_S)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_others_are_served_and_nothing_piles_up(controller: tuple[psutil.Process, str], kind: str) -> None:
+async def test_other_workers_are_served_and_memory_stays_bounded(
+    controller: tuple[psutil.Process, str], kind: str
+) -> None:
     process, address = controller
     calm = await api.connect(address, f"calm {kind}", "reward", 20.0)
     before = process.memory_info().rss
@@ -73,6 +74,6 @@ async def test_the_others_are_served_and_nothing_piles_up(controller: tuple[psut
     assert max(trips_s) < LONGEST_S
     assert grown < GROWN_BYTES
     assert process.is_running()
-    seen = await look(address, None, 10.0, address)
+    seen = await fetch_status(address, None, 10.0, address)
     assert len(json.dumps(seen)) < STATUS_BYTES
     await calm.close()

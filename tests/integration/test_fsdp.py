@@ -1,7 +1,6 @@
 """The FSDP2 engine with real torchrun processes: 1, 2 and 4 ranks, checkpoints across them, adapters, export."""
 
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -16,18 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from flowrt.algorithms import GrpoLoss
-from flowrt.engines.build import build_model
-from flowrt.engines.checkpoint import load_model
-from flowrt.engines.torch_train import TorchTrainer
+from flowrt.algorithms.objective import Kl, Objective
+from flowrt.engines.hf import load_model
+from flowrt.engines.tiny_model import build_model
+from flowrt.engines.torch.trainer import TorchTrainer
 from tests.decoders import DECODERS
-
-SCRIPT = Path(__file__).with_name("fsdp_rank.py")
-spec = importlib.util.spec_from_file_location("fsdp_rank", SCRIPT)
-assert spec is not None
-fsdp_rank = importlib.util.module_from_spec(spec)
-assert spec.loader is not None
-spec.loader.exec_module(fsdp_rank)
+from tests.integration.helpers import fsdp_rank
 
 STEPS = 10
 EXACT = {"dtype": "float64"}
@@ -80,7 +73,7 @@ class Ranks:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         ended = subprocess.run(
-            [*torchrun, str(SCRIPT), str(self.model), str(plan)],
+            [*torchrun, fsdp_rank.__file__, str(self.model), str(plan)],
             timeout=360,
             env=environment,
             capture_output=True,
@@ -94,7 +87,7 @@ class Ranks:
         return str(path)
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.directory / f"{name}.safetensors")
+        return dict(load_file(self.directory / f"{name}.safetensors"))
 
     def said(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
@@ -158,7 +151,7 @@ def torch_engine(ranks: Ranks) -> Callable[..., dict[str, torch.Tensor]]:
     def train(steps: int, dtype: torch.dtype, model: Path = ranks.model) -> dict[str, torch.Tensor]:
         torch.set_num_threads(1)
         loaded = load_model(model, dtype=dtype)
-        engine = TorchTrainer(loaded, fsdp_rank.OPTIONS, GrpoLoss(), correction_cap=2.0, temperature=1.0)
+        engine = TorchTrainer(loaded, fsdp_rank.OPTIONS, Objective(kl=Kl(1e-3)), temperature=1.0)
         fsdp_rank.train(engine, 0, steps)
         return {name: tensor.clone() for name, tensor in engine.parameters().items()}
 
@@ -225,7 +218,7 @@ def test_single_precision_stays_as_close_as_rounding_allows(ranks: Ranks, torch_
         assert float(distance.norm() / exact[name].norm()) < 1e-4, name
 
 
-def test_a_rank_that_gets_nothing_takes_part(ranks: Ranks) -> None:
+def test_rank_without_samples_takes_part_in_the_step(ranks: Ranks) -> None:
     empty = [step for step in range(STEPS) if not fsdp_rank.share(step, 1, 2)]
     assert empty
     shares = [sorted(row for rank in range(4) for rows in fsdp_rank.share(5, rank, 4) for row in rows)]
@@ -239,7 +232,7 @@ def test_recomputing_runs_layers_twice(ranks: Ranks) -> None:
     assert ranks.said("lock_step")["calls"] == 2 * passes
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
+def test_checkpoint_resumes_with_another_number_of_ranks(ranks: Ranks) -> None:
     """2 ranks for four steps, 1 for three after a step that was begun and discarded, 2 for the last three."""
     assert apart(ranks.weights("resumed"), ranks.weights("two")) < 1e-6
     assert [line["lr"] for line in ranks.said("resumed")["metrics"]] == [

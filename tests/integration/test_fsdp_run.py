@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def two_ranks(launch: Callable[..., Any]) -> Any:
-    run = launch(*FSDP, "--trainer.ranks", "2", "--warm-start.steps", "40", "--warm-start.bare-steps", "2")
+    run = launch(*FSDP, "--trainer.ranks", "2", "--sft.steps", "40", "--sft.answer-only-steps", "2")
     assert run.wait(150.0) == 0, run.output + run.log("trainer")
     run.assert_gone(10.0)
     return run
@@ -75,7 +75,7 @@ def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: A
     """
     start = str(two_ranks.run_dir / "final")
     lora = ["--trainer.lora.rank", "4", "--trainer.lora.targets", "q_proj,v_proj"]
-    run = launch(*FSDP, "--model", start, *lora, "--steps", str(MORE_STEPS), "--staleness", "0")
+    run = launch(*FSDP, "--model", start, *lora, "--steps", str(MORE_STEPS), "--max-staleness", "0")
     assert run.wait(120.0) == 0, run.output + run.log("trainer") + run.log("rollout-0")
     run.assert_gone(10.0)
     assert_trained(run, MORE_STEPS)

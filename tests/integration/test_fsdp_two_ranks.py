@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.engines.checkpoint import load_model
-from tests.integration.test_fsdp import EXACT, Ranks, apart, fsdp_rank, load_model_weights
+from flowrt.engines.hf import load_model
+from tests.integration.helpers import fsdp_rank
+from tests.integration.test_fsdp import EXACT, Ranks, apart, load_model_weights
 
 STEPS = 4
 CUT = "cut"

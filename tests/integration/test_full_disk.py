@@ -43,12 +43,12 @@ def small_disk(place: Path, size_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
 
 
-def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
+def test_checkpoint_on_a_full_disk_ends_the_run_and_resume_succeeds(
     launch: Callable[..., Any], untrained_model: Path, disk: Path
 ) -> None:
     run_dir = disk / "run"
     launched = launch(
-        *("--run-dir", str(run_dir), "--model", str(untrained_model), "--steps", str(STEPS), "--restarts", "0"),
+        *("--run-dir", str(run_dir), "--model", str(untrained_model), "--steps", str(STEPS), "--max-run-restarts", "0"),
         *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
         *("--checkpoint.every", "4", "--trainer.save", "False"),
     )
@@ -68,11 +68,20 @@ def test_a_checkpoint_that_finds_no_room_ends_the_run_and_resume_goes_on(
     assert summary["prompts"]["trained"] == 4 * STEPS
 
 
-def test_a_trained_model_that_finds_no_room_is_written_when_the_run_is_resumed(
+def test_trained_model_that_did_not_fit_on_disk_is_written_on_resume(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
     launched = launch(
-        *("--model", str(untrained_model), "--steps", str(STEPS), "--restarts", "0", "--checkpoint.every", str(STEPS)),
+        *(
+            "--model",
+            str(untrained_model),
+            "--steps",
+            str(STEPS),
+            "--max-run-restarts",
+            "0",
+            "--checkpoint.every",
+            str(STEPS),
+        ),
         *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
     )
     launched.wait_for_training()
@@ -81,7 +90,7 @@ def test_a_trained_model_that_finds_no_room_is_written_when_the_run_is_resumed(
     with small_disk(final.with_name(".final.part"), ROOM_BYTES):
         assert launched.wait(120.0) == 1, launched.output
         assert re.search(
-            r"trained model \S+/final cannot be written: .*No space left on device.*; make room, then flowrt resume",
+            r"trained model \S+/final cannot be written: .*No space left on device.*; free disk space, then flowrt ",
             launched.words,
         ), launched.output
         assert "Traceback" not in launched.output

@@ -1,6 +1,5 @@
 """The gradient of a step does not depend on how it was cut: micro-batches or ranks."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,13 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("gradient_rank.py")
-spec = importlib.util.spec_from_file_location("gradient_rank", SCRIPT)
-assert spec is not None
-gradient_rank = importlib.util.module_from_spec(spec)
-assert spec.loader is not None
-spec.loader.exec_module(gradient_rank)
-SAMPLES = gradient_rank.SAMPLES
+from tests.integration.helpers import gradient_rank
+from tests.integration.helpers.gradient_rank import SAMPLES
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -40,8 +34,22 @@ def test_a_mean_of_micro_batch_means_would_be_caught() -> None:
 @pytest.mark.parametrize("dtype", ["double", "single"])
 def test_one_or_two_ranks(tmp_path: Path, dtype: str) -> None:
     out = tmp_path / "gradient.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        gradient_rank.__file__,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    subprocess.run([*command, str(out), dtype], check=True, timeout=120, env=environment, capture_output=True)
+    subprocess.run(
+        [*command, str(out), dtype],
+        check=True,
+        timeout=120,
+        env=environment,
+        capture_output=True,
+    )
     whole = gradient_rank.step_gradient([list(range(SAMPLES))], dtype == "double")
     assert relative(torch.load(out, weights_only=True), whole) < 1e-6

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.recipes.run_dir import checkpoint_steps
+from tests.integration.helpers import hanging_rank
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS = 6, 4
@@ -25,7 +26,7 @@ SMALL = [
 
 
 def rank_of(run: Any, rank: int) -> psutil.Process:
-    [found] = [one for one in run.find("flowrt.workers.trainer") if one.environ().get("RANK") == str(rank)]
+    [found] = [one for one in run.find("flowrt.roles.trainer") if one.environ().get("RANK") == str(rank)]
     return found
 
 
@@ -47,11 +48,11 @@ def test_a_stopped_rank_sends_the_run_back_to_its_checkpoint(launch: Callable[..
     assert summary["resumed_from"] >= 2
 
 
-def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
+def test_live_rank_missing_at_the_barrier_is_named() -> None:
     """Its heartbeats go on: the other one knows by the deadline of the ranks, and says who was missed, and where."""
-    script = [str(Path(__file__).with_name("hanging_rank.py")), str(DEADLINE_S)]
+    script = [hanging_rank.__file__, str(DEADLINE_S)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1, ended.stderr
     [said] = ended.stdout.splitlines()
-    assert said == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not come"
+    assert said == "rank 0 waited 2 s for step 4 with the other ranks: rank 1 did not arrive"

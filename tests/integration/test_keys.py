@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.load import defaults, to_toml
-from flowrt.wire.addresses import check_address, is_loopback
-from flowrt.wire.keys import controller_keys, raw_key, worker_keys
+from flowrt.net.curve_keys import controller_keys, raw_key, worker_keys
+from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.runtime.host import check_address, is_loopback
 from tests.integration.conftest import wait_until
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
@@ -48,7 +48,14 @@ def listening(folder: Path) -> Iterator[tuple[str, Path]]:
     (folder / "config.toml").write_text(to_toml(config))
     log = folder / "controller.log"
     read_fd, write_fd = os.pipe()
-    command = ["-m", "flowrt.launch.controller", "--config", str(folder / "config.toml"), "--ready-fd", str(write_fd)]
+    command = [
+        "-m",
+        "flowrt.launcher.controller_main",
+        "--config",
+        str(folder / "config.toml"),
+        "--ready-fd",
+        str(write_fd),
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command, "--keys", str(folder / "ours")], stderr=output, pass_fds=[write_fd]
@@ -100,7 +107,7 @@ def test_a_secret_that_others_can_read_is_refused(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "~" * 40, "#" * 40])
-def test_what_is_no_key(text: str) -> None:
+def test_malformed_keys_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no CURVE key"):
         raw_key(text, Path("somewhere"))
 
@@ -125,7 +132,7 @@ def test_a_run_on_all_interfaces_without_keys_is_refused(refused: Callable[..., 
     assert "flowrt keys DIR" in refused("--controller.bind", "tcp://*:0").sentence()
 
 
-def test_keys_that_are_not_there_are_named(refused: Callable[..., Any]) -> None:
+def test_missing_keys_are_named(refused: Callable[..., Any]) -> None:
     assert "workers.toml" in refused("--controller.keys", "nowhere").sentence()
 
 
@@ -135,7 +142,7 @@ def test_keys_that_are_not_there_are_named(refused: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ("", "lets nobody in without keys"),
+        ("", "requires keys"),
         ("mixed", "does not know the key"),
         ("theirs", "controller.pub the key of this controller?"),
         ("nowhere", "cannot be read"),
@@ -143,7 +150,7 @@ def test_keys_that_are_not_there_are_named(refused: Callable[..., Any]) -> None:
 )
 def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], keys: str, said: str) -> None:
     address, log = listening
-    command = [sys.executable, "-m", "flowrt.workers.reward", "--controller", address]
+    command = [sys.executable, "-m", "flowrt.roles.reward", "--controller", address]
     command += ["--keys", str(folder / keys)] if keys else []
     ended = subprocess.run(command, timeout=WORKER_S, capture_output=True, text=True)
     assert ended.returncode == 2
@@ -155,7 +162,7 @@ def test_the_wrong_keys_end_a_worker(folder: Path, listening: tuple[str, Path], 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_run_with_keys_trains_and_is_looked_at_with_keys_only(
+def test_run_with_keys_trains_and_refuses_observers_without_keys(
     folder: Path, launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch("--model", str(untrained_model), "--controller.keys", str(folder / "ours"), *SMALL.split())
@@ -165,7 +172,7 @@ def test_a_run_with_keys_trains_and_is_looked_at_with_keys_only(
     address = (run.run_dir / "address").read_text().strip()
     strange = flowrt("status", "--controller", address, "--deadline-s", "30")
     assert strange.returncode == 2
-    assert "lets nobody in without keys" in " ".join(strange.stderr.split())
+    assert "requires keys" in " ".join(strange.stderr.split())
     asked = flowrt("drain", "nobody", "--run", run.run_dir)
     assert (asked.returncode, "nobody" in asked.stderr) == (2, True)  # let in, and told that there is no such worker
     run.signal(signal.SIGINT)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrt.wire.records import MAX_SIGNAL_BYTES
+from flowrt.protocol.records import MAX_SIGNAL_BYTES
 
 WHEEL = "torch-npu==2.13.0"
-DEVICE = Path(__file__).parents[2] / "flowrt" / "transport" / "device.py"
+DEVICE = Path(__file__).parents[2] / "flowrt" / "transport" / "lanes" / "device.py"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def attributes_set_on(name: str, tree: ast.AST) -> set[str]:
     }
 
 
-def test_groups_are_made_as_torch_npu_makes_them(wheel: zipfile.ZipFile) -> None:
+def test_groups_are_constructed_as_in_torch_npu(wheel: zipfile.ZipFile) -> None:
     tree = ast.parse(source(wheel, "_init/registry/distributed.py"))
     creator = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "hccl" in n.name)
     made = [ast.unparse(node.func) for node in ast.walk(creator) if isinstance(node, ast.Call)]
@@ -70,7 +70,7 @@ def test_groups_are_made_as_torch_npu_makes_them(wheel: zipfile.ZipFile) -> None
     assert all(re.search(rf"\b{name};", options) for name in mine - theirs), mine - theirs
 
 
-def test_a_group_takes_store_rank_size_options(wheel: zipfile.ZipFile) -> None:
+def test_group_constructor_takes_store_rank_size_options(wheel: zipfile.ZipFile) -> None:
     header = " ".join(source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp").split())
     assert (
         "ProcessGroupHCCL( const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, "
@@ -81,7 +81,7 @@ def test_a_group_takes_store_rank_size_options(wheel: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("send", "int dstRank, int tag"), ("recv", "int srcRank, int tag")])
-def test_messages_take_tensors_rank_and_tag(wheel: zipfile.ZipFile, name: str, arguments: str) -> None:
+def test_send_and_recv_take_tensors_rank_and_tag(wheel: zipfile.ZipFile, name: str, arguments: str) -> None:
     header = " ".join(source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp").split())
     assert f"c10::intrusive_ptr<c10d::Work> {name}(std::vector<at::Tensor>& tensors, {arguments}) override;" in header
     calls = [n for n in ast.walk(ast.parse(DEVICE.read_text())) if isinstance(n, ast.Call)]
@@ -89,8 +89,8 @@ def test_messages_take_tensors_rank_and_tag(wheel: zipfile.ZipFile, name: str, a
     assert len(call.args) == 3
 
 
-def test_what_is_called_on_a_group_is_bound_to_its_own_methods(wheel: zipfile.ZipFile) -> None:
-    """What overrides a method of c10d is called through it; of the others, those that torch_npu calls are bound."""
+def test_called_methods_are_bound_by_the_group_itself(wheel: zipfile.ZipFile) -> None:
+    """Overridden methods of c10d are called through it; the others must be bound by torch_npu."""
     header = " ".join(source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp").split())
     group = header[header.index("struct Options") :]
     overriding = set(re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\) override", group))
@@ -100,14 +100,14 @@ def test_what_is_called_on_a_group_is_bound_to_its_own_methods(wheel: zipfile.Zi
     used |= set(re.findall(r"self\._group\.(\w+)\(", ast.unparse(channel)))
     assert used == {"send", "recv", "abort_hccl_comm"}
     assert {"send", "recv"} <= overriding
-    assert "abort" not in overriding  # one has that name, and another signature
+    assert "abort" not in overriding  # torch_npu has one with another signature
     assert used <= overriding | called, used
     assert "bool isCompleted() override" in header
     assert all(hasattr(torch.distributed.Work, name) for name in ("is_completed", "exception"))
 
 
-def test_errors_of_a_group_are_kept_from_the_process(wheel: zipfile.ZipFile) -> None:
-    (call,) = [n for n in ast.walk(ours()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_errors_stay_here"]
+def test_errors_of_a_group_do_not_end_the_process(wheel: zipfile.ZipFile) -> None:
+    (call,) = [n for n in ast.walk(ours()) if isinstance(n, ast.Call) and ast.unparse(n.func) == "_abort_on_error"]
     newer, older = (ast.literal_eval(argument) for argument in call.args)
     library = wheel.read("torch_npu/lib/libtorch_npu.so")
     assert f"{older} is deprecated, please use {newer} instead".encode() in library
@@ -115,8 +115,8 @@ def test_errors_of_a_group_are_kept_from_the_process(wheel: zipfile.ZipFile) -> 
     assert "CleanUpOnly = 2" in source(wheel, "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp")
 
 
-def test_what_the_ends_of_a_group_tell_each_other_fits_into_a_signal(wheel: zipfile.ZipFile) -> None:
-    """The group puts its root info into the store, whole."""
+def test_rendezvous_keys_of_hccl_fit_into_a_message(wheel: zipfile.ZipFile) -> None:
+    """The group stores its root info under one key."""
     found = re.search(
         r"HCCL_ROOT_INFO_BYTES *= *(\d+);", source(wheel, "include/third_party/hccl/inc/hccl/hccl_types.h")
     )
@@ -124,8 +124,10 @@ def test_what_the_ends_of_a_group_tell_each_other_fits_into_a_signal(wheel: zipf
     assert 4096 < int(found.group(1)) <= MAX_SIGNAL_BYTES
 
 
-def test_the_devices_are_asked_by_names_that_exist(wheel: zipfile.ZipFile) -> None:
-    layer = "".join(DEVICE.with_name(name).read_text() for name in ("device.py", "devices.py", "pinned.py"))
+def test_device_functions_exist_in_torch_npu(wheel: zipfile.ZipFile) -> None:
+    transport = DEVICE.parents[1]
+    files = (DEVICE, transport / "devices.py", transport / "weights" / "snapshot.py")
+    layer = "".join(path.read_text() for path in files)
     names = set(re.findall(r"(?:torch_npu\(\)\.npu|self\._module\(\)|\bmodule|\bnpu)\.(\w+)", layer)) - {"is_here"}
     assert names >= {"current_device", "set_device", "is_initialized", "mem_get_info", "Stream", "device_count"}
     (exported,) = [

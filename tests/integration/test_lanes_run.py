@@ -1,4 +1,4 @@
-"""Lanes in a run: an owner that dies or hangs, whose rows come from somebody else or are made again; a full store."""
+"""Lanes in a run: rows of an owner that dies or hangs, and a full tensor store."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,7 @@ import torch
 
 from flowrt import api
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
-
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:  # what the other process runs as a script
-    sys.path.insert(0, FOLDER)
-
-import lane_maker  # noqa: E402
+from tests.integration.helpers import lane_maker
 
 COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
 STAGES = (
@@ -37,7 +32,7 @@ LANE_S, SILENCE_S = 2.0, 3.0
 
 
 class Run:
-    """A controller, a source here, and a process that made all responses and serves them."""
+    """A controller, a source in this process, and a process that has generated all responses and sends them."""
 
     def __init__(self, address: str, maker: asyncio.subprocess.Process, stack: contextlib.AsyncExitStack) -> None:
         self.address = address
@@ -55,7 +50,7 @@ class Run:
 
 @asynccontextmanager
 async def running(folder: Path, lanes: str, **numbers: Any) -> AsyncIterator[Run]:
-    settings = api.Settings(lanes=lanes, lane_s=LANE_S, silence_s=SILENCE_S, **numbers)
+    settings = api.Settings(lanes=lanes, transfer_idle_timeout_s=LANE_S, worker_timeout_s=SILENCE_S, **numbers)
     async with contextlib.AsyncExitStack() as stack:
         _, address = await stack.enter_async_context(api.controller(FLOW, settings, POLICIES, folder))
         source = await api.connect(address, "source", "source", 10)
@@ -76,7 +71,7 @@ async def running(folder: Path, lanes: str, **numbers: Any) -> AsyncIterator[Run
 
 
 def in_segments(tensor: torch.Tensor) -> bool:
-    """It lies in memory that this process shares with the sender of a lane."""
+    """Whether this tensor is in memory shared with the sender of a lane."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:flowrt-lane" in line]
     shared = [[int(address, 16) for address in line[0].split("-")] for line in lines]
@@ -90,7 +85,7 @@ def check(batch: api.Batch) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm", "auto"])
-async def test_rows_come_over_the_transport_that_was_chosen(tmp_path: Path, lanes: str) -> None:
+async def test_rows_use_the_chosen_transport(tmp_path: Path, lanes: str) -> None:
     async with running(tmp_path, lanes) as run:
         reward = await run.join("reward")
         batch = await reward.pull("reward", ROWS, deadline_s=10)
@@ -98,13 +93,13 @@ async def test_rows_come_over_the_transport_that_was_chosen(tmp_path: Path, lane
         assert [one.turn.transport for one in batch.grant.incoming] == ["shm" if lanes == "auto" else lanes]
         packed = batch.tensors.packed("response")
         assert torch.equal(packed.values, torch.cat(batch.tensors["response"]))
-        assert in_segments(packed.values) == (lanes != "gloo")  # readers get views of what the sender has written
+        assert in_segments(packed.values) == (lanes != "gloo")  # readers get views of the sender's segment
         assert all(in_segments(row) == (lanes != "gloo") for row in batch.tensors["response"])
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_rows_of_an_owner_that_is_gone_are_made_again(tmp_path: Path, lanes: str, number: signal.Signals) -> None:
+async def test_rows_of_a_lost_owner_are_generated_again(tmp_path: Path, lanes: str, number: signal.Signals) -> None:
     async with running(tmp_path, lanes) as run:
         reward, spare = await run.join("reward"), await run.join("spare")
         run.kill(number)
@@ -116,26 +111,26 @@ async def test_rows_of_an_owner_that_is_gone_are_made_again(tmp_path: Path, lane
         assert time.monotonic() - begin_s < (SILENCE_S + 3.0 if number == signal.SIGSTOP else 3.0)
 
 
-async def test_an_owner_that_may_open_no_more_files_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    """By shared memory: gloo ends the process of whoever cannot accept a connection; what it had is made again."""
+async def test_owner_without_file_descriptors_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    """With shared memory: gloo ends a process that cannot accept a connection, and its rows are generated again."""
     async with running(tmp_path, "shm") as run:
         reward, owner = await run.join("reward"), psutil.Process(run.maker.pid)
         before = owner.rlimit(psutil.RLIMIT_NOFILE)
         owner.rlimit(psutil.RLIMIT_NOFILE, (owner.num_fds(), before[1]))
         async with asyncio.timeout(60):
-            with pytest.raises(TransferError, match="its tensors never came: lane a-maker>reward/samples"):
+            with pytest.raises(TransferError, match="its tensors never arrived: lane a-maker>reward/samples"):
                 await reward.pull("reward", ROWS, deadline_s=30)
             owner.rlimit(psutil.RLIMIT_NOFILE, before)
             check(await reward.pull("reward", ROWS, deadline_s=30))
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
-async def test_rows_of_an_owner_that_hangs_come_from_another(tmp_path: Path, lanes: str) -> None:
+async def test_rows_of_a_hung_owner_come_from_another(tmp_path: Path, lanes: str) -> None:
     async with running(tmp_path, lanes) as run:
         reward, reader = await run.join("reward"), await run.join("reader")
         scored = await reward.pull("reward", ROWS, deadline_s=10)
         await reward.commit("reward", scored.slots, scored.leases, inline={"score": [1.0] * ROWS})
-        run.kill(signal.SIGSTOP)  # and the controller does not know it yet
+        run.kill(signal.SIGSTOP)  # which the controller has not detected yet
         async with asyncio.timeout(SILENCE_S):
             batch = await reader.pull("read", ROWS, deadline_s=10)
         check(batch)
@@ -143,9 +138,7 @@ async def test_rows_of_an_owner_that_hangs_come_from_another(tmp_path: Path, lan
 
 
 @pytest.mark.parametrize("lanes", ["gloo", "shm"])
-async def test_rows_over_the_budget_are_refused_by_name_and_can_be_pulled_in_smaller_turns(
-    tmp_path: Path, lanes: str
-) -> None:
+async def test_pull_over_the_budget_fails_and_smaller_pulls_work(tmp_path: Path, lanes: str) -> None:
     row = 4 * 50_004
     async with running(tmp_path, lanes, store_bytes=ROWS * row + row) as run:
         reward = await run.join("reward")
@@ -162,7 +155,7 @@ async def test_rows_over_the_budget_are_refused_by_name_and_can_be_pulled_in_sma
             await reward.commit("reward", (1,), (1,), {"response": [torch.zeros(10**6)]})
 
 
-async def test_forced_lanes_that_a_worker_cannot_do_are_refused(tmp_path: Path) -> None:
+async def test_forced_unsupported_transport_is_rejected(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(lanes="hccl"), POLICIES, tmp_path) as (_, address):
         with pytest.raises(LocalProtocolError, match="lanes are forced to be hccl, and it can only do shm, gloo"):
             await api.connect(address, "worker", "worker", 10)

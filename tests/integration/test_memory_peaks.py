@@ -6,24 +6,28 @@ from typing import Any
 
 import psutil
 import pytest
-from flowrt.launch.memory import Needs, built_shape, estimate
 
-from flowrt.recipes.load import parse
+from flowrt.launcher.doctor.estimate import Needs, built_shape, estimate
+from flowrt.recipes.config_io import parse
 
 BUILD = [
     *("--build.hidden-size", "768", "--build.layers", "8", "--build.heads", "24"),
-    *("--build.intermediate-size", "3072", "--warm-start.steps", "0", "--warm-start.bare-steps", "0"),
+    *("--build.intermediate-size", "3072", "--sft.steps", "0", "--sft.answer-only-steps", "0"),
 ]
 """71 million parameters: no other part of a process is larger than a few copies of them."""
 RUN = [
     *("--steps", "2", "--prompts-per-step", "8", "--group-size", "8", "--data.eval-prompts", "0"),
-    *("--rollout.workers", "1", "--rollout.rows", "16", "--trainer.micro-batch-tokens", "512"),
+    *("--rollout.workers", "1", "--rollout.max-running-requests", "16", "--trainer.micro-batch-tokens", "512"),
     *("--trainer.forward-tokens", "512", "--checkpoint.keep", "1", "--trainer.save", "False"),
 ]
 LEAST = 0.5
 """Of the estimate. It has room for what torch takes with accelerators, and for the largest step there can be."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.runtime.parent_death")
+"""Modules of workers, of torchrun, and of a trainer rank under torchrun."""
 
 
 def peaks(run: Any) -> dict[str, int]:
@@ -37,11 +41,11 @@ def peaks(run: Any) -> dict[str, int]:
                 status = Path(f"/proc/{process.pid}/status").read_text()
             except (OSError, psutil.NoSuchProcess):
                 continue
-            role = next((word for word in " ".join(words).split() if word.startswith("flowrt.workers.")), "")
+            role = next((word for word in " ".join(words).split() if word.startswith(MODULES)), "")
             if "VmHWM:" in status:
                 bytes_now = 1024 * int(status.split("VmHWM:")[1].split()[0])
                 most[role] = max(most.get(role, 0), bytes_now)
-        return (run.run_dir / "summary.json").is_file()
+        return bool((run.run_dir / "summary.json").is_file())
 
     run.wait_for(look, "end of the run", 240.0)
     assert run.wait(60.0) == 0, run.output
@@ -51,27 +55,28 @@ def peaks(run: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("flags", "trainer"),
     [
-        (["--rollout.swap", "inflight"], "flowrt.workers.trainer"),
+        (["--rollout.weight-update", "in_flight"], "flowrt.roles.trainer"),
         pytest.param(
             ["--trainer.engine", "fsdp", "--trainer.fsdp.dtype", "bfloat16"],
-            "flowrt.workers.trainer",
+            "flowrt.roles.trainer",
             marks=pytest.mark.long,
         ),
-        (["--trainer.engine", "fsdp", "--trainer.ranks", "2", "--trainer.fsdp.gather", "pass"], "flowrt.workers.rank"),
+        (
+            ["--trainer.engine", "fsdp", "--trainer.ranks", "2", "--trainer.fsdp.gather", "pass"],
+            "flowrt.runtime.parent_death",
+        ),
     ],
     ids=["torch", "fsdp", "two_ranks"],
 )
-def test_no_process_has_more_than_it_was_said_to_need(
-    flags: list[str], trainer: str, launch: Callable[..., Any]
-) -> None:
+def test_no_process_exceeds_its_estimated_memory(flags: list[str], trainer: str, launch: Callable[..., Any]) -> None:
     words = [*BUILD, *RUN, *flags]
     config = parse(words)
     needs: Needs = estimate(config, built_shape(config))
     found = peaks(launch(*words))
     said = {
         trainer: needs.trainer_rank + needs.trainer_first + needs.trainer_device,
-        "flowrt.workers.rollout": needs.rollout,
-        "flowrt.workers.reference": needs.reference,
+        "flowrt.roles.rollout": needs.rollout,
+        "flowrt.roles.reference": needs.reference,
     }
     told = {role: f"{found[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in said.items()}
     assert all(LEAST * bytes_ < found[role] < bytes_ for role, bytes_ in said.items()), told

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowrt.controller.ledger_reader import LedgerReader
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.recipes.run_dir import checkpoint_steps
 
 pytestmark = pytest.mark.slow
 BEFORE, STEPS, PROMPTS = 3, 12, 4
@@ -21,9 +21,9 @@ WITHIN_S = 15.0
 SMALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", "4", "--trainer.micro-batch-tokens", "100"),
     *("--rollout.workers", "1", "--trainer.lr", "0.002", "--loss.kl-coef", "0", "--data.eval-prompts", "0"),
-    *("--checkpoint.every", "1000", "--supervisor.restarts", "0", "--restarts", "0"),
+    *("--checkpoint.every", "1000", "--supervisor.max-worker-restarts", "0", "--max-run-restarts", "0"),
 ]
-EXACT = [*SMALL, "--steps", str(STEPS), "--staleness", "0", "--deterministic", "True"]
+EXACT = [*SMALL, "--steps", str(STEPS), "--max-staleness", "0", "--deterministic", "True"]
 TIMES = {"wall_s", "samples_per_s"}
 
 
@@ -45,7 +45,7 @@ def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
 def taken_back(run_dir: Path) -> list[tuple[Any, ...]]:
     """Prompts that were trained, and had to be trained again."""
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
-        return ledger.read("SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
+        return ledger.query("SELECT epoch, prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'")
 
 
 def terminate(run: Any, others: Sequence[psutil.Process] = ()) -> int:
@@ -67,7 +67,7 @@ def terminate(run: Any, others: Sequence[psutil.Process] = ()) -> int:
 
 def assert_gone_on(run: Any, saved: int, steps: int) -> None:
     assert run.wait(90.0) == 0, run.output
-    assert f"going on after step {saved - 1}" in run.log("controller")
+    assert f"resuming after step {saved - 1}" in run.log("controller")
     assert [line["step"] for line in lines(run.run_dir)] == list(range(steps))
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["resumed_from"], summary["steps"]) == (saved, steps)
@@ -77,9 +77,7 @@ def assert_gone_on(run: Any, saved: int, steps: int) -> None:
 
 
 @pytest.mark.long
-def test_it_ends_with_the_same_bits_as_a_run_that_was_not_terminated(
-    launch: Callable[..., Any], taught_model: Path
-) -> None:
+def test_resumed_weights_are_bit_equal_to_an_uninterrupted_run(launch: Callable[..., Any], taught_model: Path) -> None:
     plain = launch("--model", str(taught_model), *EXACT)
     assert plain.wait(90.0) == 0, plain.output
     run = launch("--model", str(taught_model), *EXACT)
@@ -108,12 +106,12 @@ def test_a_job_of_which_every_process_is_terminated_saves_too(
 
 
 @pytest.mark.long
-def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
+def test_terminated_trainer_saves_and_the_run_continues_from_there(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch("--model", str(untrained_model), *SMALL[:-1], "1", "--steps", "100000")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
-    [trainer] = run.find("flowrt.workers.trainer")
+    [trainer] = run.find("flowrt.roles.trainer")
     run.signal(signal.SIGTERM, trainer)
     run.wait_for(lambda: "restart 1 of 1" in run.words, "another life")
     [saved] = checkpoint_steps(run.run_dir)
@@ -123,10 +121,10 @@ def test_a_terminated_trainer_saves_and_the_run_goes_on_from_there(
 
 
 @pytest.mark.long
-def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_stopped_trainer_ends_the_wait_before_its_deadline(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
-    [trainer] = run.find("flowrt.workers.trainer")
+    [trainer] = run.find("flowrt.roles.trainer")
     os.kill(trainer.pid, signal.SIGSTOP)
     run.signal(signal.SIGTERM)
     assert run.wait(2 * WITHIN_S) == 130, run.output
@@ -136,24 +134,29 @@ def test_a_stopped_trainer_is_not_waited_for_in_vain(launch: Callable[..., Any],
 
 
 @pytest.mark.long
-def test_patience_can_be_short(launch: Callable[..., Any], untrained_model: Path) -> None:
-    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--checkpoint.drain-s", "1")
+def test_short_preemption_save_timeout_ends_the_run(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch(
+        "--model", str(untrained_model), *SMALL, "--steps", "100000", "--checkpoint.preemption-save-timeout-s", "1"
+    )
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
-    [trainer] = run.find("flowrt.workers.trainer")
+    [trainer] = run.find("flowrt.roles.trainer")
     os.kill(trainer.pid, signal.SIGSTOP)
     run.signal(signal.SIGTERM)
     assert run.wait(WITHIN_S) == 130, run.output
-    assert "is not saved: no end of it within 1 s (checkpoint.drain_s): trainer has not saved" in run.words
+    assert (
+        "is not saved: no end of it within 1 s (checkpoint.preemption_save_timeout_s): trainer has not saved"
+        in run.words
+    )
 
 
 @pytest.mark.long
 def test_an_interrupt_after_it_ends_the_run_at_once(launch: Callable[..., Any], untrained_model: Path) -> None:
-    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--controller.silence-s", "300")
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--controller.worker-timeout-s", "300")
     run.wait_for(lambda: len(lines(run.run_dir)) >= BEFORE, "steps")
-    [trainer] = run.find("flowrt.workers.trainer")
+    [trainer] = run.find("flowrt.roles.trainer")
     os.kill(trainer.pid, signal.SIGSTOP)
     run.signal(signal.SIGTERM)
-    run.wait_for(lambda: "is saved first" in run.log("controller"), "word of the controller")
+    run.wait_for(lambda: "saving the steps after" in run.log("controller"), "word of the controller")
     run.signal(signal.SIGINT)
     assert run.wait(WITHIN_S) == 130, run.output
     assert "interrupted (SIGINT)" in run.words

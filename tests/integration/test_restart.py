@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrt.controller.ledger_reader import LedgerReader
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.recipes.run_dir import checkpoint_steps
 
 pytestmark = pytest.mark.slow
 ROWS, PER_STEP, EVERY = 72, 3, 4
@@ -39,14 +39,14 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory, untrained_model: Path) -
             "1000",
         ),
         *("--model", str(untrained_model), "--prompts-per-step", str(PER_STEP), "--group-size", "4"),
-        *("--staleness", "2", "--checkpoint.every", str(EVERY), "--loss.kl-coef", "0", "--rollout.workers", "1"),
-        *("--rollout.max-new-tokens", "48", "--rollout.rows", "6"),
+        *("--max-staleness", "2", "--checkpoint.every", str(EVERY), "--loss.kl-coef", "0", "--rollout.workers", "1"),
+        *("--rollout.max-new-tokens", "48", "--rollout.max-running-requests", "6"),
     ]
 
 
 def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
-        return ledger.read(words)
+        return ledger.query(words)
 
 
 def seeded_order() -> list[int]:
@@ -99,10 +99,10 @@ def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint(
     assert "trainer" in run.words
     assert_each_prompt_once(run.run_dir)
     assert json.loads((run.run_dir / "summary.json").read_text())["resumed_from"] >= EVERY
-    assert len(query(run.run_dir, "SELECT * FROM lives")) == 2
+    assert len(query(run.run_dir, "SELECT * FROM run_attempts")) == 2
 
 
 def rank_of(run: Any, rank: int) -> psutil.Process:
-    [found] = [one for one in run.find("flowrt.workers.trainer") if one.environ().get("RANK") == str(rank)]
+    [found] = [one for one in run.find("flowrt.roles.trainer") if one.environ().get("RANK") == str(rank)]
     assert found.pid != os.getpid()
     return found

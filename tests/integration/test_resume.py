@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flowrt.cli import main
-from flowrt.controller.ledger_reader import LedgerReader
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.recipes.run_dir import checkpoint_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 SEED = 20261121
@@ -25,13 +25,13 @@ SMALL = [
     *("--rollout.workers", "1", "--trainer.lr", "0.002"),
 ]
 EXACT = [
-    *("--steps", str(STEPS), "--staleness", "0", "--deterministic", "True", "--data.eval-prompts", "4"),
+    *("--steps", str(STEPS), "--max-staleness", "0", "--deterministic", "True", "--data.eval-prompts", "4"),
     *("--checkpoint.every", str(EVERY), *SMALL),
 ]
 TIMES = {"wall_s", "samples_per_s"}
 VICTIMS = [
-    *("flowrt.workers.rollout", "flowrt.workers.source", "flowrt.launch.controller"),
-    *("flowrt.workers.reward", "flowrt.workers.reference", "flowrt.workers.trainer"),
+    *("flowrt.roles.rollout", "flowrt.roles.source", "flowrt.launcher.controller_main"),
+    *("flowrt.roles.reward", "flowrt.roles.reference", "flowrt.roles.trainer"),
 ]
 
 
@@ -45,12 +45,12 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "summary.json").read_text())
+    return dict(json.loads((run_dir / "summary.json").read_text()))
 
 
 def query(run_dir: Path, words: str) -> list[tuple[Any, ...]]:
     with LedgerReader(run_dir / "ledger.sqlite") as ledger:
-        return ledger.read(words)
+        return ledger.query(words)
 
 
 def wait_for_steps(run: Any, steps: int) -> None:
@@ -74,7 +74,7 @@ def kill_while_saving(run: Any, after: int) -> None:
     """Stop the trainer while a checkpoint is written aside, and kill everything then."""
     run.wait_for(lambda: max(checkpoint_steps(run.run_dir), default=0) > after, "checkpoint")
     found = run.processes()
-    [trainer] = run.find("flowrt.workers.trainer")
+    [trainer] = run.find("flowrt.roles.trainer")
     end_s = time.monotonic() + 60.0
     while time.monotonic() < end_s:
         if begun := list((run.run_dir / "checkpoints").glob(".step-*.part")):
@@ -117,14 +117,14 @@ def runs(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, Path]:
     return plain.run_dir, killed.run_dir
 
 
-def test_the_weights_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Path], taught_model: Path) -> None:
+def test_weights_equal_those_of_an_uninterrupted_run(runs: tuple[Path, Path], taught_model: Path) -> None:
     plain, resumed = (parameters(run_dir / "final") for run_dir in runs)
     start = parameters(taught_model)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in plain.items())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in plain.items())
 
 
-def test_the_weights_do_not_show_whose_process_was_killed(
+def test_weights_do_not_depend_on_which_process_was_killed(
     runs: tuple[Path, Path], launch: Callable[..., Any], taught_model: Path
 ) -> None:
     """Everybody once; whoever made samples that are lost makes the same ones again."""
@@ -141,7 +141,7 @@ def test_the_weights_do_not_show_whose_process_was_killed(
     assert (summary(struck.run_dir)["prompts_lost"], summary(struck.run_dir)["prompts_trained_twice"]) == (0, 0)
 
 
-def test_the_metrics_are_those_of_a_run_that_was_not_killed(runs: tuple[Path, Path]) -> None:
+def test_metrics_equal_those_of_an_uninterrupted_run(runs: tuple[Path, Path]) -> None:
     plain, resumed = (
         [{name: value for name, value in line.items() if name not in TIMES} for line in lines(run_dir)]
         for run_dir in runs
@@ -162,7 +162,7 @@ def test_the_ledger_has_each_prompt_in_the_same_step(runs: tuple[Path, Path]) ->
     assert rolled_back
     trained = "SELECT epoch, prompt FROM events WHERE state = 'trained'"
     assert len(query(runs[1], trained)) == len(plain) + len(rolled_back)
-    assert len(query(runs[1], "SELECT * FROM lives")) == 3
+    assert len(query(runs[1], "SELECT * FROM run_attempts")) == 3
 
 
 def test_the_summary_counts_the_whole_run(runs: tuple[Path, Path]) -> None:
@@ -175,7 +175,7 @@ def test_the_summary_counts_the_whole_run(runs: tuple[Path, Path]) -> None:
     assert resumed["wall_s"] >= lines(runs[1])[-1]["wall_s"]
 
 
-def test_checkpoints_are_whole_and_few(runs: tuple[Path, Path]) -> None:
+def test_checkpoints_are_complete_and_pruned(runs: tuple[Path, Path]) -> None:
     for run_dir in runs:
         assert checkpoint_steps(run_dir) == [STEPS - EVERY, STEPS]
         assert not list((run_dir / "checkpoints").glob(".*"))
@@ -184,7 +184,10 @@ def test_checkpoints_are_whole_and_few(runs: tuple[Path, Path]) -> None:
 
 def test_evaluation_before_training_is_not_repeated(runs: tuple[Path, Path]) -> None:
     # Had it been, it would have been noted again, in a later step.
-    assert query(runs[1], "SELECT name, step FROM notes ORDER BY name") == [("eval_first", 0), ("eval_last", STEPS)]
+    assert query(runs[1], "SELECT name, step FROM summary_values ORDER BY name") == [
+        ("eval_first", 0),
+        ("eval_last", STEPS),
+    ]
 
 
 def test_a_complete_run_says_so_and_can_be_extended(

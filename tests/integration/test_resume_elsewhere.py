@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowrt.recipes.load import from_file
-from flowrt.recipes.paths import checkpoint_dir, checkpoint_steps
+from flowrt.recipes.config_io import from_file
+from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 
 STEPS, EVERY = 8, 2
 ROUNDING = 2e-6
 """Sums over two ranks are rounded otherwise than sums over one, and so in all the steps after."""
 RUN = [
-    *("--trainer.engine", "fsdp", "--staleness", "0", "--deterministic", "True", "--data.eval-prompts", "0"),
+    *("--trainer.engine", "fsdp", "--max-staleness", "0", "--deterministic", "True", "--data.eval-prompts", "0"),
     *("--steps", str(STEPS), "--checkpoint.every", str(EVERY), "--checkpoint.keep", "9", "--trainer.lr", "0.002"),
     *("--prompts-per-step", "4", "--group-size", "4", "--trainer.micro-batch-tokens", "100", "--rollout.workers", "1"),
 ]
@@ -67,7 +67,7 @@ def runs(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, Path]:
     return whole.run_dir, moving.run_dir
 
 
-def test_the_weights_are_those_of_a_run_that_stayed(runs: tuple[Path, Path], taught_model: Path) -> None:
+def test_weights_equal_those_of_a_run_with_constant_ranks(runs: tuple[Path, Path], taught_model: Path) -> None:
     whole, moved = (run_dir / "final" for run_dir in runs)
     assert apart(whole, moved) < ROUNDING
     assert apart(whole, taught_model) > 100 * ROUNDING
@@ -81,12 +81,12 @@ def test_nothing_is_lost_or_trained_twice(runs: tuple[Path, Path]) -> None:
     assert len({line["reward"] for line in metrics(whole)}) > 1
 
 
-def test_every_life_had_the_ranks_that_it_was_given(runs: tuple[Path, Path]) -> None:
+def test_every_start_had_the_configured_number_of_ranks(runs: tuple[Path, Path]) -> None:
     written = [shards(runs[1], step) for step in checkpoint_steps(runs[1])]
     assert written[0] == written[-1] == 2
     assert 1 in written
 
 
-def test_a_run_keeps_what_it_was_given_last(runs: tuple[Path, Path]) -> None:
+def test_resumed_run_keeps_the_latest_settings(runs: tuple[Path, Path]) -> None:
     config = from_file(runs[1] / "config.toml")
     assert (config.trainer.ranks, config.rollout.workers, config.seed) == (2, 2, 0)

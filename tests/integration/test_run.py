@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowrt.recipes.load import from_toml, parse
+from flowrt.recipes.config_io import from_toml, parse
 
 STEPS = 12
 PROMPTS = 4
@@ -24,7 +24,7 @@ SMALL = [
     *("--trainer.micro-batch-tokens", "150"),
 ]
 FIRST = [
-    *("--steps", str(STEPS), "--seed", "3", "--warm-start.steps", "60", "--warm-start.bare-steps", "3"),
+    *("--steps", str(STEPS), "--seed", "3", "--sft.steps", "60", "--sft.answer-only-steps", "3"),
     *SMALL,
 ]
 WORKERS = ["source", "reward", "rollout-0", "rollout-1", "reference", "trainer"]
@@ -47,7 +47,7 @@ def run(launch: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def summary(run: Any) -> dict[str, Any]:
-    return json.loads((run.run_dir / "summary.json").read_text())
+    return dict(json.loads((run.run_dir / "summary.json").read_text()))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_no_process_and_no_shared_memory_is_left(run: Any) -> None:
     run.assert_gone(10.0)
 
 
-def test_it_says_where_it_is_and_how_it_went(run: Any) -> None:
+def test_run_prints_its_directory_and_result(run: Any) -> None:
     assert str(run.run_dir) in run.output
     assert "Traceback" not in run.output
     assert re.search(rf"step \d+/{STEPS} ", run.words)
@@ -130,8 +130,10 @@ def test_staleness_stays_in_its_bound(run: Any, summary: dict[str, Any]) -> None
 def test_summary_agrees_with_the_metrics(run: Any, summary: dict[str, Any]) -> None:
     metrics = lines(run.run_dir / "metrics.jsonl")
     rewards = [line["reward"] for line in metrics]
-    assert summary["reward_first"] == pytest.approx(sum(rewards[:10]) / 10, abs=1e-5)
-    assert summary["reward_last"] == pytest.approx(sum(rewards[-10:]) / 10, abs=1e-5)
+    window = summary["reward_window"]
+    assert window == min(len(metrics) // 2, 10)
+    assert summary["reward_first"] == pytest.approx(sum(rewards[:window]) / window, abs=1e-5)
+    assert summary["reward_last"] == pytest.approx(sum(rewards[-window:]) / window, abs=1e-5)
     assert summary["samples"] == sum(line["samples"] for line in metrics)
     assert summary["wall_s"] >= metrics[-1]["wall_s"]
 
@@ -166,7 +168,7 @@ def test_trained_model_has_its_tokenizer(run: Any) -> None:
 
 def test_one_log_for_each_worker(run: Any) -> None:
     names = {path.stem for path in (run.run_dir / "logs").glob("*.log")}
-    assert names == {"prepare", "controller", "nursery", *WORKERS}
+    assert names == {"build_model", "controller", "fork_server", *WORKERS}
     for name in names:
         assert "Traceback" not in run.log(name), run.log(name)
         assert " ERROR " not in run.log(name), run.log(name)
@@ -203,7 +205,7 @@ def test_any_model_directory_is_a_start(run: Any, launch: Callable[..., Any], tm
     second = launch("--model", str(model), "--steps", "4", *SMALL, "--rollout.workers", "1")
     assert second.wait(120.0) == 0, second.output
     second.assert_gone(10.0)
-    assert not (second.run_dir / "logs" / "prepare.log").exists()
+    assert not (second.run_dir / "logs" / "build_model.log").exists()
     assert not (second.run_dir / "model").exists()
     assert [line["step"] for line in lines(second.run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
     after = AutoTokenizer.from_pretrained(second.run_dir / "final").get_vocab()
@@ -225,6 +227,6 @@ def test_two_trainer_ranks(run: Any, launch: Callable[..., Any]) -> None:
     assert any(not torch.equal(start[name], end[name]) for name in start)
 
 
-def test_without_keys_it_says_that_it_listens_on_this_machine_only(run: Any) -> None:
+def test_server_without_keys_reports_that_it_listens_on_loopback_only(run: Any) -> None:
     assert "listening on tcp://127.0.0.1:" in run.log("controller")
     assert "for this machine only: no keys" in run.log("controller")

@@ -56,9 +56,9 @@ def test_every_second_is_accounted_for(metrics: dict[str, float]) -> None:
             assert metrics[f"busy_{role}_{mode}_paper"] + sum(lost) == pytest.approx(1.0)
 
 
-def test_idle_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_is_attributed_to_its_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    from simulated.accounts import _both, _gaps, _of_rollout
+    from end_to_end.simulated.bubble_attribution import _both, _gaps, _of_rollout
 
     assert _gaps([(1.0, 2.0), (1.5, 3.0)], 0.0, 4.0) == [(0.0, 1.0), (3.0, 4.0)]
     assert _both([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)]) == [(1.0, 2.0), (3.0, 4.0)]

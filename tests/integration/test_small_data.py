@@ -20,7 +20,7 @@ def test_one_epoch_trains_every_prompt_once_and_ends(launch: Callable[..., Any],
     launched = launch(
         *("--recipe", "gsm8k", "--data", str(data), "--data.epochs", "1", "--data.eval-prompts", str(HELD_OUT)),
         *("--steps", "100", "--prompts-per-step", str(PER_STEP), "--group-size", "2", "--loss.kl-coef", "0"),
-        *("--warm-start.steps", "4", "--rollout.max-new-tokens", "12", "--build.vocab-size", "280"),
+        *("--sft.steps", "4", "--rollout.max-new-tokens", "12", "--build.vocab-size", "280"),
     )
     assert launched.wait(120.0) == 0, launched.output
     summary = json.loads((launched.run_dir / "summary.json").read_text())

@@ -8,38 +8,49 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowrt.wire.addresses import is_loopback
+from flowrt.runtime.host import is_loopback
+from tests.integration.conftest import Launch
 
+Start = Callable[..., Launch]
 WITHIN_S = 10.0
 ENDLESS = [
     *("--steps", "100000", "--data.eval-prompts", "8", "--prompts-per-step", "4", "--group-size", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--supervisor.restarts", "0", "--restarts", "0"),
+    *(
+        "--rollout.workers",
+        "1",
+        "--loss.kl-coef",
+        "0",
+        "--supervisor.max-worker-restarts",
+        "0",
+        "--max-run-restarts",
+        "0",
+    ),
 ]
 """As few processes as a run can have: each takes seconds to start here. None is started a second time."""
 
 
 @pytest.fixture
-def training(launch: Callable[..., object], untrained_model: Path) -> object:
+def training(launch: Start, untrained_model: Path) -> Launch:
     """A run that has trained at least one step and would go on for hours."""
     run = launch("--model", str(untrained_model), *ENDLESS)
     run.wait_for_training()
     return run
 
 
-def role(run, name: str) -> psutil.Process:
+def role(run: Launch, name: str) -> psutil.Process:
     """The one process of a role."""
     [process] = run.find(f"flowrt.{name}")
     return process
 
 
-def assert_interrupted(run) -> None:
+def assert_interrupted(run: Launch) -> None:
     assert run.wait(WITHIN_S) == 130, run.output
     run.assert_gone(WITHIN_S)
     assert "interrupted" in run.output
     assert "Traceback" not in run.output
 
 
-def assert_failed(run, *reasons: str) -> None:
+def assert_failed(run: Launch, *reasons: str) -> None:
     assert run.wait(WITHIN_S) == 1, run.output
     run.assert_gone(WITHIN_S)
     for reason in reasons:
@@ -51,10 +62,10 @@ def assert_failed(run, *reasons: str) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_in_the_warm_start(launch) -> None:
-    run = launch(*ENDLESS, "--warm-start.steps", "100000", "--warm-start.until", "2")
+def test_interrupt_in_the_warm_start(launch: Start) -> None:
+    run = launch(*ENDLESS, "--sft.steps", "100000", "--sft.stop-reward", "2")
     # Torch is loaded only by what builds the model; then it is at work.
-    run.wait_for(lambda: [p for p in run.find("flowrt.workers.prepare") if has_torch(p)], "preparation")
+    run.wait_for(lambda: [p for p in run.find("flowrt.launcher.build_model") if has_torch(p)], "preparation")
     run.signal(signal.SIGINT)
     assert_interrupted(run)
 
@@ -67,17 +78,17 @@ def has_torch(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_nothing_more_is_started_after_an_interrupt(launch) -> None:
-    run = launch(*ENDLESS, "--warm-start.steps", "0", "--warm-start.bare-steps", "0")
-    run.wait_for(lambda: run.find("flowrt.workers.prepare"), "preparation")
+def test_nothing_more_is_started_after_an_interrupt(launch: Start) -> None:
+    run = launch(*ENDLESS, "--sft.steps", "0", "--sft.answer-only-steps", "0")
+    run.wait_for(lambda: run.find("flowrt.launcher.build_model"), "preparation")
     run.signal(signal.SIGINT)
     assert_interrupted(run)
     assert not (run.run_dir / "logs" / "controller.log").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["launch.controller", "workers.source"])
-def test_interrupt_while_processes_start(launch, untrained_model: Path, module: str) -> None:
+@pytest.mark.parametrize("module", ["launcher.controller_main", "roles.source"])
+def test_interrupt_while_processes_start(launch: Start, untrained_model: Path, module: str) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS)
     run.wait_for(lambda: run.find(f"flowrt.{module}"), module)
     run.signal(signal.SIGINT)
@@ -86,7 +97,7 @@ def test_interrupt_while_processes_start(launch, untrained_model: Path, module: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupt_while_training(training, number: signal.Signals) -> None:
+def test_interrupt_while_training(training: Launch, number: signal.Signals) -> None:
     training.signal(number)
     assert_interrupted(training)
     # The run is closed in order: its numbers are there, and no prompt is lost.
@@ -101,24 +112,24 @@ def test_interrupt_while_training(training, number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param("workers.rollout", "rollout-0", marks=pytest.mark.long),
-        ("workers.trainer", "trainer"),
-        pytest.param("workers.source", "source", marks=pytest.mark.long),
+        pytest.param("roles.rollout", "rollout-0", marks=pytest.mark.long),
+        ("roles.trainer", "trainer"),
+        pytest.param("roles.source", "source", marks=pytest.mark.long),
     ],
 )
-def test_killed_worker_ends_the_run_with_its_name(training, module: str, name: str) -> None:
+def test_killed_worker_ends_the_run_with_its_name(training: Launch, module: str, name: str) -> None:
     training.signal(signal.SIGKILL, role(training, module))
     assert_failed(training, f"{name} was killed by SIGKILL", f"{name}.log")
 
 
 @pytest.mark.slow
-def test_killed_controller_ends_the_run(training) -> None:
-    training.signal(signal.SIGKILL, role(training, "launch.controller"))
+def test_killed_controller_ends_the_run(training: Launch) -> None:
+    training.signal(signal.SIGKILL, role(training, "launcher.controller_main"))
     assert_failed(training, "controller was killed by SIGKILL", "controller.log")
 
 
 @pytest.mark.slow
-def test_killed_launcher_takes_everything_along(training) -> None:
+def test_killed_launcher_takes_everything_along(training: Launch) -> None:
     training.signal(signal.SIGKILL)
     assert training.wait(WITHIN_S) == -signal.SIGKILL
     training.assert_gone(WITHIN_S)
@@ -128,7 +139,7 @@ def test_killed_launcher_takes_everything_along(training) -> None:
 
 
 @pytest.fixture
-def training_on_two_ranks(launch, untrained_model: Path) -> object:
+def training_on_two_ranks(launch: Start, untrained_model: Path) -> Launch:
     run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2", "--controller.lanes", "gloo")
     run.wait_for_training()
     return run
@@ -144,9 +155,9 @@ def heard_from_outside(process: psutil.Process) -> list[str]:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)], ids=["SIGINT", "SIGKILL"]
 )
-def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: signal.Signals) -> None:
+def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks: Launch, number: signal.Signals) -> None:
     run = training_on_two_ranks
-    assert len(run.find("flowrt.workers.ranks")) == 1
+    assert len(run.find("flowrt.ranks.torchrun")) == 1
     assert [heard for process in run.processes() for heard in heard_from_outside(process)] == []
     run.signal(number)
     assert run.wait(WITHIN_S) == (130 if number == signal.SIGINT else -number)
@@ -155,9 +166,9 @@ def test_trainer_ranks_end_with_the_launcher(training_on_two_ranks, number: sign
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch, untrained_model: Path) -> None:
+def test_trainer_ranks_that_still_start_end_with_the_killed_launcher(launch: Start, untrained_model: Path) -> None:
     run = launch("--model", str(untrained_model), *ENDLESS, "--trainer.ranks", "2")
-    run.wait_for(lambda: len(run.find("flowrt.workers.trainer")) == 2, "two ranks")
+    run.wait_for(lambda: len(run.find("flowrt.roles.trainer")) == 2, "two ranks")
     run.signal(signal.SIGKILL)
     assert run.wait(WITHIN_S) == -signal.SIGKILL
     run.assert_gone(WITHIN_S)
@@ -172,8 +183,8 @@ def own_model(untrained_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(untrained_model, tmp_path / "model"))
 
 
-def assert_refused(run, *reasons: str) -> None:
-    assert run.wait(60.0) == 1, run.output
+def assert_refused(run: Launch, *reasons: str) -> None:
+    assert run.wait(60.0) == 2, run.output
     run.assert_gone(WITHIN_S)
     for reason in reasons:
         assert reason in run.words
@@ -181,18 +192,18 @@ def assert_refused(run, *reasons: str) -> None:
 
 
 @pytest.mark.slow
-def test_tokenizer_without_an_end_token(launch, own_model: Path) -> None:
+def test_tokenizer_without_an_end_token(launch: Start, own_model: Path) -> None:
     path = own_model / "tokenizer_config.json"
     text = path.read_text()
     assert '"eos_token"' in text
     path.write_text(text.replace('"eos_token"', '"no_token"'))
     run = launch("--model", str(own_model), *ENDLESS)
-    assert_refused(run, "EngineError", "has no end-of-sequence token", "set eos_token")
+    assert_refused(run, "has no end-of-sequence token", "set eos_token")
 
 
 @pytest.mark.slow
-def test_truncated_weights(launch, own_model: Path) -> None:
+def test_truncated_weights(launch: Start, own_model: Path) -> None:
     path = own_model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     run = launch("--model", str(own_model), *ENDLESS)
-    assert_refused(run, "EngineError", "model is no causal LM that transformers can load")
+    assert_refused(run, "model.safetensors are not a safetensors file, or truncated: 1000 bytes")

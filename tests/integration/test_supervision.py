@@ -22,7 +22,7 @@ SMALL = [
 
 def role(run: Any, name: str) -> psutil.Process:
     """The one process of a role."""
-    [process] = run.find(f"flowrt.workers.{name}")
+    [process] = run.find(f"flowrt.roles.{name}")
     return process
 
 
@@ -35,7 +35,7 @@ def steps_of(run: Any) -> int:
 def bereaved(launch: Callable[..., Any], untrained_model: Path) -> Any:
     """A run whose rollout worker, reward worker, source and controller were killed one by one, and that has ended."""
     run = launch("--model", str(untrained_model), *SMALL)
-    for victim in ("workers.rollout", "workers.reward", "workers.source", "launch.controller"):
+    for victim in ("roles.rollout", "roles.reward", "roles.source", "launcher.controller_main"):
         step = steps_of(run)
         run.wait_for(lambda: steps_of(run) > step + 2, f"two more steps before {victim} is killed")  # noqa: B023
         [gone] = run.find(f"flowrt.{victim}")
@@ -46,17 +46,17 @@ def bereaved(launch: Callable[..., Any], untrained_model: Path) -> Any:
     return run
 
 
-def test_the_run_goes_on_without_loss(bereaved: Any) -> None:
+def test_run_continues_without_loss(bereaved: Any) -> None:
     summary = json.loads((bereaved.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (STEPS, 0, 0)
     assert summary["resumed_from"] == 0, "a controller that comes back resumes nothing"
     for name in ("rollout-0", "reward", "source"):
-        assert f"{name} was killed by SIGKILL: it is started again" in bereaved.words
+        assert f"{name} was killed by SIGKILL: restarting in" in bereaved.words
         # At the start, as a replacement, and when the controller is back.
         assert bereaved.log("controller").count(f" {name} joined") == 3
 
 
-def test_workers_find_a_controller_that_comes_back_within_ten_seconds(bereaved: Any) -> None:
+def test_workers_reconnect_to_a_restarted_controller_within_ten_seconds(bereaved: Any) -> None:
     lines = bereaved.log("controller").splitlines()
     back = max(number for number, line in enumerate(lines) if " listening on " in line)
     began, *joined = [moment(line) for line in lines[back:] if " listening on " in line or " joined (" in line]
@@ -72,8 +72,8 @@ def test_a_controller_that_is_killed_before_it_listens_is_started_again(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "2")
-    run.wait_for(lambda: run.find("flowrt.launch.controller"), "a controller")
-    [controller] = run.find("flowrt.launch.controller")
+    run.wait_for(lambda: run.find("flowrt.launcher.controller_main"), "a controller")
+    [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)  # as soon as there is one: it takes half a second to import what it needs
     assert run.wait(120.0) == 0, run.output
     assert steps_of(run) == 2
@@ -102,14 +102,14 @@ def test_a_new_rollout_worker_makes_no_token_with_the_start_weights(bereaved: An
     assert "over-age" not in summary["dropped"], "something was made with weights that were too old"
 
 
-def test_a_worker_that_fails_again_and_again_ends_the_run_with_its_own_words(
+def test_worker_that_keeps_failing_ends_the_run_with_its_error(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
-    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--supervisor.restarts", "1")
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000", "--supervisor.max-worker-restarts", "1")
     run.wait_for_training()
     first = role(run, "reward")
     run.signal(signal.SIGKILL, first)
-    run.wait_for(lambda: {p.pid for p in run.find("flowrt.workers.reward")} - {first.pid}, "its replacement")
+    run.wait_for(lambda: {p.pid for p in run.find("flowrt.roles.reward")} - {first.pid}, "its replacement")
     run.signal(signal.SIGKILL, role(run, "reward"))
     assert run.wait(20.0) == 1, run.output
     run.assert_gone(10.0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flowrt import api
-from flowrt.wire import messages as m
-from flowrt.wire.records import NO_BASE, LaneTurn
+from flowrt.client.connection import Event
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import NO_BASE, LaneTurn
 
 ELEMENTS = 2_000_000
 FLOW = api.Dataflow(
@@ -39,16 +40,16 @@ class Receiver:
         self.session = session
         self.bases: list[int] = []
         self.meanwhile: list[tuple[int, bool]] = []  # the version in use, and whether another was staged
-        hear = session._contact._obey
+        handle = session._handle
 
-        def receive(message: m.Message) -> None:
-            if isinstance(message, m.Fetch):
-                self.bases.append(message.weights.base)
+        def receive(event: Event) -> None:
+            if isinstance(event, m.ReceiveWeights):
+                self.bases.append(event.weights.base)
                 [used] = session.params.in_use()
                 self.meanwhile.append((used.version, session.params.staged() is not None))
-            hear(message)
+            handle(event)
 
-        session._contact._obey = receive
+        session._handle = receive  # type: ignore[method-assign]
 
     async def take(self, version: int) -> None:
         """Wait for the version, see that it is right, put it into use."""
@@ -68,7 +69,7 @@ async def join(address: str, name: str, version: int) -> Receiver:
     return Receiver(session)
 
 
-async def test_changes_go_to_whoever_has_their_base_and_the_whole_to_anybody_else(address: str) -> None:
+async def test_deltas_go_to_holders_of_the_base_and_snapshots_to_others(address: str) -> None:
     trainer = await api.connect(address, "trainer", "trainer", 10)
     early = await join(address, "early", 0)
     for version in (1, 2, 3):
@@ -89,7 +90,7 @@ async def test_changes_go_to_whoever_has_their_base_and_the_whole_to_anybody_els
         await session.close()
 
 
-async def test_weights_that_changed_all_over_travel_whole(address: str) -> None:
+async def test_dense_changes_are_sent_as_a_snapshot(address: str) -> None:
     trainer = await api.connect(address, "trainer", "trainer", 10)
     one = await join(address, "one", 0)
     for version in (1, 2):
@@ -115,9 +116,9 @@ def damage_the_changes(receiver: Receiver) -> None:
     lanes = receiver.session.params._lanes
     receive_each = lanes.receive_each
 
-    def damaging(turn: LaneTurn, incoming: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
+    def damaging(turn: LaneTurn, tensors: Iterable[torch.Tensor]) -> "asyncio.Future[None]":
         lanes.receive_each = receive_each  # type: ignore[method-assign]
-        return receive_each(turn, damaged(incoming))
+        return receive_each(turn, damaged(tensors))
 
     def damaged(incoming: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for piece in incoming:
@@ -128,7 +129,7 @@ def damage_the_changes(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_the_base, damage_the_changes])
-async def test_where_changes_do_not_give_the_version_it_comes_whole(
+async def test_delta_with_a_wrong_checksum_is_replaced_by_a_snapshot(
     address: str, damage: Callable[[Receiver], None]
 ) -> None:
     trainer = await api.connect(address, "trainer", "trainer", 10)

@@ -1,27 +1,25 @@
-"""Versions between real processes: along a chain, past relays that die, hang or send rubbish, out of memory again."""
+"""Weight transfers between real processes: relay chains, killed and hung relays, damaged bytes, eviction."""
 
 import asyncio
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrt.api import Dataflow, DelayedUpdate, Fifo, GroupCount, Policies, Settings, StrictLag, controller
-
-sys.path.insert(0, str(Path(__file__).parent))  # the processes import their program by name
-import weight_peer
+from tests.integration.helpers import weight_peer
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "flowrt.client.greeting"])
+FORKS.set_forkserver_preload(["torch", "flowrt.client.session"])
 POLICY, ADAPTERS = "policy", "adapters"
 SIZE = 8 * 1024 * 1024
-PIECES_THROUGH = 10  # of 32: in the middle of a transfer
+PIECES_THROUGH = 10  # of 32: during a transfer
 ANSWER_S = 20.0
 LOOK_EVERY_S = 0.02
 
@@ -45,7 +43,7 @@ class Process:
         return self._pipe.recv()
 
     async def versions(self, model: str = POLICY) -> list[int]:
-        """What it has used so far; every version must have been the right one."""
+        """The versions that it has used so far; each must have had the right contents."""
         used = []
         for one, version, found in (await self.ask("state"))["used"]:
             size = SIZES[one]
@@ -66,7 +64,7 @@ SIZES = {POLICY: SIZE, ADAPTERS: 100_001}
 
 
 class Team:
-    """A trainer and receivers, in the order in which they joined: that is the order of the chain."""
+    """A trainer and receivers in the order in which they joined, which is that of the chain."""
 
     def __init__(self, address: str, deadline_s: float, models: tuple[str, ...]) -> None:
         self._address = address
@@ -93,13 +91,13 @@ class Team:
         )
 
     async def start_trainer_again(self) -> None:
-        """Another process under the name of the one that was killed."""
+        """Start another process under the name of the killed one."""
         self.trainer.end()
         self.trainer = Process("trainer")
         await self.join(self.trainer)
 
     async def late(self) -> Process:
-        """One more receiver."""
+        """Start another receiver."""
         one = Process(f"receiver{len(self.receivers)}")
         self.receivers.append(one)
         await self.join(one)
@@ -109,23 +107,23 @@ class Team:
         await self.trainer.ask("publish", model=model, version=version)
 
     async def sent(self, one: Process) -> float:
-        """Copies of the policy that a process has sent."""
+        """Number of copies of the policy that a process has sent."""
         return float((await one.ask("state"))["sent"] / SIZE)
 
     async def all_use(self, version: int, *others: Process, model: str = POLICY, within_s: float = 15.0) -> None:
-        """Wait until every receiver uses this version (only ``others``, where they are named)."""
+        """Wait until every receiver uses this version (or each of ``others``, if given)."""
         for one in others or self.receivers:
-            await until(lambda one=one: self._uses(one, version, model), f"{one.name} at {model} {version}", within_s)
+            await until(partial(self._uses, one, version, model), f"{one.name} at {model} {version}", within_s)
 
     async def _uses(self, one: Process, version: int, model: str) -> bool:
         return version in (await one.versions(model))
 
     async def publish_halfway(self, version: int) -> None:
-        """Publish, and return when every receiver has the first pieces, and none can get more for now."""
+        """Publish; return when every receiver has the first chunks and the transfers are held."""
         await self.trainer.ask("limit", pieces=PIECES_THROUGH)
         await self.publish(version)
         for one in self.receivers:
-            await until(lambda one=one: self._has_pieces(one), f"{one.name} halfway")
+            await until(partial(self._has_pieces, one), f"{one.name} halfway")
 
     async def _has_pieces(self, one: Process) -> bool:
         return bool((await one.ask("state"))["arrived"] == PIECES_THROUGH)
@@ -159,7 +157,7 @@ async def team(
                 one.end()
 
 
-async def test_a_chain_gets_every_byte_and_the_trainer_sends_one_copy(tmp_path: Path) -> None:
+async def test_relay_chain_is_exact_and_the_trainer_sends_once(tmp_path: Path) -> None:
     async with team(tmp_path, 4) as some:
         await some.publish(1)
         await some.all_use(1)
@@ -174,7 +172,7 @@ async def test_a_chain_gets_every_byte_and_the_trainer_sends_one_copy(tmp_path: 
             assert await one.versions() == [1, 2]
 
 
-async def test_old_versions_leave_the_memory_of_everybody(tmp_path: Path) -> None:
+async def test_old_versions_are_evicted_everywhere(tmp_path: Path) -> None:
     async with team(tmp_path, 3) as some:
         for version in range(1, 6):
             await some.publish(version)
@@ -182,8 +180,8 @@ async def test_old_versions_leave_the_memory_of_everybody(tmp_path: Path) -> Non
         await until(lambda: holds_only(some.trainer, 5), "trainer free of old versions")
         assert (await some.trainer.ask("state"))["tensor_bytes"] <= 1.01 * SIZE
         for one in some.receivers:
-            await until(lambda one=one: holds_only(one, 5), f"{one.name} free of old versions")
-            # The version that it holds for others, and the parameters that it uses.
+            await until(partial(holds_only, one, 5), f"{one.name} free of old versions")
+            # The version that it holds for others, and its own parameters.
             assert (await one.ask("state"))["tensor_bytes"] <= 2.01 * SIZE
 
 
@@ -191,37 +189,37 @@ async def holds_only(one: Process, version: int) -> bool:
     return bool((await one.ask("state"))["held"] == [(POLICY, version, -1)])
 
 
-async def test_a_relay_that_is_killed_takes_nobody_along(tmp_path: Path) -> None:
+async def test_killed_relay_stops_no_other_worker(tmp_path: Path) -> None:
     async with team(tmp_path, 4) as some:
         await some.publish_halfway(1)
         first, second, *behind = some.receivers
         second.signal(signal.SIGKILL)
         await some.go_on()
         await some.all_use(1, first, *behind)
-        # Two chains at most: those who waited behind the dead one are served by one another, not all by the trainer.
+        # At most two chains: receivers behind the dead one serve each other, the trainer not all of them.
         assert await some.sent(some.trainer) <= 2
 
 
-async def test_a_trainer_that_dies_in_the_middle_leaves_the_version_before_and_another_goes_on(tmp_path: Path) -> None:
+async def test_trainer_killed_during_publication_leaves_the_previous_version(tmp_path: Path) -> None:
     async with team(tmp_path, 2) as some:
         await some.publish(1)
         await some.all_use(1)
         await some.publish_halfway(2)
         some.trainer.signal(signal.SIGKILL)
         for one in some.receivers:
-            await until(lambda one=one: holds_only(one, 1), f"{one.name} free of the half version")
+            await until(partial(holds_only, one, 1), f"{one.name} free of the half version")
             assert await one.versions() == [1]
         late = await some.late()
-        await some.all_use(1, late)  # from a neighbour, as nobody has the version after it
+        await some.all_use(1, late)  # from a neighbour: no worker has a later version
         await some.start_trainer_again()
         await some.publish(3)
         await some.all_use(3)
         for one in some.receivers:
-            await until(lambda one=one: holds_only(one, 3), f"{one.name} free of old versions")
+            await until(partial(holds_only, one, 3), f"{one.name} free of old versions")
             assert await one.versions() == [1, 3]
 
 
-async def test_a_relay_that_hangs_is_left_behind_within_the_deadline_of_its_lane(tmp_path: Path) -> None:
+async def test_hung_relay_is_replaced_within_the_lane_deadline(tmp_path: Path) -> None:
     async with team(tmp_path, 4, deadline_s=2.0) as some:
         await some.publish_halfway(1)
         first, second, *behind = some.receivers
@@ -233,7 +231,7 @@ async def test_a_relay_that_hangs_is_left_behind_within_the_deadline_of_its_lane
         await some.all_use(2, first, *behind)
 
 
-async def test_versions_that_come_too_fast_are_skipped_and_block_nobody(tmp_path: Path) -> None:
+async def test_versions_published_too_fast_are_skipped(tmp_path: Path) -> None:
     async with team(tmp_path, 3) as some:
         await some.publish_halfway(1)
         await some.publish(2)
@@ -242,22 +240,22 @@ async def test_versions_that_come_too_fast_are_skipped_and_block_nobody(tmp_path
         await some.all_use(3)
         for one in some.receivers:
             assert await one.versions() == [1, 3]
-            await until(lambda one=one: holds_only(one, 3), f"{one.name} free of old versions")
+            await until(partial(holds_only, one, 3), f"{one.name} free of old versions")
 
 
-async def test_a_spoilt_transfer_leaves_the_old_version_in_use_and_is_made_again(tmp_path: Path) -> None:
+async def test_damaged_transfer_keeps_the_old_version_and_is_repeated(tmp_path: Path) -> None:
     async with team(tmp_path, 3) as some:
         await some.publish(1)
         await some.all_use(1)
         await some.receivers[0].ask("spoil", pieces=1)
         await some.publish(2)
         await some.all_use(2)
-        # `versions` has compared every byte of what was used; those behind the spoilt link had to fetch twice.
+        # `versions` has compared every byte; the receivers behind the damaged link had to fetch twice.
         assert [await one.versions() for one in some.receivers] == [[1, 2]] * 3
         assert [(await one.ask("state"))["fetches"] for one in some.receivers] == [2, 3, 3]
 
 
-async def test_named_models_have_versions_of_their_own(tmp_path: Path) -> None:
+async def test_named_models_have_separate_versions(tmp_path: Path) -> None:
     async with team(tmp_path, 2, models=(POLICY, ADAPTERS)) as some:
         await some.publish(5, ADAPTERS)
         await some.all_use(5, model=ADAPTERS)

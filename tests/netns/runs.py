@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.load import defaults, parse, to_toml
-from flowrt.recipes.paths import address_file
+from flowrt.recipes.config_io import defaults, parse, to_toml
+from flowrt.recipes.run_dir import address_file
 from tests.integration.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ ON_HOSTS = ("--controller.bind", "tcp://*:0")
 SMALL = (
     *ON_HOSTS,
     *("--prompts-per-step", "8", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
-    *("--loss.kl-coef", "0", "--checkpoint.every", "0", "--supervisor.absence-s", str(ABSENT_S)),
+    *("--loss.kl-coef", "0", "--checkpoint.every", "0", "--supervisor.role-vacancy-timeout-s", str(ABSENT_S)),
 )
 
 
@@ -34,7 +34,7 @@ def tiny() -> RunConfig:
     return dataclasses.replace(
         base,
         build=dataclasses.replace(base.build, hidden_size=64, layers=1, heads=2, intermediate_size=128),
-        warm_start=dataclasses.replace(base.warm_start, steps=0, bare_steps=0),
+        sft=dataclasses.replace(base.sft, steps=0, answer_only_steps=0),
     )
 
 
@@ -43,7 +43,7 @@ def make_keys_and_model(folder: Path, built: RunConfig) -> tuple[Path, Path]:
     subprocess.run([str(FLOWRT), "keys", str(folder / "keys")], check=True, timeout=60, capture_output=True)
     config = dataclasses.replace(built, run_dir=str(folder))
     (folder / "config.toml").write_text(to_toml(config))
-    words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(folder / "config.toml")]
+    words = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(folder / "config.toml")]
     subprocess.run(words, check=True, timeout=300, capture_output=True)
     return folder / "keys", folder / "model"
 
@@ -90,8 +90,8 @@ class Run:
 
     def staff(self) -> None:
         """A source and a reward worker beside the controller, a rollout worker and a trainer on a host each."""
-        self.python(CONTROLLER, "source", "-m", "flowrt.workers.source")
-        self.python(CONTROLLER, "reward", "-m", "flowrt.workers.reward")
+        self.python(CONTROLLER, "source", "-m", "flowrt.roles.source")
+        self.python(CONTROLLER, "reward", "-m", "flowrt.roles.reward")
         one = ("--standalone", "--nproc-per-node", "1")
         self.torchrun(ROLLOUT, "rollout", *one, f"{ROOT}/workers/rollout.py")
         self.torchrun(TRAINER, "trainer", *one, f"{ROOT}/workers/trainer.py")
@@ -100,7 +100,7 @@ class Run:
         """What ``flowrt status`` says on the controller's host."""
         words = [*self._hosts.on(CONTROLLER), str(FLOWRT), "status", str(self.dir), "--json"]
         asked = subprocess.run(words, check=True, timeout=60, capture_output=True, env=os.environ | self._environment)
-        return json.loads(asked.stdout)
+        return dict(json.loads(asked.stdout))
 
     def words(self) -> str:
         paths = sorted(self._logs.glob("*.log"))
@@ -138,7 +138,7 @@ class Run:
         assert set(codes.values()) == {0}, (codes, self.words())
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.dir / "summary.json").read_text())
+        return dict(json.loads((self.dir / "summary.json").read_text()))
 
     def _over(self) -> bool:
         return self.processes["controller"].poll() is not None

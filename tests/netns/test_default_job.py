@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.recipes.load import defaults
+from flowrt.recipes.config_io import defaults
 from tests.netns.runs import CONTROLLER, ON_HOSTS, ROLLOUT, Run, make_keys_and_model
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -18,13 +18,13 @@ def test_the_default_job_learns_on_three_hosts(hosts: Any, begin: Any, tmp_path:
     run = begin(base.steps, job=ON_HOSTS, model=make_keys_and_model(everywhere, base))
     assert isinstance(run, Run)
     run.staff()
-    run.python(CONTROLLER, "reference", "-m", "flowrt.workers.reference")
-    run.python(ROLLOUT, "rollout-1", "-m", "flowrt.workers.rollout", "--name", "rollout-1")
+    run.python(CONTROLLER, "reference", "-m", "flowrt.roles.reference")
+    run.python(ROLLOUT, "rollout-1", "-m", "flowrt.roles.rollout", "--name", "rollout-1")
     assert run.code(600.0) == 0, run.words()
     run.all_leave_well(30.0)
     summary = run.summary()
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (base.steps, 0, 0)
-    assert summary["staleness_max"] <= base.staleness
+    assert summary["staleness_max"] <= base.max_staleness
     assert summary["reward_first"] <= 0.5
     assert min(summary["reward_last"], summary["eval_last"]) >= 0.9
     assert f"listening on tcp://{hosts.address(CONTROLLER)}:" in run.words()

@@ -76,7 +76,7 @@ def test_a_host_behind_a_link_that_is_too_slow_for_a_run(doctor: Doctor, network
     assert ended.returncode == 1
     lines = red(ended)
     assert [line.partition(": 0.")[0] for line in lines] == [f"flowrt: lane, host3 to host{other}" for other in (1, 2)]
-    assert all("transfers below controller.lane_mb_per_s (1) fail" in line for line in lines), lines
+    assert all("transfers below controller.min_transfer_mb_per_s (1) fail" in line for line in lines), lines
 
 
 def test_two_hosts_that_reach_the_controller_and_not_each_other(doctor: Doctor, network: Callable[..., None]) -> None:
@@ -106,5 +106,7 @@ def test_a_host_without_a_route_to_the_controller(doctor: Doctor, network: Calla
     ended = doctor()
     assert ended.returncode == 1
     first = red(ended)[0]
-    assert first.startswith("flowrt: controller, host3: host 'host3' has no way to the controller at tcp://10.83.0.1:")
+    assert first.startswith(
+        "flowrt: controller, host3: host 'host3' has no route to the controller at tcp://10.83.0.1:"
+    )
     assert "No route to host" in first

@@ -16,7 +16,7 @@ GONE_S = 60.0  # 17 s until nobody answers, then ABSENT_S, and the rest for slow
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_run_on_three_hosts_outlives_a_cut_of_five_seconds(hosts: Any, begin: Any, tmp_path: Path) -> None:
+def test_run_on_three_hosts_survives_a_link_failure_of_five_seconds(hosts: Any, begin: Any, tmp_path: Path) -> None:
     run = begin(STEPS, "--trainer.final-dir", str(tmp_path / "trained"))
     run.staff()
     run.wait_for_steps(3)
@@ -35,7 +35,7 @@ def test_a_run_on_three_hosts_outlives_a_cut_of_five_seconds(hosts: Any, begin: 
     assert not (run.dir / "final").exists()
 
 
-def test_a_host_that_is_cut_off_for_ever_ends_the_run_by_name(hosts: Any, begin: Any) -> None:
+def test_permanently_unreachable_host_ends_the_run_and_is_named(hosts: Any, begin: Any) -> None:
     run = begin(10_000)
     run.staff()
     run.wait_for_steps(3)

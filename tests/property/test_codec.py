@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import struct
 import tracemalloc
-from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -13,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
-from flowrt.testing.noise import LONG
-from flowrt.wire import codec
-from flowrt.wire import messages as m
-from flowrt.wire.codec import decode, encode
-from flowrt.wire.records import Incoming, LaneTurn, Part
+from flowrt.protocol import codec
+from flowrt.protocol import messages as m
+from flowrt.protocol.codec import decode, encode
+from flowrt.protocol.limits import MAX_ITEMS
+from flowrt.protocol.records import Incoming, LaneTurn, Part
+from tests.effort import examples
+from tests.simulation.message_fuzzer import LONG
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 REALS = st.floats(allow_nan=False)
@@ -38,18 +39,24 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     return {int: INT64, float: REALS, str: st.text(max_size=8), bytes: st.binary(max_size=8), bool: st.booleans()}[hint]
 
 
-@cache
+RECORDS: dict[Any, st.SearchStrategy[Any]] = {}
+"""By type: strategies are made once, because making one takes longer than drawing from it."""
+
+
 def record_of(kind: Any) -> st.SearchStrategy[Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return st.builds(kind, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)})
+    if kind not in RECORDS:
+        hints = get_type_hints(kind, include_extras=True)
+        values = {field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)}
+        RECORDS[kind] = st.builds(kind, **values)
+    return RECORDS[kind]
 
 
 MESSAGES = st.sampled_from(m.MESSAGES).flatmap(record_of)
-FAST = settings(max_examples=300, deadline=None)
+FAST = settings(max_examples=examples(300), deadline=None)
 
 
 @pytest.mark.parametrize("kind", m.MESSAGES, ids=lambda kind: kind.__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data())
 def test_every_message_round_trips(kind: type[m.Message], data: st.DataObject) -> None:
     message = data.draw(record_of(kind))
@@ -104,25 +111,40 @@ def test_any_shape_behind_a_tag_raises_nothing_else(tag: int, fields: list[Any])
         encode(decode(msgpack.packb([tag, *fields])))
 
 
-TURN = LaneTurn("a", "b", "samples", 0, 0, "gloo")
-WRONG = {
-    "text for a number": m.Opened("1", 2),  # type: ignore[arg-type]
-    "truth for a number": m.Opened(True, 2),
-    "number for text": m.Bye(3),  # type: ignore[arg-type]
-    "fraction for a number": m.Opened(1.5, 2),  # type: ignore[arg-type]
-    "number for truth": m.Grant(1, *[()] * (len(dataclasses.fields(m.Grant)) - 2), 1),  # type: ignore[arg-type]
-    "number over 64 bits": m.Opened(2**70, 2),
+TURN = LaneTurn(sender="a", receiver="b", kind="samples", incarnation=0, sequence=0, transport="gloo")
+WRONG: dict[str, m.Message] = {
+    "text for a number": m.OfferAccepted("1", 2),  # type: ignore[arg-type]
+    "truth for a number": m.OfferAccepted(True, 2),
+    "number for text": m.Leave(3),  # type: ignore[arg-type]
+    "fraction for a number": m.OfferAccepted(1.5, 2),  # type: ignore[arg-type]
+    "number for truth": m.Grant(
+        request=1,
+        lease=2,
+        slots=(),
+        flows=(),
+        groups=(),
+        members=(),
+        prompts=(),
+        epochs=(),
+        attempts=(),
+        spans=(),
+        inline=(),
+        parts=(),
+        incoming=(),
+        closed=1,  # type: ignore[arg-type]
+    ),
+    "number over 64 bits": m.OfferAccepted(2**70, 2),
     "packed number over 64 bits": m.Committed(1, (2**63,), ""),
     "fraction among packed numbers": m.Committed(1, (1.5,), ""),  # type: ignore[arg-type]
     "text among packed numbers": m.Committed(1, ("1",), ""),  # type: ignore[arg-type]
     "none for packed numbers": m.Committed(1, None, ""),  # type: ignore[arg-type]
     "bytes for packed numbers": m.Committed(1, b"12", ""),  # type: ignore[arg-type]
-    "text for names": m.Free("prompt", (), ()),  # type: ignore[arg-type]
-    "none for a record": m.Serve(None, ()),  # type: ignore[arg-type]
-    "another record": m.Serve(Part("a", (), ()), ()),  # type: ignore[arg-type]
-    "record of another kind that has the same fields": m.Serve(TURN, (Incoming(TURN, ()),)),  # type: ignore[arg-type]
-    "text for a pair": m.StepDone(1, ("ab",)),  # type: ignore[arg-type]
-    "text that is not UTF-8": m.Bye("\ud800"),
+    "text for names": m.ReleaseTensors("prompt", (), ()),  # type: ignore[arg-type]
+    "none for a record": m.SendSamples(None, ()),  # type: ignore[arg-type]
+    "another record": m.SendSamples(Part("a", (), ()), ()),  # type: ignore[arg-type]
+    "record of another kind that has the same fields": m.SendSamples(TURN, (Incoming(TURN, ()),)),  # type: ignore[arg-type]
+    "text for a pair": m.StepCompleted(1, ("ab",)),  # type: ignore[arg-type]
+    "text that is not UTF-8": m.Leave("\ud800"),
 }
 
 
@@ -150,8 +172,8 @@ def test_what_is_no_message_is_our_own_mistake() -> None:
         msgpack.packb([2, 1]),  # a heartbeat has no fields
         msgpack.packb([m.MESSAGES.index(m.Committed), 1, b"1234567", ""]),  # not whole numbers of 8 bytes
         msgpack.packb([m.MESSAGES.index(m.Committed), 1, [1, 2], ""]),  # numbers that are not packed
-        msgpack.packb([m.MESSAGES.index(m.Bye), msgpack.ExtType(1, b"x")]),
-        msgpack.packb([m.MESSAGES.index(m.Bye), msgpack.Timestamp(1)]),
+        msgpack.packb([m.MESSAGES.index(m.Leave), msgpack.ExtType(1, b"x")]),
+        msgpack.packb([m.MESSAGES.index(m.Leave), msgpack.Timestamp(1)]),
         encode(m.Heartbeat()) + b"\x00",
     ],
 )
@@ -171,7 +193,7 @@ def test_oversized_messages_are_refused_both_ways(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RemoteProtocolError, match="limit"):
         decode(bytes(1001))
     with pytest.raises(LocalProtocolError, match="limit"):
-        encode(m.Bye("x" * 1000))
+        encode(m.Leave("x" * 1000))
 
 
 @pytest.mark.parametrize("head", [b"\xdd\x7f\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"])
@@ -181,7 +203,7 @@ def test_a_size_that_is_only_claimed_is_refused(head: bytes) -> None:
 
 
 def test_a_small_message_cannot_claim_much_memory() -> None:
-    hostile = (b"\xdd" + struct.pack(">I", codec.MAX_ITEMS)) * 20
+    hostile = (b"\xdd" + struct.pack(">I", MAX_ITEMS)) * 20
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError):
@@ -197,8 +219,12 @@ def test_a_small_message_cannot_claim_much_memory() -> None:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(-(2**63), 2**63 - 1))
 def test_one_number_stands_for_all_that_are_the_same(slots: list[int], one: int) -> None:
-    same = m.Commit(1, "make", tuple(slots), (one,) * len(slots), (), (), ())
-    other = m.Commit(1, "make", tuple(slots), (*same.leases[1:], one ^ 1), (), (), ())
+    same = m.Commit(
+        request=1, stage="make", slots=tuple(slots), leases=(one,) * len(slots), parts=(), inline=(), spans=()
+    )
+    other = m.Commit(
+        request=1, stage="make", slots=tuple(slots), leases=(*same.leases[1:], one ^ 1), parts=(), inline=(), spans=()
+    )
     assert decode(encode(same)) == same
     assert decode(encode(other)) == other
     if len(slots) > 1:
@@ -207,7 +233,11 @@ def test_one_number_stands_for_all_that_are_the_same(slots: list[int], one: int)
 
 @pytest.mark.parametrize("one", [2**63, True, 1.0, None])
 def test_what_stands_for_all_must_be_a_number_of_64_bits(one: Any) -> None:
-    raw = list(msgpack.unpackb(encode(m.Commit(1, "make", (1, 2), (3, 3), (), (), ()))))
+    raw = list(
+        msgpack.unpackb(
+            encode(m.Commit(request=1, stage="make", slots=(1, 2), leases=(3, 3), parts=(), inline=(), spans=()))
+        )
+    )
     assert raw[4] == 3
     raw[4] = one
     with pytest.raises(RemoteProtocolError, match="leases"):

@@ -1,7 +1,7 @@
 """The mind under every interleaving: whole simulated runs with skew, faults and lies.
 
 Every run asserts `Core.check` after each event, and in the workers that what they are told to use, send or receive is
-there (see flowrt/testing). A failure is reproduced by its scenario: `Cluster(Scenario(...)).run()`.
+there (see tests/simulation). A failure is reproduced by its scenario: `SimulatedCluster(Scenario(...)).run()`.
 """
 
 import dataclasses
@@ -11,17 +11,18 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.batchers import GroupCount, TokenBudget
-from flowrt.controller.events import Command, Event, Said
-from flowrt.controller.settings import LostMember
-from flowrt.testing.scenario import Scenario
-from flowrt.testing.sim import Cluster
-from flowrt.testing.soundness import assert_sound
-from flowrt.wire import messages as m
+from flowrt.controller.events import Command, Event, MessageReceived
+from flowrt.controller.policies.batching import GroupCount, TokenBudget
+from flowrt.controller.settings import OnLostSample
+from flowrt.protocol import messages as m
+from tests.effort import examples
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.run_invariants import assert_sound
+from tests.simulation.scenario import Scenario
 
 # Not shrunk: a smaller scenario takes another course altogether, and searching for one takes minutes.
 RUNS = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -29,14 +30,14 @@ RUNS = settings(
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
+def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
     bound = fixed.pop("bound", None)
     bound = draw(st.integers(0, 3)) if bound is None else bound
     batcher = st.sampled_from([TokenBudget(1), TokenBudget(25), TokenBudget(60), TokenBudget(10**6), GroupCount(2)])
     drawn: dict[str, Any] = {
         "seed": draw(st.integers(0, 2**32)),
         "bound": bound,
-        "in_order": draw(st.booleans()),
+        "strict_issue_order": draw(st.booleans()),
         "steps": draw(st.integers(1, 5)),
         "groups_per_step": draw(st.integers(1, 4)),
         "members": draw(st.integers(1, 3)),
@@ -58,14 +59,14 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
 @RUNS
 @given(scenarios())
 def test_every_run_completes_and_keeps_its_promises(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
-@settings(RUNS, max_examples=60)
-@given(scenarios(steps=6, in_order=False, groups_per_step=2))
+@settings(RUNS, max_examples=examples(60))
+@given(scenarios(steps=6, strict_issue_order=False, groups_per_step=2))
 def test_nothing_is_dropped_without_faults(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
-    assert dict(cluster.core.samples.retreat.dropped) == {}
+    cluster = SimulatedCluster(scenario).run()
+    assert dict(cluster.core.state.dropped) == {}
     assert not [one for one in cluster.records if one.state == "dropped"]
 
 
@@ -73,13 +74,13 @@ def test_slow_answers_are_not_pushed_out_over_several_steps() -> None:
     # Bound 3: places kept for the next step only are not enough, groups can be pushed out over two or three steps.
     slow = (("rollout0", 0.005), ("rollout1", 0.05))
     scenario = Scenario(seed=242, bound=3, steps=12, members=1, rollouts=3, references=0, capacity=2, speeds=slow)
-    assert dict(Cluster(scenario).run().core.samples.retreat.dropped) == {}
+    assert dict(SimulatedCluster(scenario).run().core.state.dropped) == {}
 
 
 @RUNS
-@given(scenarios(in_order=True))
+@given(scenarios(strict_issue_order=True))
 def test_in_order_trains_in_the_order_of_issue(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
+    cluster = SimulatedCluster(scenario).run()
     by_step = [sorted({row.group for at, row in cluster.trained if at == step}) for step in range(scenario.steps)]
     groups = [group for step in by_step for group in step]
     assert groups == sorted(groups)
@@ -90,16 +91,20 @@ def test_in_order_trains_in_the_order_of_issue(scenario: Scenario) -> None:
 @RUNS
 @given(scenarios(evals=4))
 def test_evaluation_flows_beside_training(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
+    cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
     opened = {
-        e.message.request: e.message for e in cluster.log if isinstance(e, Said) and isinstance(e.message, m.Offer)
+        e.message.request: e.message
+        for e in cluster.log
+        if isinstance(e, MessageReceived) and isinstance(e.message, m.Offer)
     }
     begun = Counter(offer.flow for offer in opened.values())
     scored = [
         event.message
         for event in cluster.log
-        if isinstance(event, Said) and isinstance(event.message, m.Commit) and event.message.stage == "evaluate"
+        if isinstance(event, MessageReceived)
+        and isinstance(event.message, m.Commit)
+        and event.message.stage == "evaluate"
     ]
     assert sum(len(commit.slots) for commit in scored) == begun["eval"]
 
@@ -108,13 +113,13 @@ def test_evaluation_flows_beside_training(scenario: Scenario) -> None:
 @given(st.data(), st.integers(1, 3))
 def test_skipped_versions_block_nobody(data: st.DataObject, bound: int) -> None:
     scenario = data.draw(scenarios(bound=bound, publish_every=data.draw(st.integers(1, bound + 1)), fetch_speed=0.05))
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(fetch_speed=0.01, bound=3, steps=6))
 def test_receivers_end_at_the_latest_version(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
+    cluster = SimulatedCluster(scenario).run()
     assert {w.staged for w in cluster.workers.values() if w.role == "rollout"} == {scenario.steps}
     for worker in cluster.workers.values():
         assert worker.weights <= {scenario.steps}, f"{worker.id} keeps old versions {worker.weights}"
@@ -126,40 +131,46 @@ def test_receivers_end_at_the_latest_version(scenario: Scenario) -> None:
 @RUNS
 @given(scenarios(kills=3))
 def test_killed_workers_lose_nothing(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(broken_lanes=3))
 def test_broken_lanes_lose_nothing(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(expiries=2))
 def test_expired_leases_lose_nothing(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(kills=2, broken_lanes=2, evals=3))
 def test_many_misfortunes_lose_nothing(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
+
+
+@RUNS
+@given(scenarios(violations=3, kills=1, evals=3))
+def test_workers_that_break_the_protocol_lose_nothing(scenario: Scenario) -> None:
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 @RUNS
 @given(scenarios(kills=2))
 def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenario: Scenario) -> None:
-    cluster = Cluster(scenario)
+    cluster = SimulatedCluster(scenario)
     plain_handle = cluster.handle
 
     def handle(event: Event) -> list[Command]:
         commands = plain_handle(event)
-        samples = cluster.core.samples
-        for group in samples.board.groups.values():
+        state = cluster.core.state
+        for group in state.table.groups.values():
             if group.flow == "train":
-                ready = "ready" if group.id in samples.board.ready_groups["train"] else "in_flight"
-                actual = "leased" if group.id in samples.window.taken else ready
+                ready = "ready" if group.id in state.table.ready_groups["train"] else "in_flight"
+                actual = "leased" if group.id in state.window.taken else ready
                 assert cluster.state[group.epoch, group.prompt] == actual, f"group {group.id} after {event}"
         return commands
 
@@ -170,7 +181,7 @@ def test_the_ledger_knows_at_all_times_which_prompts_are_ready_and_leased(scenar
 @RUNS
 @given(scenarios(repeats=6, kills=1, expiries=1, withdrawals=2, losses=1, checkpoint_every=1))
 def test_what_is_said_twice_or_too_late_changes_nothing(scenario: Scenario) -> None:
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
 # ---- lost members, offers of several prompts, withdrawn pulls
@@ -179,7 +190,9 @@ def test_what_is_said_twice_or_too_late_changes_nothing(scenario: Scenario) -> N
 @RUNS
 @given(scenarios(prompts_at_once=2), st.integers(2, 3))
 def test_offers_of_several_prompts_open_whole_and_hold_up_nobody(scenario: Scenario, at_once: int) -> None:
-    cluster = Cluster(dataclasses.replace(scenario, prompts_at_once=min(at_once, most_at_once(scenario)))).run()
+    cluster = SimulatedCluster(
+        dataclasses.replace(scenario, prompts_at_once=min(at_once, most_at_once(scenario)))
+    ).run()
     assert_sound(cluster)
 
 
@@ -191,30 +204,30 @@ def most_at_once(scenario: Scenario) -> int:
 @RUNS
 @given(scenarios(withdrawals=6))
 def test_withdrawn_pulls_lose_nothing(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
+    cluster = SimulatedCluster(scenario).run()
     assert_sound(cluster)
-    assert dict(cluster.core.samples.retreat.dropped) == {}
+    assert dict(cluster.core.state.dropped) == {}
 
 
-@settings(RUNS, max_examples=60)
-@given(scenarios(losses=4), st.sampled_from(LostMember), st.sampled_from([1, 2, 8]))
-def test_lost_samples_follow_the_policy(scenario: Scenario, policy: LostMember, attempts: int) -> None:
-    cluster = Cluster(dataclasses.replace(scenario, lost_member=policy, attempts=attempts)).run()
+@settings(RUNS, max_examples=examples(60))
+@given(scenarios(losses=4), st.sampled_from(OnLostSample), st.sampled_from([1, 2, 8]))
+def test_lost_samples_follow_the_policy(scenario: Scenario, policy: OnLostSample, attempts: int) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, on_lost_sample=policy, attempts=attempts)).run()
     assert_sound(cluster)
-    if policy is LostMember.REFILL and attempts > scenario.losses:
+    if policy is OnLostSample.REGENERATE and attempts > scenario.losses:
         assert "dropped" not in cluster.state.values()
 
 
-@settings(RUNS, max_examples=80)
+@settings(RUNS, max_examples=examples(80))
 @given(
     scenarios(losses=2, kills=2, broken_lanes=1, expiries=1, withdrawals=3, members=4),
-    st.sampled_from(LostMember),
+    st.sampled_from(OnLostSample),
     st.sampled_from([1, 3]),
     st.integers(1, 3),
 )
 def test_every_misfortune_under_every_policy(
-    scenario: Scenario, policy: LostMember, attempts: int, at_once: int
+    scenario: Scenario, policy: OnLostSample, attempts: int, at_once: int
 ) -> None:
     at_once = min(at_once, most_at_once(scenario))
-    changed = dataclasses.replace(scenario, lost_member=policy, attempts=attempts, prompts_at_once=at_once)
-    assert_sound(Cluster(changed).run())
+    changed = dataclasses.replace(scenario, on_lost_sample=policy, attempts=attempts, prompts_at_once=at_once)
+    assert_sound(SimulatedCluster(changed).run())

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import RemoteProtocolError
-from flowrt.testing import targets
-from flowrt.wire.codec import decode
-from flowrt.wire.messages import MESSAGES
+from flowrt.protocol.codec import decode
+from flowrt.protocol.messages import MESSAGES
+from tests.simulation import fuzz_targets
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 LEAST = 100
 
 
-@pytest.mark.parametrize("target", ["codec", "mind"])
+@pytest.mark.parametrize("target", ["codec", "core"])
 def test_the_corpus_finds_nothing(target: str) -> None:
     lines = (CORPUS / f"{target}.hex").read_text().split()
     assert len(lines) > LEAST, "the corpus is empty: run scripts/fuzz_guided.py"
     for line in lines:
-        getattr(targets, target)(bytes.fromhex(line))
+        getattr(fuzz_targets, target)(bytes.fromhex(line))
 
 
 def test_every_kind_of_message_is_in_it() -> None:
@@ -34,8 +34,8 @@ def test_every_kind_of_message_is_in_it() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_conversations_are_conversations(seed: int) -> None:
     """The targets above are not fed with what is refused before it is looked at."""
-    spoken = targets._spoken(targets.conversation(seed))
+    spoken = fuzz_targets._spoken(fuzz_targets.conversation(seed))
     assert len(spoken) >= 5
     for _, words in spoken:
-        targets.codec(words)
-        targets.decode(words)
+        fuzz_targets.codec(words)
+        decode(words)

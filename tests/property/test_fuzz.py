@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -16,40 +17,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt import api
-from flowrt.controller.events import Said, Send
+from flowrt.controller.events import MessageReceived, Send
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.testing.noise import NAMES, Noise
-from flowrt.testing.scenario import grpo_dataflow, offered_lengths, whole
-from flowrt.testing.talk import Talk
-from flowrt.wire import bounds
-from flowrt.wire import messages as m
-from flowrt.wire.codec import decode, encode
-from flowrt.wire.gate import STRANGE_WORDS
-from flowrt.wire.keys import controller_keys, worker_keys, write_keys
-from flowrt.wire.records import Incoming, LaneTurn, Part
-from flowrt.wire.sockets import new_pair
+from flowrt.net.connection_guard import MAX_REPLIES_UNJOINED
+from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
+from flowrt.protocol import limits
+from flowrt.protocol import messages as m
+from flowrt.protocol.codec import decode, encode
+from flowrt.protocol.records import Incoming, LaneTurn, Part
+from tests.effort import examples
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
+from tests.simulation.scenario import grpo_dataflow, offered_lengths, whole
 
 WORKERS = NAMES[:6]
 GROWN_BYTES = 64 * 2**20
-TURN = LaneTurn("source0", "rollout0", "samples", 0, 0, "gloo")
+TURN = LaneTurn(sender="source0", receiver="rollout0", kind="samples", incarnation=0, sequence=0, transport="gloo")
 SENSIBLE: tuple[m.Message, ...] = (
-    m.Offer(1, "train", (3,), 0, 2, 0, offered_lengths(4, 1), ()),
-    m.Offer(2, "eval", (3,), 0, 1, 0, offered_lengths(4, 1), ()),
-    m.Pull(3, "rollout", 1, 0, -1),
-    m.Pull(4, "reward", 1, 0, -1),
-    m.Pull(5, "train", 0, 0, 0),
+    m.Offer(
+        request=1, flow="train", prompts=(3,), epoch=0, members=2, at_least=0, lengths=offered_lengths(4, 1), tags=()
+    ),
+    m.Offer(
+        request=2, flow="eval", prompts=(3,), epoch=0, members=1, at_least=0, lengths=offered_lengths(4, 1), tags=()
+    ),
+    m.Pull(request=3, stage="rollout", slots=1, tokens=0, step=-1),
+    m.Pull(request=4, stage="reward", slots=1, tokens=0, step=-1),
+    m.Pull(request=5, stage="train", slots=0, tokens=0, step=0),
     m.Publish((whole(1),), ()),
-    m.Applied("policy", 0),
-    m.StepDone(0, ()),
-    m.Undelivered(Incoming(TURN, (Part("prompt", (0,), (4,)),)), ""),
+    m.WeightsActivated("policy", 0),
+    m.StepCompleted(0, ()),
+    m.TransferFailed(Incoming(TURN, (Part("prompt", (0,), (4,)),)), ""),
 )
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
-    noise = Noise(seed)
+    noise = MessageFuzzer(seed)
     for _ in range(10):
         data = noise.data()
         with contextlib.suppress(RemoteProtocolError):
@@ -57,9 +62,9 @@ def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_the_mind_refuses_changes_nothing(seed: int) -> None:
-    noise, talk = Noise(seed), Talk(members=2, groups_per_step=2)
+    noise, talk = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
     draw, sensible = noise.random, list(SENSIBLE)
     for _ in range(25):
         base = draw.choice(sensible)
@@ -68,7 +73,7 @@ def test_what_the_mind_refuses_changes_nothing(seed: int) -> None:
             continue  # what a source may do, and slow to compare
         before = talk.snapshot()
         try:
-            commands = talk.core.handle(Said(WorkerId(draw.choice(WORKERS)), message), talk.now)
+            commands = talk.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), talk.now)
         except RemoteProtocolError:
             assert talk.snapshot() == before, f"{message} was refused and changed something"
             continue
@@ -87,34 +92,43 @@ def test_what_the_mind_refuses_changes_nothing(seed: int) -> None:
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        ("rollout1", m.Abandon("rollout", (3, 1), (2,), True, "")),
-        ("rollout0", m.Undelivered(Incoming(dataclasses.replace(TURN, receiver="rollout1"), ()), "")),
-        ("rollout0", m.Undelivered(Incoming(TURN, (Part("no such column", (0,), (1,)),)), "")),
+        ("rollout1", m.ReleaseLease(stage="rollout", slots=(3, 1), leases=(2,), lost=True, reason="")),
+        ("rollout0", m.TransferFailed(Incoming(dataclasses.replace(TURN, receiver="rollout1"), ()), "")),
+        ("rollout0", m.TransferFailed(Incoming(TURN, (Part("no such column", (0,), (1,)),)), "")),
         ("rollout1", m.FetchFailed(TURN, whole(0), "")),
     ],
     ids=["leases for some of the slots", "lane of another", "column that is not there", "fetch of another"],
 )
 def test_found_by_noise_in_the_mind(worker: str, message: m.Message) -> None:
-    talk = Talk()
+    talk = CoreDriver()
     talk.ready_to_train()
     talk.assert_illegal(worker, message)
 
 
 def test_a_lane_that_never_was_can_be_given_up() -> None:
-    talk = Talk()
-    talk.say("rollout0", m.Undelivered(Incoming(LaneTurn("x", "rollout0", "samples", -1, 0, "gloo"), ()), ""))
+    talk = CoreDriver()
+    talk.say(
+        "rollout0",
+        m.TransferFailed(
+            Incoming(
+                LaneTurn(sender="x", receiver="rollout0", kind="samples", incarnation=-1, sequence=0, transport="gloo"),
+                (),
+            ),
+            "",
+        ),
+    )
 
 
 def test_a_number_is_not_waited_under_twice() -> None:
-    talk = Talk()
-    talk.say("trainer0", m.Pull(1, "rollout", 1, 0, -1))
-    talk.assert_illegal("trainer0", m.Pull(1, "reward", 1, 0, -1))
-    talk.say("trainer0", m.Bye("gone"))
+    talk = CoreDriver()
+    talk.say("trainer0", m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1))
+    talk.assert_illegal("trainer0", m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
+    talk.say("trainer0", m.Leave("gone"))
     talk.offer()  # its pull was parked twice and forgotten once: this was leased to somebody who had left
 
 
 def test_whole_numbers_have_64_bits() -> None:
-    epoch = msgpack.packb([m.MESSAGES.index(m.Opened), 2**64 - 1, 0])
+    epoch = msgpack.packb([m.MESSAGES.index(m.OfferAccepted), 2**64 - 1, 0])
     with pytest.raises(RemoteProtocolError, match="64 bits"):
         decode(epoch)  # msgpack takes it, the ledger's SQLite does not: its commit killed the controller's ticker
 
@@ -142,8 +156,16 @@ def test_a_large_message_of_tiny_items_is_refused_before_they_are_made(item: byt
 
 def test_a_large_message_of_many_real_items_passes() -> None:
     slots = tuple(range(40_000))
-    commit = m.Commit(1, "rollout", slots, slots, (), (), tuple((slot, 1) for slot in slots))
-    assert len(encode(commit)) > bounds._COUNT_FROM_BYTES
+    commit = m.Commit(
+        request=1,
+        stage="rollout",
+        slots=slots,
+        leases=slots,
+        parts=(),
+        inline=(),
+        spans=tuple((slot, 1) for slot in slots),
+    )
+    assert len(encode(commit)) > limits._COUNT_FROM_BYTES
     assert decode(encode(commit)) == commit
 
 
@@ -168,6 +190,18 @@ class Peer:
         self._context.term()
 
 
+def has_refused_more(server: api.Server, than: int) -> bool:
+    return server.refused_messages > than
+
+
+def is_in(server: api.Server, worker: str) -> bool:
+    return worker in server.status()["workers"]
+
+
+def is_over_or_out(server: api.Server, worker: str) -> bool:
+    return server.ended is not None or not is_in(server, worker)
+
+
 async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 (what is waited for has no event)
@@ -176,7 +210,7 @@ async def until(condition: Callable[[], object], deadline_s: float = 10.0) -> No
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    write_keys(tmp_path / "keys", [], new_pair)
+    write_keys(tmp_path / "keys", [])
     return tmp_path / "keys"
 
 
@@ -188,7 +222,7 @@ def controller(keys: Path) -> "contextlib.AbstractAsyncContextManager[tuple[api.
 
 
 async def test_noise_of_a_stranger_changes_nothing(keys: Path) -> None:
-    noise = Noise(1)
+    noise = MessageFuzzer(1)
     async with controller(keys) as (server, address):
         worker = await api.connect(address, "reward0", "reward", 5, worker_keys(keys, "reward0"))
         before = server.status() | {"waits": [], "graph": {}}
@@ -203,7 +237,7 @@ async def test_noise_of_a_stranger_changes_nothing(keys: Path) -> None:
                         continue
                     kinds.add(type(whole_one))
                 peer.socket.send(data)
-            await until(lambda seen=seen: server.refused_messages > seen)
+            await until(partial(has_refused_more, server, seen))
             peer.close()
         assert server.ended is None
         assert kinds == set(m.MESSAGES) - {m.Hello}
@@ -216,10 +250,10 @@ async def test_a_stranger_that_never_reads_is_cut_off(keys: Path) -> None:
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
         ends = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        for _ in range(STRANGE_WORDS + 1):
+        for _ in range(MAX_REPLIES_UNJOINED + 1):
             peer.socket.send(encode(m.Heartbeat()))
         await until(lambda: ends.poll(0))
-        assert server.refused_messages == STRANGE_WORDS + 1
+        assert server.refused_messages == MAX_REPLIES_UNJOINED + 1
         peer.socket.disable_monitor()
         ends.close()
         peer.close()
@@ -228,7 +262,9 @@ async def test_a_stranger_that_never_reads_is_cut_off(keys: Path) -> None:
 async def test_a_worker_that_sends_no_messages_loses_its_connection_by_name(keys: Path) -> None:
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
-        peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
+        peer.socket.send(
+            encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+        )
         await until(lambda: "liar" in server.status()["workers"])
         peer.socket.send(b"\xc1")
         await until(lambda: "liar" not in server.status()["workers"])
@@ -236,16 +272,18 @@ async def test_a_worker_that_sends_no_messages_loses_its_connection_by_name(keys
         peer.close()
 
 
-async def test_noise_of_a_worker_ends_the_run_by_name_or_is_taken(keys: Path) -> None:
+async def test_noise_of_a_worker_is_taken_or_dismisses_it(keys: Path) -> None:
     for seed in range(8):
-        noise = Noise(seed)
+        noise = MessageFuzzer(seed)
         async with controller(keys) as (server, address):
             peer = Peer(address, keys)
-            peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
-            await until(lambda server=server: "liar" in server.status()["workers"])
+            peer.socket.send(
+                encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+            )
+            await until(partial(is_in, server, "liar"))
             for _ in range(50):
                 peer.socket.send(encode(noise.message()))
-            await until(lambda server=server: server.ended is not None or "liar" not in server.status()["workers"])
+            await until(partial(is_over_or_out, server, "liar"))
             peer.close()
 
 
@@ -254,14 +292,16 @@ async def test_each_kind_of_message_of_a_worker_is_taken_or_refused(
     keys: Path, caplog: pytest.LogCaptureFixture, kind: type[m.Message]
 ) -> None:
     """Nothing that a worker can say is a mistake of the controller's, which would end the run for it."""
-    noise = Noise(7)
+    noise = MessageFuzzer(7)
     async with controller(keys) as (server, address):
         peer = Peer(address, keys)
-        peer.socket.send(encode(m.Hello(m.PROTOCOL, "liar", "reward", "host", 1, ("gloo",))))
+        peer.socket.send(
+            encode(m.Hello(protocol=m.PROTOCOL, worker="liar", role="reward", host="host", pid=1, lanes=("gloo",)))
+        )
         await until(lambda: "liar" in server.status()["workers"])
         for _ in range(12):
             peer.socket.send(encode(noise.message((kind,))))
-        peer.socket.send(encode(m.Bye("")))
+        peer.socket.send(encode(m.Leave("")))
         await until(lambda: server.ended is not None or "liar" not in server.status()["workers"])
         assert server.ended is None or "the controller failed" not in server.ended.reason
         peer.close()

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.batchers import GroupCount
-from flowrt.testing.scenario import leases_of, offered_lengths
-from flowrt.testing.talk import Talk
-from flowrt.wire import messages as m
-from flowrt.wire.records import Part, Values
+from flowrt.controller.policies.batching import GroupCount
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import Part, Values
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import leases_of, offered_lengths
 
 PROMPTS, MEMBERS = 4, 4
 SLOTS = PROMPTS * MEMBERS
@@ -18,24 +18,56 @@ def test_batches_are_whole_groups_in_any_order(
     made: list[int], judged: list[int], groups: int, data: st.DataObject
 ) -> None:
     """Samples are made in one order and judged in another; the trainer always has a pull parked."""
-    talk = Talk(members=MEMBERS, groups_per_step=PROMPTS, batcher=GroupCount(groups), bound=0)
+    talk = CoreDriver(members=MEMBERS, groups_per_step=PROMPTS, batcher=GroupCount(groups), bound=0)
     cut = data.draw(st.integers(1, PROMPTS - 1))
     for number, prompts in enumerate((range(cut), range(cut, PROMPTS))):
         lengths = offered_lengths(4, 1, prompts=len(prompts))
-        talk.say("source0", m.Offer(number, "train", tuple(prompts), 0, MEMBERS, 0, lengths, ()))
+        talk.say(
+            "source0",
+            m.Offer(
+                request=number,
+                flow="train",
+                prompts=tuple(prompts),
+                epoch=0,
+                members=MEMBERS,
+                at_least=0,
+                lengths=lengths,
+                tags=(),
+            ),
+        )
     trained = Trainer(talk, groups)
-    [(_, grant)] = talk.heard(talk.say("rollout0", m.Pull(1, "rollout", SLOTS, 0, -1)), m.Grant)
+    [(_, grant)] = talk.heard(
+        talk.say("rollout0", m.Pull(request=1, stage="rollout", slots=SLOTS, tokens=0, step=-1)), m.Grant
+    )
     assert grant.prompts == tuple(prompt for prompt in range(PROMPTS) for _ in range(MEMBERS))
     waiting: list[m.Grant] = []
     complete: set[int] = set()
     for slot in made:
         parts = tuple(Part(column, (slot,), (3,)) for column in ("response", "logprobs"))
-        talk.say("rollout0", m.Commit(2, "rollout", (slot,), (grant.lease,), parts, (), ((0, 3),)))
-        waiting += [one for _, one in talk.heard(talk.say("reward0", m.Pull(3, "reward", 1, 0, -1)), m.Grant)]
+        talk.say(
+            "rollout0",
+            m.Commit(
+                request=2,
+                stage="rollout",
+                slots=(slot,),
+                leases=(grant.lease,),
+                parts=parts,
+                inline=(),
+                spans=((0, 3),),
+            ),
+        )
+        waiting += [
+            one
+            for _, one in talk.heard(
+                talk.say("reward0", m.Pull(request=3, stage="reward", slots=1, tokens=0, step=-1)), m.Grant
+            )
+        ]
     leases = {one.slots[0]: one for one in waiting}
     for slot in judged:
         reward = (Values("reward", (1.0,)),)
-        commit = m.Commit(4, "reward", (slot,), leases_of(leases[slot]), (), reward, ())
+        commit = m.Commit(
+            request=4, stage="reward", slots=(slot,), leases=leases_of(leases[slot]), parts=(), inline=reward, spans=()
+        )
         trained.hear(talk.heard(talk.say("reward0", commit), m.Grant))
         complete.add(slot)
         whole = [g for g in range(PROMPTS) if set(range(g * MEMBERS, (g + 1) * MEMBERS)) <= complete]
@@ -47,14 +79,18 @@ def test_batches_are_whole_groups_in_any_order(
 class Trainer:
     """Always has a pull parked; notes which prompts it was granted and that their groups are whole."""
 
-    def __init__(self, talk: Talk, groups: int) -> None:
+    def __init__(self, talk: CoreDriver, groups: int) -> None:
         self.talk = talk
         self.groups = groups
         self.prompts: list[int] = []
         self.pull()
 
     def pull(self) -> None:
-        self.hear(self.talk.heard(self.talk.say("trainer0", m.Pull(1, "train", 0, 0, 0)), m.Grant))
+        self.hear(
+            self.talk.heard(
+                self.talk.say("trainer0", m.Pull(request=1, stage="train", slots=0, tokens=0, step=0)), m.Grant
+            )
+        )
 
     def hear(self, grants: list[tuple[str, m.Grant]]) -> None:
         for _, grant in grants:

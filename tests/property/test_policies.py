@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.batchers import FixedTokens, GroupCount, TokenBudget
-from flowrt.controller.decode_cost import DecodeCost
 from flowrt.controller.events import Send
-from flowrt.controller.priority import Priority
-from flowrt.controller.refresh import Divergence, EveryN, Rolling
-from flowrt.controller.settings import LostMember
-from flowrt.controller.sharing import Balanced
-from flowrt.controller.slots import Slot
-from flowrt.controller.sticky import Sticky
-from flowrt.controller.tail import TailLanes
-from flowrt.testing.scenario import Scenario
-from flowrt.testing.sim import Cluster
-from flowrt.testing.soundness import assert_sound
-from flowrt.wire import messages as m
-from flowrt.wire.records import KEPT_TOKENS
+from flowrt.controller.policies.batching import FixedTokens, GroupCount, TokenBudget
+from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
+from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.rank_balancing import Balanced
+from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling
+from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.samples import Slot
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import KEPT_TOKENS
 from tests.property.test_core import RUNS, scenarios
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.run_invariants import assert_sound
+from tests.simulation.scenario import Scenario
 
 COST = DecodeCost(0.01, 0.001)
 
@@ -38,7 +38,7 @@ def by_member(slot: Slot) -> float:
 IDENTITIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(nothing, 1.0)},
     "sticky": {"dispatch": Sticky(1)},
-    "tail lanes": {"dispatch": TailLanes(COST, 8, fraction=0)},
+    "tail lanes": {"dispatch": LengthAware(COST, 8, fraction=0)},
     "balanced": {"sharing": Balanced(1)},
     "rolling": {"refresh": Rolling(1000)},
     "every n": {"refresh": EveryN(1)},
@@ -47,7 +47,7 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 POLICIES: dict[str, dict[str, Any]] = {
     "priority": {"dispatch": Priority(by_member, 0.5)},
     "sticky": {"dispatch": Sticky(4)},
-    "tail lanes": {"dispatch": TailLanes(COST, 4, fraction=0.5)},
+    "tail lanes": {"dispatch": LengthAware(COST, 4, fraction=0.5)},
     "balanced": {"sharing": Balanced(2), "ranks": 2},
     "cut": {"cut": FixedTokens(12, order="shuffled")},
     "both": {"cut": FixedTokens(9), "sharing": Balanced(3), "ranks": 3},
@@ -61,8 +61,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 @given(scenario=scenarios(kills=1))
 @RUNS
 def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario) -> None:
-    plain = Cluster(scenario).run()
-    other = Cluster(dataclasses.replace(scenario, **IDENTITIES[name])).run()
+    plain = SimulatedCluster(scenario).run()
+    other = SimulatedCluster(dataclasses.replace(scenario, **IDENTITIES[name])).run()
     assert other.log == plain.log
 
 
@@ -71,31 +71,52 @@ def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario
 @RUNS
 def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None:
     scenario = data.draw(scenarios(kills=1, broken_lanes=1, **POLICIES[name]))
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())
 
 
-@given(scenario=scenarios(lost_member=LostMember.DROP, kills=8, steps=6, **POLICIES["both"]))
+@given(scenario=scenarios(on_lost_sample=OnLostSample.DROP_GROUP, kills=8, steps=6, **POLICIES["both"]))
 @RUNS
 def test_a_planned_step_goes_on_without_a_group_that_was_dropped(scenario: Scenario) -> None:
-    Cluster(scenario).run()
+    SimulatedCluster(scenario).run()
 
 
 def test_a_place_that_becomes_free_after_the_plan_was_made_anew_is_filled() -> None:
     """Found by the property above: a group that was taken was dropped, and every rank was told that it is done."""
     cut = FixedTokens(9, cut="truncate", order="issue", seed=0)
-    chaos = {"lost_member": LostMember.DROP, "kills": 8, "sharing": Balanced(ranks=3), "cut": cut, "fetch_speed": 0.05}
-    size = {"steps": 6, "groups_per_step": 4, "members": 1, "ranks": 3, "capacity": 3, "bound": 2, "in_order": False}
-    rest = {"batcher": TokenBudget(1), "rollouts": 2, "rewards": 1, "references": 0, "evals": 0, "publish_every": 1}
-    more = {"attempts": 8, "prompts_at_once": 1, "checkpoint_every": 0, "speeds": ()}
-    Cluster(Scenario(seed=268435457, **chaos, **size, **rest, **more)).run()
+    chaos: dict[str, Any] = {
+        "on_lost_sample": OnLostSample.DROP_GROUP,
+        "kills": 8,
+        "sharing": Balanced(ranks=3),
+        "cut": cut,
+        "fetch_speed": 0.05,
+    }
+    size: dict[str, Any] = {
+        "steps": 6,
+        "groups_per_step": 4,
+        "members": 1,
+        "ranks": 3,
+        "capacity": 3,
+        "bound": 2,
+        "strict_issue_order": False,
+    }
+    rest: dict[str, Any] = {
+        "batcher": TokenBudget(1),
+        "rollouts": 2,
+        "rewards": 1,
+        "references": 0,
+        "evals": 0,
+        "publish_every": 1,
+    }
+    more: dict[str, Any] = {"attempts": 8, "prompts_at_once": 1, "checkpoint_every": 0, "speeds": ()}
+    SimulatedCluster(Scenario(seed=268435457, **chaos, **size, **rest, **more)).run()
 
 
-@given(scenario=scenarios(cut=FixedTokens(10**9), in_order=True))
+@given(scenario=scenarios(cut=FixedTokens(10**9), strict_issue_order=True))
 @RUNS
 def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
     # Both wait for the whole step; the batches are the same but for the column that says what is kept: everything.
     scenario = dataclasses.replace(scenario, batcher=GroupCount(scenario.groups_per_step), ranks=1)
-    cut, plain = Cluster(scenario).run(), Cluster(dataclasses.replace(scenario, cut=None)).run()
+    cut, plain = SimulatedCluster(scenario).run(), SimulatedCluster(dataclasses.replace(scenario, cut=None)).run()
     assert [(step, row) for step, row in cut.trained] == [(step, row) for step, row in plain.trained]
     for one in cut.log:
         if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker == "trainer0":
@@ -106,7 +127,7 @@ def test_a_budget_beyond_all_tokens_cuts_nothing(scenario: Scenario) -> None:
 @given(scenario=scenarios(cut=FixedTokens(7), members=3, groups_per_step=3))
 @RUNS
 def test_a_cut_step_trains_its_budget_or_all_there_is(scenario: Scenario) -> None:
-    cluster = Cluster(scenario).run()
+    cluster = SimulatedCluster(scenario).run()
     kept: dict[int, float] = {}
     for one in cluster.log:
         if isinstance(one, Send) and isinstance(one.message, m.Grant) and one.worker.startswith("trainer"):
@@ -122,4 +143,4 @@ def test_a_cut_step_trains_its_budget_or_all_there_is(scenario: Scenario) -> Non
 @RUNS
 def test_a_refresh_that_never_comes_cannot_stop_the_run(scenario: Scenario) -> None:
     # At bound 0 nobody may start on old weights: admission hurries the fetch that the policy would put off.
-    assert_sound(Cluster(scenario).run())
+    assert_sound(SimulatedCluster(scenario).run())

@@ -8,18 +8,19 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.sharing import Balanced
-from flowrt.testing.scenario import Scenario
-from flowrt.testing.soundness import assert_exact
-from flowrt.testing.suspended import Suspended, preempted
-from flowrt.wire.records import Position
+from flowrt.controller.policies.rank_balancing import Balanced
+from flowrt.protocol.records import Position
+from tests.effort import examples
 from tests.property.test_core import RUNS
-from tests.property.test_lives import scenarios
+from tests.property.test_resume_properties import scenarios
+from tests.simulation.preempted_runs import Suspended, preempted
+from tests.simulation.run_invariants import assert_exact
+from tests.simulation.scenario import Scenario
 
 LATE = "no end of it within"
 
 
-@settings(RUNS, max_examples=60)
+@settings(RUNS, max_examples=examples(60))
 @given(scenarios(), st.integers(1, 3), st.booleans(), st.lists(st.integers(1, 300), min_size=1, max_size=3))
 def test_what_was_trained_is_trained_once_however_often_the_run_is_told_to_end(
     scenario: Scenario, ranks: int, balanced: bool, after: list[int]
@@ -50,7 +51,7 @@ def test_steps_are_finished_and_left_begun_and_not() -> None:
         while cluster.actions < after and cluster.core.ended is None:
             before = len(cluster.steps)
             assert cluster.step()
-        taken = len(cluster.core.samples.window.taken)
+        taken = len(cluster.core.state.window.taken)
         cluster.play()
         ended = cluster.core.ended
         assert ended is not None

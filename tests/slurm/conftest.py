@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowrt.lifeline import die_with_parent
+from flowrt.runtime.parent_death import die_with_parent
 
 NODES = ("n1", "n2", "n3")
 CORES = 4

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from flowrt.controller.ledger_reader import LedgerReader
-from flowrt.recipes.load import defaults, to_toml
-from flowrt.recipes.paths import checkpoint_steps
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.recipes.run_dir import checkpoint_steps
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 CORES = 4  # of a node: each worker has one to itself
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("warm")
     path = run_dir / "config.toml"
     path.write_text(to_toml(dataclasses.replace(defaults("arithmetic"), run_dir=str(run_dir))))
-    words = [sys.executable, "-m", "flowrt.workers.prepare", "--config", str(path)]
+    words = [sys.executable, "-m", "flowrt.launcher.build_model", "--config", str(path)]
     subprocess.run(words, check=True, timeout=300, capture_output=True)
     return run_dir / "model"
 
@@ -44,7 +45,7 @@ class Site:
         self.directory = directory
         words = [
             str(FLOWRT),
-            "templates",
+            "slurm",
             str(directory),
             "--runs",
             str(directory / "jobs"),
@@ -69,7 +70,7 @@ class Site:
         """The summary of a job that must end well and learn."""
         code = self.cluster.wait_for(number, JOB_S, lambda: self.log(number))
         assert code == "0:0", self.log(number)
-        summary = json.loads((self.job(number) / "run" / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads((self.job(number) / "run" / "summary.json").read_text())
         assert summary["reward_last"] > summary["reward_first"] + 0.1, summary
         assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
         return summary
@@ -129,7 +130,10 @@ def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
     site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
     number = site.submit("ascend.sbatch", "--model", model)
-    trainers = lambda: [one for one in cluster.processes() if "-m flowrt.workers.trainer" in " ".join(one.cmdline())]  # noqa: E731
+
+    def trainers() -> list[psutil.Process]:
+        return [one for one in cluster.processes() if "-m flowrt.roles.trainer" in " ".join(one.cmdline())]
+
     cluster.wait_until(trainers, JOB_S, lambda: site.log(number))
     assert "npu:8" in site.cluster.run("scontrol", "show", "job", number)
     [trainer] = trainers()
@@ -139,7 +143,7 @@ def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
     site.finish_default(number)
 
 
-def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
+def test_preempted_job_resumes_from_its_checkpoint(cluster: Any, model: Path, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     flags = ["--steps", "24", "--rollout.workers", "1", "--checkpoint.every", "4"]
     number = site.submit("one_node.sbatch", "--model", model, *SMALL, *flags)
@@ -151,7 +155,7 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Any, model: Path, 
     cluster.run("scontrol", "update", f"job={number}", "StartTime=now")  # SLURM would wait for two minutes
     summary = site.finish(number)
     assert cluster.job(number)["Restarts"] == "1"
-    assert f"going on after step {kept - 1}" in (run / "logs" / "controller.log").read_text()
+    assert f"resuming after step {kept - 1}" in (run / "logs" / "controller.log").read_text()
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(24))
     assert summary["steps"] == 24
@@ -177,17 +181,17 @@ def test_a_job_whose_time_is_up_saves_first_and_is_requeued(cluster: Any, model:
     assert cluster.job(number)["Restarts"] == "1"
     log = (run / "logs" / "controller.log").read_text()
     assert f"the run ends: interrupted (SIGTERM); saved after {saved} steps" in log
-    assert f"going on after step {saved - 1}" in log
+    assert f"resuming after step {saved - 1}" in log
     # Nothing is lost: each step was trained once, and none is taken back.
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(24))
     assert (summary["steps"], summary["resumed_from"]) == (24, saved)
     with LedgerReader(run / "ledger.sqlite") as ledger:
-        assert ledger.read("SELECT prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'") == []
+        assert ledger.query("SELECT prompt FROM events WHERE reason LIKE 'rolled back: trained in step%'") == []
 
 
 def test_a_run_that_fails_fails_its_job(cluster: Any, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     number = site.submit("one_node.sbatch", "--model", "nowhere")
     assert cluster.wait_for(number, JOB_S, lambda: site.log(number)) == "2:0"
-    assert "model nowhere is no directory" in site.log(number)
+    assert "model nowhere is not a directory" in site.log(number)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.engines.build import build_model, wrap_tokenizer
-from flowrt.engines.checkpoint import save_model
+from flowrt.engines.base import Prompt, Response
+from flowrt.engines.hf import save_model
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.protocols import Prompt, Response
-from flowrt.engines.sglang import SglangRollout
-from flowrt.recipes.arithmetic import Arithmetic
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.recipes.tasks.arithmetic import Arithmetic
 
 PYTHON = Path.home() / ".cache/flowrt/sglang-0.5.21/bin/python"
 NOT_HERE = f"no SGLang server in {PYTHON.parents[1]}; scripts/install_sglang puts one there"
@@ -61,7 +61,7 @@ def _owner(checkpoint: Path, **more: Any) -> Iterator[SglangRollout]:
         device="cpu",
         dtype="float32",
         arguments="--max-total-tokens 8192",
-        restarts=3,
+        max_server_restarts=3,
         start_s=START_S,
         **more,
     )

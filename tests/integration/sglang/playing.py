@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.engines.checkpoint import load_model, named_parameters
+from flowrt.engines.base import Prompt, Response
+from flowrt.engines.hf import load_model, named_parameters
 from flowrt.engines.options import SglangOptions
-from flowrt.engines.protocols import Prompt, Response
-from flowrt.engines.sglang import SglangRollout
-from flowrt.engines.sglang_server import free_port
-from flowrt.transport.weights import Snapshot
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.sglang.server_process import free_port
+from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
 
 STANDIN = Path(__file__).with_name("standin.py")
@@ -69,7 +69,7 @@ def engine_of(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Sglang
 
     def make(*, begin: bool = True, **options: Any) -> SglangRollout:
         engine = SglangRollout(
-            SglangOptions(**{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "restarts": 1, **options}),
+            SglangOptions(**{"start_s": DEADLINE_S, "update_s": DEADLINE_S, "max_server_restarts": 1, **options}),
             checkpoint,
             eos_id=1,
             rows=4,

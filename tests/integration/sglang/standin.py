@@ -17,7 +17,7 @@ from aiohttp import web
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-RELEASES = json.loads((Path(__file__).parents[2] / "unit" / "sglang_requests.json").read_text())
+RELEASES = json.loads((Path(__file__).parents[2] / "unit" / "engines" / "sglang_requests.json").read_text())
 TOKEN_S = 0.01
 
 
@@ -119,7 +119,9 @@ class Standin:
         self.changed.clear()
 
     async def generate(self, body: dict[str, Any]) -> web.Response:
-        cut, tokens, spans = self.cut, [], []
+        cut = self.cut
+        tokens: list[int] = []
+        spans: list[dict[str, Any]] = []
         count = body["sampling_params"]["max_new_tokens"]
         while len(tokens) < count and cut == self.cut:
             if self.paused:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.engines.sglang_key import KeyFile
+from flowrt.engines.sglang.server_process import KeyFile
 from flowrt.errors import EngineError
 from tests.integration.conftest import wait_until
 
@@ -24,7 +24,7 @@ __all__ = ["engine_of", "in_place", "play"]  # fixtures
 
 
 @pytest.mark.parametrize("wreck", ["/generate", "/update_weights_from_disk"])
-def test_a_server_of_ours_that_dies_is_started_again(
+def test_own_server_that_dies_is_restarted(
     wreck: str, engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Any
 ) -> None:
     """It dies at that request each time: once more than allowed is the end, and says so."""
@@ -42,7 +42,7 @@ def test_a_server_of_ours_that_dies_is_started_again(
     assert engine.server_pid != first
 
 
-def test_a_server_of_ours_that_hangs_is_replaced_and_nothing_is_lost(
+def test_own_server_that_hangs_is_replaced_without_loss(
     engine_of: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, in_place: Callable[..., Path]
 ) -> None:
     monkeypatch.setenv("STANDIN", "0.5.21,")
@@ -57,7 +57,7 @@ def test_a_server_of_ours_that_hangs_is_replaced_and_nothing_is_lost(
     assert all(is_whole(response) and response.spans == (1, TOKENS) for response in done.values())
 
 
-def test_who_waits_in_an_engine_that_is_closed_comes_back(engine_of: Callable[..., Any], in_place: Any) -> None:
+def test_waiting_call_returns_when_the_engine_is_closed(engine_of: Callable[..., Any], in_place: Any) -> None:
     """A worker may be told to stop while its server starts; a thread that waited on would keep its process."""
     engine = engine_of(begin=False, python=str(in_place("exec sleep 600")))
     ended: list[str] = []
@@ -77,13 +77,13 @@ def test_who_waits_in_an_engine_that_is_closed_comes_back(engine_of: Callable[..
     assert not Path(f"/proc/{server}").exists()
 
 
-def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str], Path]) -> None:
+def test_own_server_dies_with_its_worker(tmp_path: Path, in_place: Callable[[str], Path]) -> None:
     """Whoever started it is killed, and cannot take anything along."""
     python = in_place("exec sleep 600")
     code = (
         "import sys, time; from pathlib import Path\n"
         "from flowrt.engines.options import SglangOptions\n"
-        "from flowrt.engines.sglang_server import SglangServer\n"
+        "from flowrt.engines.sglang.server_process import SglangServer\n"
         f"options, model, log = SglangOptions(python={str(python)!r}), Path('.'), Path({str(tmp_path / 'log')!r})\n"
         "server = SglangServer(options, model, rows=1, threads=1, log=log)\n"
         "server.start(); print(server.pid, flush=True); time.sleep(600)\n"
@@ -97,7 +97,7 @@ def test_a_server_of_ours_dies_with_its_worker(tmp_path: Path, in_place: Callabl
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE_S, lambda: f"the server {pid} lives on")
 
 
-def test_where_its_worker_stands_is_not_told_to_the_server(
+def test_server_environment_has_no_rank_variables_or_keys(
     engine_of: Callable[..., Any], in_place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take itself for a rank of its worker's torchrun; and keys are nobody else's."""
@@ -113,7 +113,7 @@ def test_where_its_worker_stands_is_not_told_to_the_server(
     assert {"CUDA_VISIBLE_DEVICES", "PATH", "HF_HUB_OFFLINE"} <= seen
 
 
-def test_nobody_else_can_speak_with_a_server_of_ours(
+def test_own_server_refuses_other_clients(
     engine_of: Callable[..., Any], in_place: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The key is neither in its list of arguments nor, once it is up, in a file."""
@@ -129,7 +129,7 @@ def test_nobody_else_can_speak_with_a_server_of_ours(
     assert not list(tmp_path.glob("*.yaml"))
 
 
-def test_the_key_of_a_server_of_somebody_else_is_in_the_environment(
+def test_key_of_an_external_server_comes_from_the_environment(
     engine_of: Callable[..., Any], play: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_KEY", "theirs")
@@ -142,7 +142,7 @@ def test_the_key_of_a_server_of_somebody_else_is_in_the_environment(
     assert len(drain(engine)) == 1
 
 
-def test_what_tells_the_key_is_for_this_account_alone(tmp_path: Path) -> None:
+def test_files_with_the_key_are_private(tmp_path: Path) -> None:
     told = KeyFile(tmp_path / "server.log")
     key, [_, path] = told.arguments(["--tp", "2"])
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -151,12 +151,14 @@ def test_what_tells_the_key_is_for_this_account_alone(tmp_path: Path) -> None:
         assert told.arguments(named) == ("", [])
 
 
-def test_a_key_that_cannot_be_written_down_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_key_that_cannot_be_written_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"key of an SGLang server cannot be written: .*No such file"):
         KeyFile(tmp_path / "gone" / "server.log").arguments([])
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_words(engine_of: Callable[..., Any], in_place: Any) -> None:
+def test_server_that_cannot_start_is_reported_with_the_end_of_its_log(
+    engine_of: Callable[..., Any], in_place: Any
+) -> None:
     python = in_place("echo no such model >&2\nexit 7")
     with pytest.raises(EngineError, match=r"ended before it was ready.*exit code 7.*no such model"):
         engine_of(python=str(python))

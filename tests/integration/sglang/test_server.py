@@ -10,18 +10,18 @@ import psutil
 import pytest
 import torch
 
-from flowrt.engines.checkpoint import named_parameters, parameter_shapes
-from flowrt.engines.protocols import Prompt, Response
-from flowrt.engines.scoring import score
-from flowrt.engines.sglang import SglangRollout
-from flowrt.engines.sglang_checksums import Sums
-from flowrt.engines.sglang_layout import Layout
-from flowrt.engines.sglang_link import SglangLink
-from flowrt.engines.sglang_protocol import Call, checksum
-from flowrt.engines.sglang_tensors import serialized
+from flowrt.engines.base import Prompt, Response
+from flowrt.engines.hf import named_parameters, parameter_shapes
+from flowrt.engines.sglang.checksums import ExpectedChecksums
+from flowrt.engines.sglang.client import SglangClient
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.sglang.layout import Layout
+from flowrt.engines.sglang.protocol import Call, checksum
+from flowrt.engines.sglang.tensor_pickles import serialized
+from flowrt.engines.training.forward import score
 from flowrt.errors import EngineError
-from flowrt.transport import weights as transport_weights
-from flowrt.transport.weights import Snapshot
+from flowrt.transport.weights import snapshot as transport_weights
+from flowrt.transport.weights.snapshot import Snapshot
 from tests.integration.conftest import wait_until
 
 from .conftest import LONG, NOT_HERE, PYTHON, ROWS, SHORT, START_S, TEMPERATURE, build, drain, prompts
@@ -88,7 +88,7 @@ def test_greedy_sequences_take_the_likeliest_token(owned: SglangRollout) -> None
         assert torch.equal(likeliest, one.tokens.long())
 
 
-def test_room_is_one_more_with_each_sequence_that_ends(owned: SglangRollout) -> None:
+def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
     asked = prompts()
     owned.add(asked)
     assert owned.room == 0
@@ -111,13 +111,13 @@ async def test_each_way_changes_the_weights_to_the_last_bit(
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     looked_at: list[int] = []
 
-    check = Sums.check
+    check = ExpectedChecksums.check
 
-    def noted(sums: Sums, told: Any) -> int:
+    def noted(sums: ExpectedChecksums, told: Any) -> int:
         looked_at.append(sums._version)
         return check(sums, told)
 
-    monkeypatch.setattr(Sums, "check", noted)
+    monkeypatch.setattr(ExpectedChecksums, "check", noted)
     engine = beside(SHORT, weights=weights)
     for version in (1, 2):
         sent = snapshot(version)
@@ -130,14 +130,14 @@ async def test_each_way_changes_the_weights_to_the_last_bit(
         assert all(one.spans[0] == version for one in responses)
         assert all_close(asked, responses)
     layout = Layout(parameter_shapes_of(version))
-    async with SglangLink(engine.url) as stranger:
+    async with SglangClient(engine.url) as stranger:
         with pytest.raises(EngineError, match="HTTP 401"):
             await stranger.post(checksum(), 30.0)
-    async with SglangLink(engine.url, owned.server_key) as link:
+    async with SglangClient(engine.url, owned.server_key) as link:
         told = await link.post(checksum(), 30.0)
-    assert Sums(layout, snapshot(2)).check(told) == len(told["ranks"][0]["checksums"])
+    assert ExpectedChecksums(layout, snapshot(2)).check(told) == len(told["ranks"][0]["checksums"])
     with pytest.raises(EngineError, match=r"not those of version 1.*tensors differ"):
-        Sums(layout, snapshot(1)).check(told)
+        ExpectedChecksums(layout, snapshot(1)).check(told)
 
 
 def parameter_shapes_of(version: int) -> dict[str, torch.Size]:
@@ -158,7 +158,7 @@ def test_the_layout_of_a_checkpoint_is_that_of_its_model(checkpoint: Any) -> Non
         ("abort", "tensor"),
     ],
 )
-def test_weights_change_under_running_sequences(pause: str, weights: str, beside: Callable[..., Any]) -> None:
+def test_weights_change_during_running_sequences(pause: str, weights: str, beside: Callable[..., Any]) -> None:
     """Each token's version is told right. Computed again, what comes after is the new model's; in place, nearly."""
     engine, short = beside(LONG, pause=pause, weights=weights), beside(SHORT)
     asked = prompts()
@@ -185,26 +185,26 @@ def test_nothing_of_an_engine_that_is_closed_stays_in_a_server_that_goes_on(
 ) -> None:
     """Its group for broadcasts is gone: whoever asks for it to be left is told that there is none."""
     asked: list[Call] = []
-    post = SglangLink.post
+    post = SglangClient.post
 
-    async def noted(link: SglangLink, call: Call, deadline_s: float) -> Any:
+    async def noted(link: SglangClient, call: Call, deadline_s: float) -> Any:
         asked.append(call)
         return await post(link, call, deadline_s)
 
-    monkeypatch.setattr(SglangLink, "post", noted)
+    monkeypatch.setattr(SglangClient, "post", noted)
     engine, other = beside(SHORT, weights="broadcast"), beside(SHORT)
     engine.swap(snapshot(1))
     engine.close()
     [left] = [call for call in asked if call.route == "/destroy_weights_update_group"]
     assert left.body["group_name"] in {call.body.get("group_name") for call in asked if call is not left}
     with pytest.raises(EngineError, match="does not exist"):
-        other._do(other._host._link.post(left, 60.0))
+        other._run_in_loop(other._supervisor._client.post(left, 60.0))
 
 
 # ---- the server dies; this comes last, for it costs a start
 
 
-def test_killed_while_it_generates_it_comes_back_and_everything_is_made(
+def test_server_killed_while_generating_restarts_and_completes_all_requests(
     owned: SglangRollout, beside: Callable[..., Any]
 ) -> None:
     before, asked = owned.server_pid, prompts()
@@ -216,16 +216,16 @@ def test_killed_while_it_generates_it_comes_back_and_everything_is_made(
     assert owned.server_pid != before
 
 
-def test_killed_between_two_parts_of_a_version_it_comes_back_with_all_of_them(
+def test_server_killed_between_two_parts_of_a_version_restarts_with_the_whole_version(
     owned_by_parts: SglangRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of version 1 is in use already when the server dies."""
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     owned, parts = owned_by_parts, list[str]()
     before = owned.server_pid
-    post = SglangLink.post
+    post = SglangClient.post
 
-    async def killing(self: SglangLink, call: Any, deadline_s: float) -> Any:
+    async def killing(self: SglangClient, call: Any, deadline_s: float) -> Any:
         answer = await post(self, call, deadline_s)
         if call.route.startswith("/update_weights_from"):
             parts.append(call.route)
@@ -233,7 +233,7 @@ def test_killed_between_two_parts_of_a_version_it_comes_back_with_all_of_them(
                 os.killpg(before, signal.SIGKILL)
         return answer
 
-    monkeypatch.setattr(SglangLink, "post", killing)
+    monkeypatch.setattr(SglangClient, "post", killing)
     owned.swap(snapshot(1))
     assert len(parts) > 1
     assert owned.server_pid != before
@@ -250,9 +250,9 @@ def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_
     """A part of version 1 is in use already when the next one does not fit; SGLang 0.5.21 dies of that."""
     monkeypatch.setattr(transport_weights, "BUCKET_BYTES", SMALL_BUCKET_BYTES)
     before, parts = owned_by_parts.server_pid, list[Call]()
-    post = SglangLink.post
+    post = SglangClient.post
 
-    async def spoiling(self: SglangLink, call: Call, deadline_s: float) -> Any:
+    async def spoiling(self: SglangClient, call: Call, deadline_s: float) -> Any:
         if call.route.startswith("/update_weights_from"):
             parts.append(call)
             if len(parts) == 2:
@@ -260,7 +260,7 @@ def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_
                 call = Call(call.route, {**call.body, "serialized_named_tensors": wrong})
         return await post(self, call, deadline_s)
 
-    monkeypatch.setattr(SglangLink, "post", spoiling)
+    monkeypatch.setattr(SglangClient, "post", spoiling)
     asked = prompts()
     owned_by_parts.add(asked)
     owned_by_parts.swap(snapshot(1))
@@ -272,7 +272,7 @@ def test_a_server_that_could_not_load_a_part_is_replaced_by_one_that_has_all_of_
     assert all_close(asked, responses)
 
 
-def test_killed_in_the_middle_of_a_change_of_weights_it_comes_back_with_all_of_them(owned: SglangRollout) -> None:
+def test_server_killed_during_a_weight_update_restarts_with_the_whole_version(owned: SglangRollout) -> None:
     before = owned.server_pid
     port = int(owned.url.rpartition(":")[2])
     asked = prompts()

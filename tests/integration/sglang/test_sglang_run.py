@@ -25,7 +25,7 @@ ROUNDING = 1e-8
 SERVED = [
     *("--rollout.engine", "sglang", "--rollout.sglang.python", str(PYTHON), "--rollout.sglang.device", "cpu"),
     *("--rollout.sglang.dtype", "float32", "--rollout.sglang.arguments=--max-total-tokens 8192"),
-    *("--rollout.sglang.start-s", str(START_S), "--controller.stall-s", str(START_S + 100)),
+    *("--rollout.sglang.start-s", str(START_S), "--controller.no-progress-timeout-s", str(START_S + 100)),
     *("--rollout.workers", "1", "--loss.kl-coef", "0", "--seed", "0", "--trainer.save", "False"),
 ]
 
@@ -36,7 +36,9 @@ def run(launch: Callable[..., Any]) -> Any:
 
     After some steps the server is killed, with all the sequences that it has.
     """
-    launched = launch(*SERVED, "--steps", str(STEPS), "--data.eval-prompts", "64", "--rollout.swap", "inflight")
+    launched = launch(
+        *SERVED, "--steps", str(STEPS), "--data.eval-prompts", "64", "--rollout.weight-update", "in_flight"
+    )
     metrics = launched.run_dir / "metrics.jsonl"
     launched.wait_for(lambda: metrics.is_file() and len(_lines(metrics)) >= KILLED_AT, "some steps", START_S)
     (server,) = launched.find("sglang.launch_server")
@@ -51,16 +53,16 @@ def _lines(metrics: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def summary(run: Any) -> dict[str, Any]:
-    return json.loads((run.run_dir / "summary.json").read_text())
+    return dict(json.loads((run.run_dir / "summary.json").read_text()))
 
 
-def test_it_learns(summary: dict[str, Any]) -> None:
+def test_run_learns(summary: dict[str, Any]) -> None:
     assert summary["reward_first"] <= 0.4
     assert summary["reward_last"] >= summary["reward_first"] + 0.25
     assert summary["eval_last"] >= summary["eval_first"] + 0.25
 
 
-def test_the_server_that_was_killed_came_back_with_the_weights_that_it_had(run: Any) -> None:
+def test_killed_server_restarted_with_its_weights(run: Any) -> None:
     assert "the SGLang server failed" in run.log("rollout-0")
     found = re.findall(r"the SGLang server is back, with version (\d+)", run.log("rollout-0"))
     assert len(found) == 1
@@ -72,7 +74,7 @@ def test_nothing_is_lost_and_the_bound_holds(summary: dict[str, Any]) -> None:
     assert summary["staleness_max"] <= summary["staleness_bound"] == 1
 
 
-def test_the_trainer_gets_the_log_probabilities_that_it_would_compute(run: Any, launch: Callable[..., Any]) -> None:
+def test_rollout_logprobs_equal_the_trainers(run: Any, launch: Callable[..., Any]) -> None:
     """What is left between the two is the rounding of float32, whichever version it is.
 
     With staleness the policy's own steps would be in the difference, so this is seen at bound 0.
@@ -80,14 +82,14 @@ def test_the_trainer_gets_the_log_probabilities_that_it_would_compute(run: Any, 
     first = _lines(run.run_dir / "metrics.jsonl")[0]
     assert first["mismatch_kl_k3"] < ROUNDING  # all of version 0
     warm = ("--rollout.temperature", "0.7")  # a trainer that forgot to divide by it would be far off
-    launched = launch(*SERVED, "--steps", "5", "--staleness", "0", "--data.eval-prompts", "0", *warm)
+    launched = launch(*SERVED, "--steps", "5", "--max-staleness", "0", "--data.eval-prompts", "0", *warm)
     assert launched.wait(2 * START_S) == 0, launched.output + launched.log("rollout-0")
     lines = _lines(launched.run_dir / "metrics.jsonl")
     assert len(lines) == 5
     assert all(line["mismatch_kl_k3"] < ROUNDING for line in lines), [line["mismatch_kl_k3"] for line in lines]
 
 
-def test_the_server_is_gone_with_the_run(run: Any) -> None:
+def test_server_ends_with_the_run(run: Any) -> None:
     run.assert_gone(10.0)
 
 

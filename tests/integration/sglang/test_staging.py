@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from flowrt.engines.checkpoint import load_model, named_parameters
+from flowrt.engines.hf import load_model, named_parameters
 from flowrt.errors import EngineError
 
 from .playing import STANDIN, drain, engine_of, in_place, is_whole, play, prompts, snapshot, until_some_are_made
@@ -46,13 +46,13 @@ def test_a_checkpoint_is_written_before_the_server_is_paused(
     assert engine.prepare(snapshot(checkpoint, 2)) is None  # nothing runs that would have to stand
 
 
-def test_what_cannot_be_staged_does_not_stop_the_server(
+def test_failed_staging_does_not_pause_the_server(
     play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     one = play("0.5.21")
     shared = tmp_path / "shared"
     shared.mkdir()
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(shared), restarts=0)
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(shared), max_server_restarts=0)
     before = len(one.ask("/asked"))
     shared.rmdir()
     engine.add(prompts(4))
@@ -65,7 +65,7 @@ def test_what_cannot_be_staged_does_not_stop_the_server(
     assert PAUSE not in one.ask("/asked")[before:]
 
 
-def test_what_was_staged_for_a_server_that_died_goes_to_the_next_one(
+def test_staged_weights_of_a_dead_server_go_to_its_replacement(
     engine_of: Callable[..., Any],
     in_place: Callable[[str], Path],
     checkpoint: Path,

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from flowrt.workers.engines import sglang_engine
 
-from flowrt.engines.checkpoint import load_model, named_parameters
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.errors import ConfigError, EngineError, TransferError
-from flowrt.recipes.load import parse
-from flowrt.transport.weights import Snapshot
+from flowrt.recipes.config_io import parse
+from flowrt.roles.engines import rollout_engine
+from flowrt.transport.weights.snapshot import Snapshot
 
 from .playing import DEADLINE_S, TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
 
@@ -30,7 +31,7 @@ __all__ = ["engine_of", "play"]  # fixtures
         *[(release, "tensor") for release in ("0.5.20", "0.5.21")],
     ],
 )
-def test_weights_change_under_running_sequences(
+def test_weights_change_during_running_sequences(
     release: str, weights: str, play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
 ) -> None:
     """Every token's version is right; where the server cannot tell, what runs is cut and sent on."""
@@ -53,15 +54,17 @@ def test_weights_change_under_running_sequences(
 
 
 @pytest.mark.parametrize(("pause", "flush"), [("retract", True), ("in_place", False), ("abort", True)])
-def test_what_the_configuration_chooses_is_what_the_server_is_told(
+def test_server_options_follow_the_configuration(
     pause: str, flush: bool, play: Callable[..., Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     """Computed again, kept or cut; only what is kept needs the keys that are in the cache."""
     one = play("0.5.23")
     flags = ["--model", str(checkpoint), "--run-dir", str(tmp_path), "--rollout.engine", "sglang"]
     server = ["--rollout.sglang.url", f"http://127.0.0.1:{one.port}", "--rollout.sglang.pause", pause]
-    many = ["--rollout.workers", "1", "--rollout.rows", "4", "--rollout.max-new-tokens", "40"]
-    with contextlib.closing(sglang_engine(parse(["arithmetic", *flags, *server, *many]), "rollout")) as engine:
+    many = ["--rollout.workers", "1", "--rollout.max-running-requests", "4", "--rollout.max-new-tokens", "40"]
+    engine = rollout_engine(parse(["arithmetic", *flags, *server, *many]))
+    assert isinstance(engine, SglangRollout)
+    with contextlib.closing(engine):
         engine.start()
         engine.add(prompts(4))
         until_some_are_made(one)
@@ -100,7 +103,7 @@ def _is_open(descriptor: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
-def test_a_change_that_failed_is_made_whole_before_anything_goes_on(
+def test_failed_weight_update_is_completed_before_generation_resumes(
     play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
 ) -> None:
     one = play("0.5.21")
@@ -135,7 +138,7 @@ def test_a_session_that_was_left_open_is_ended_before_the_next(
     assert all(is_whole(response) and response.spans == (1, TOKENS) for response in drain(engine).values())
 
 
-def test_a_server_that_breaks_gets_its_work_again_one_that_refuses_ends_the_engine(
+def test_failed_requests_are_repeated_and_refused_ones_end_the_engine(
     play: Callable[..., Any], engine_of: Callable[..., Any]
 ) -> None:
     one = play("0.5.21")
@@ -149,18 +152,18 @@ def test_a_server_that_breaks_gets_its_work_again_one_that_refuses_ends_the_engi
         drain(engine)
 
 
-def test_what_fails_too_often_ends_the_engine_with_the_servers_words(
+def test_request_that_fails_too_often_ends_the_engine_with_the_servers_error(
     play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
 ) -> None:
     one = play("0.5.21")
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", restarts=0)
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", max_server_restarts=0)
     one.ask("/fail_next", {"route": "/update_weights_from_disk"})
     with pytest.raises(EngineError, match=r"restarts \(0\).*version 1 by disk.*was told to fail"):
         engine.swap(snapshot(checkpoint, 1))
     assert engine.room == 0
 
 
-def test_weights_of_another_model_are_refused_before_the_server_hears_of_them(
+def test_weights_of_another_model_are_refused_before_they_are_sent(
     play: Callable[..., Any], engine_of: Callable[..., Any]
 ) -> None:
     one = play("0.5.21")
@@ -171,7 +174,7 @@ def test_weights_of_another_model_are_refused_before_the_server_hears_of_them(
     assert one.ask("/asked").count("/update_weights_from_disk") == before
 
 
-def test_a_server_on_an_npu_is_given_no_weights_over_a_group_that_it_cannot_join(
+def test_server_on_an_npu_receives_no_weights_over_a_process_group(
     play: Callable[..., Any], engine_of: Callable[..., Any]
 ) -> None:
     one = play("0.5.21", "npu")
@@ -181,7 +184,7 @@ def test_a_server_on_an_npu_is_given_no_weights_over_a_group_that_it_cannot_join
 
 
 @pytest.mark.parametrize("size", ["pp_size", "dp_size"])
-def test_a_server_of_several_parts_is_refused_before_it_hears_of_any_weights(
+def test_server_with_several_parts_is_refused_before_any_weights_are_sent(
     size: str, play: Callable[..., Any], engine_of: Callable[..., Any]
 ) -> None:
     one = play("0.5.21", **{size: 2})
@@ -194,7 +197,7 @@ def test_a_server_of_several_parts_is_refused_before_it_hears_of_any_weights(
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_server_that_never_joins_a_group_is_named_in_time_and_this_worker_goes_on(
+def test_server_that_never_joins_a_group_is_named_in_time_and_the_worker_continues(
     answers: bool, play: Callable[..., Any], engine_of: Callable[..., Any]
 ) -> None:
     """It says that it has joined (the stand-in does nothing else), or nothing at all."""
@@ -217,7 +220,7 @@ def test_a_server_that_does_not_answer_in_time_counts_as_gone(
     play: Callable[..., Any], engine_of: Callable[..., Any], checkpoint: Path
 ) -> None:
     one = play("0.5.21")
-    engine = engine_of(url=f"http://127.0.0.1:{one.port}", restarts=0, update_s=1.0)
+    engine = engine_of(url=f"http://127.0.0.1:{one.port}", max_server_restarts=0, update_s=1.0)
     os.kill(one.process.pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match=r"waited 1\.0 s for version 1"):
         engine.swap(snapshot(checkpoint, 1))

@@ -26,7 +26,16 @@ def test_a_run_takes_its_samples_from_a_server_and_gives_it_the_weights(
     run = launch(
         *("--model", str(checkpoint), "--steps", str(STEPS), "--prompts-per-step", "2", "--group-size", "2"),
         *("--rollout.engine", "sglang", "--rollout.sglang.python", str(python), "--rollout.workers", "1"),
-        *("--rollout.swap", "inflight", "--loss.kl-coef", "0", "--trainer.save", "False", "--data.eval-prompts", "2"),
+        *(
+            "--rollout.weight-update",
+            "in_flight",
+            "--loss.kl-coef",
+            "0",
+            "--trainer.save",
+            "False",
+            "--data.eval-prompts",
+            "2",
+        ),
     )
     assert run.wait(280.0) == 0, run.output + run.log("rollout-0")
     run.assert_gone(10.0)

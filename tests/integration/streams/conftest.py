@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 from flowrt import api
-from flowrt.controller.events import Event, Said
-from flowrt.wire import messages as m
+from flowrt.controller.events import Event, MessageReceived
+from flowrt.protocol import messages as m
 
-PROGRAM = Path(__file__).with_name("nursery.py")
+ROOT = Path(__file__).parents[3]
+PROGRAM = "tests.integration.streams.process_server"
 ANSWER_S = 30.0
 GONE_S = 5.0
 CHECKED_ROWS = 500
@@ -83,13 +84,13 @@ def nursery() -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def nursery_of(program: Path) -> Iterator[socket.socket]:
-    """The process that forks others, started with this program."""
+def nursery_of(program: str) -> Iterator[socket.socket]:
+    """The process that forks others, started with this module."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        command = [sys.executable, str(program), str(theirs.fileno())]
+        command = [sys.executable, "-m", program, str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
         theirs.close()
         mine.settimeout(ANSWER_S)
         yield mine
@@ -143,17 +144,17 @@ class Stream:
         self.server = server
         self.address = address
         self.core = server._core
-        self.board = self.core.samples.board
+        self.table = self.core.state.table
         self.heard: list[tuple[str, m.Message]] = []
         self._moved = asyncio.Event()
         plain = self.core.handle
 
         def handle(event: Event, now: float) -> Any:
-            if isinstance(event, Said):
+            if isinstance(event, MessageReceived):
                 self.heard.append((event.worker, event.message))
             commands = plain(event, now)
             self._moved.set()
-            if self.core.ended is None and len(self.board.slots) <= CHECKED_ROWS:
+            if self.core.ended is None and len(self.table.slots) <= CHECKED_ROWS:
                 self.core.check()
             return commands
 
@@ -169,13 +170,13 @@ class Stream:
     @property
     def waits(self) -> dict[str, str]:
         """Who waits for what."""
-        return {who: what for who, what, _ in self.core.samples.waiting()}
+        return {who: what for who, what, _ in self.core.waiting()}
 
     def assert_empty(self) -> None:
         """No row is left, and nobody waits for one."""
-        board = self.board
-        assert (board.groups, board.slots, board.leases, self.waits) == ({}, {}, {}, {})
-        assert (board.rows.total(), board.bytes.total(), set(board.undone.values())) <= (0, 0, {0})
+        table = self.table
+        assert (table.groups, table.slots, table.leases, self.waits) == ({}, {}, {}, {})
+        assert (table.rows.total(), table.bytes.total(), set(table.undone.values())) <= (0, 0, {0})
 
 
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())

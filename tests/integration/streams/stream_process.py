@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flowrt import api
-from flowrt.client.batches import Batch
+from flowrt.client.batch import Batch
 from flowrt.errors import FlowError, RemoteProtocolError
 
 DONE_S = 60.0
@@ -28,7 +28,8 @@ def say(**answer: Any) -> None:
 
 async def hear() -> str:
     """The next line from the test; empty when the test has gone."""
-    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+    line: str = await asyncio.to_thread(sys.stdin.readline)
+    return line.strip()
 
 
 def rss_bytes() -> int:
@@ -246,8 +247,8 @@ async def controller(run_dir: str, stages: list[str], **settings: Any) -> None:
     async with api.controller(flow, api.Settings(**settings), policies, Path(run_dir)) as (server, address):
         say(address=address)
         while await hear():
-            board = server._core.samples.board
-            say(rss=rss_bytes(), rows=board.rows.total(), leases=len(board.leases), groups=len(board.groups))
+            table = server._core.state.table
+            say(rss=rss_bytes(), rows=table.rows.total(), leases=len(table.leases), groups=len(table.groups))
 
 
 async def dataset(address: str, workers: int, slots: int, leave_after: int = 0) -> None:
@@ -271,4 +272,8 @@ def left_over() -> dict[str, Any]:
     return {"children": children, "threads": [one.name for one in threading.enumerate()]}
 
 
-ROLES: dict[str, Callable[..., Awaitable[None]]] = {"puppet": puppet, "controller": controller, "dataset": dataset}
+ROLES: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
+    "puppet": puppet,
+    "controller": controller,
+    "dataset": dataset,
+}

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests.integration.streams.conftest import Peer, Run, Start, Stream
+
 ROW_BYTES = 1000
 LENGTH = ROW_BYTES // 4
 TEN_ROWS = [
@@ -12,17 +14,17 @@ TEN_ROWS = [
 ]
 
 
-async def nearly_full(stream, puppet):
+async def nearly_full(stream: Stream, puppet: Start) -> tuple[Peer, Peer]:
     """Eight rows are live of the ten that there is room for."""
     producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
     await producer.do("offer", prompts=list(range(8)), length=LENGTH)
     return producer, reader
 
 
-async def read_all(stream, reader) -> list[int]:
+async def read_all(stream: Stream, reader: Peer) -> list[int]:
     """Every row that is live."""
-    prompts = []
-    while stream.board.slots:
+    prompts: list[int] = []
+    while stream.table.slots:
         prompts += (await reader.do("pull", slots=3))["prompts"]
         await reader.do("commit")
     stream.assert_empty()
@@ -30,7 +32,9 @@ async def read_all(stream, reader) -> list[int]:
 
 
 @pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
-async def test_a_producer_over_its_budget_waits_until_there_is_room(run, puppet, budget, reason: str) -> None:
+async def test_a_producer_over_its_budget_waits_until_there_is_room(
+    run: Run, puppet: Start, budget: dict[str, int], reason: str
+) -> None:
     async with run(**budget) as stream:
         producer, reader = await nearly_full(stream, puppet)
         producer.tell("offer", prompts=[8, 9, 10, 11], length=LENGTH)
@@ -39,16 +43,16 @@ async def test_a_producer_over_its_budget_waits_until_there_is_room(run, puppet,
         await reader.do("pull", slots=2)
         await reader.do("commit", only=[0])
         assert stream.waits["producer"] == reason.replace("8", "7")
-        assert stream.board.rows.total() == 7
+        assert stream.table.rows.total() == 7
         await reader.do("commit", only=[1])
         assert "opened" in await producer.hear()
-        assert stream.board.rows.total() == 10
+        assert stream.table.rows.total() == 10
         assert await read_all(stream, reader) == list(range(2, 12))
 
 
 @pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
-async def test_an_offer_past_its_deadline_says_what_it_waited_for_and_stores_nothing(
-    run, puppet, budget, reason: str
+async def test_expired_offer_reports_what_it_waited_for_and_stores_nothing(
+    run: Run, puppet: Start, budget: dict[str, int], reason: str
 ) -> None:
     async with run(**budget) as stream:
         producer, reader = await nearly_full(stream, puppet)
@@ -56,12 +60,12 @@ async def test_an_offer_past_its_deadline_says_what_it_waited_for_and_stores_not
         answer = await producer.hear()
         assert answer["error"] == "WaitExpired"
         assert f"Offer withdrawn after 0.3 s of waiting for {reason}" in answer["text"]
-        assert (stream.waits, stream.board.rows.total()) == ({}, 8)
+        assert (stream.waits, stream.table.rows.total()) == ({}, 8)
         assert (await producer.do("measure"))["tensors"] == 8
         assert await read_all(stream, reader) == list(range(8))
 
 
-async def test_a_producer_that_dies_while_parked_leaves_no_rows_and_makes_way(run, puppet) -> None:
+async def test_producer_that_dies_while_parked_leaves_no_rows_and_unblocks_others(run: Run, puppet: Start) -> None:
     async with run(budget_rows=10) as stream:
         producer, reader = await nearly_full(stream, puppet)
         dying = await puppet(stream.address, "dying")
@@ -74,7 +78,7 @@ async def test_a_producer_that_dies_while_parked_leaves_no_rows_and_makes_way(ru
         assert await read_all(stream, reader) == list(range(10))
 
 
-async def test_an_offer_that_is_withdrawn_makes_way_for_those_behind_it(run, puppet) -> None:
+async def test_cancelled_offer_unblocks_later_offers(run: Run, puppet: Start) -> None:
     async with run(budget_rows=10) as stream:
         producer, reader = await nearly_full(stream, puppet)
         other = await puppet(stream.address, "other")
@@ -87,7 +91,9 @@ async def test_an_offer_that_is_withdrawn_makes_way_for_those_behind_it(run, pup
 
 
 @pytest.mark.parametrize("budget", [{"budget_rows": 10}, {"budget_bytes": 10 * ROW_BYTES}])
-async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(run, puppet, budget) -> None:
+async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(
+    run: Run, puppet: Start, budget: dict[str, int]
+) -> None:
     async with run(**budget) as stream:
         producer = await puppet(stream.address, "producer")
         producer.tell("offer", prompts=list(range(11)), length=LENGTH)
@@ -100,7 +106,7 @@ async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(ru
         assert "opened" in await producer.do("offer", prompts=list(range(10)), length=LENGTH)
 
 
-async def test_what_is_acknowledged_is_what_is_read(run, puppet) -> None:
+async def test_acknowledged_rows_equal_the_rows_read(run: Run, puppet: Start) -> None:
     """Many short deadlines under a small budget: each row is either acknowledged and read once, or neither."""
     async with run(budget_rows=8) as stream:
         producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from flowrt import api
-from flowrt.wire import messages as m
-from flowrt.wire.link import ClientLink
-from flowrt.wire.records import Lengths, Part, Values
+from flowrt.errors import EXIT_DISMISSED
+from flowrt.net.link import ClientLink
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import Lengths, Part, Values
+from tests.integration.streams.conftest import Run, Start
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
 STAGES = (api.Stage("make", ("data",), ("text", "score")), api.Stage("read", ("data", "text", "score", "tag"), ()))
@@ -23,7 +25,7 @@ class RawClient:
         self._heard: asyncio.Queue[m.Message] = asyncio.Queue()
         self._link = ClientLink(self._heard.put_nowait, self._heard.put_nowait)  # type: ignore[arg-type]
         self._link.connect(address)
-        self.say(m.Hello(m.PROTOCOL, name, "raw", "host", 1, ("gloo",)))
+        self.say(m.Hello(protocol=m.PROTOCOL, worker=name, role="raw", host="host", pid=1, lanes=("gloo",)))
 
     def say(self, message: m.Message) -> None:
         self._link.send(message)
@@ -39,13 +41,17 @@ class RawClient:
 
 
 def commit(slots: tuple[int, ...], lease: int, parts: tuple[Part, ...], *inline: Values) -> m.Commit:
-    return m.Commit(7, "make", slots, (lease,) * len(slots), parts, inline, ())
+    return m.Commit(
+        request=7, stage="make", slots=slots, leases=(lease,) * len(slots), parts=parts, inline=inline, spans=()
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"), [("double", r"1-D torch.float32, not 1-D torch.float64"), ("row2d", "not 2-D torch.float32")]
 )
-async def test_a_wrong_dtype_or_shape_is_refused_to_its_writer_alone(run, puppet, wrong: str, says: str) -> None:
+async def test_a_wrong_dtype_or_shape_is_refused_to_its_writer_alone(
+    run: Run, puppet: Start, wrong: str, says: str
+) -> None:
     async with run(FLOW) as stream:
         maker, writer, reader = [await puppet(stream.address, name) for name in ("maker", "writer", "reader")]
         await maker.do("offer", prompts=[1, 2, 3, 4])
@@ -73,7 +79,7 @@ async def test_a_wrong_dtype_or_shape_is_refused_to_its_writer_alone(run, puppet
         assert (await reader.do("pull", slots=4))["prompts"] == [3, 4]
 
 
-async def test_one_bad_row_among_good_ones_keeps_none_of_them(run) -> None:
+async def test_commit_with_one_bad_row_stores_none(run: Run) -> None:
     async with run(FLOW) as stream:
         session = await api.connect(stream.address, "s", "s", 5)
         good, bad = torch.ones(2), torch.ones(2, dtype=torch.float64)
@@ -87,7 +93,20 @@ async def test_one_bad_row_among_good_ones_keeps_none_of_them(run) -> None:
         await session.close()
 
 
-async def test_a_commit_of_somebody_elses_slot_is_refused_and_disturbs_nobody(run, puppet) -> None:
+async def test_a_tag_reaches_the_stages_that_need_it_and_others_are_told_how_to_get_it(run: Run) -> None:
+    async with run(FLOW) as stream:
+        session = await api.connect(stream.address, "s", "s", 5)
+        await session.offer_many("rows", [1], tensors={"data": [torch.ones(2)]}, tags={"tag": [3.0]})
+        batch = await session.pull("make", slots=1)
+        with pytest.raises(KeyError, match=r"no numbers 'tag'; there is none: a stage receives .* of its needs"):
+            batch.inline["tag"]
+        assert batch.inline.get("tag") is None
+        await session.commit("make", batch.slots, batch.leases, {"text": [torch.ones(1)]}, {"score": [1.0]})
+        assert (await session.pull("read", slots=1)).inline == {"score": [1.0], "tag": [3.0]}
+        await session.close()
+
+
+async def test_commit_under_another_workers_lease_dismisses_its_sender_only(run: Run, puppet: Start) -> None:
     async with run(FLOW) as stream:
         maker, reader = await puppet(stream.address, "maker"), await puppet(stream.address, "reader")
         await maker.do("offer", prompts=[5, 6])
@@ -96,13 +115,16 @@ async def test_a_commit_of_somebody_elses_slot_is_refused_and_disturbs_nobody(ru
         slots = tuple(held["slots"])
         parts = (Part("text", slots, (1, 1)),)
         thief.say(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
-        refused = await thief.hear(m.Committed)
-        assert refused.refused == slots
-        assert refused.reason == "the lease on stage make had ended"
+        stop = await thief.hear(m.Stop)
+        assert f"thief uses lease {held['lease']} for stage 'make', which is of maker" in stop.reason
+        assert stop.code == EXIT_DISMISSED
+        thief.close()
         assert (await maker.do("commit", stage="make", makes={"text": 3}, inline=["score"]))["refused"] == []
-        # A second time, now that it is done: by the thief and by the maker itself.
+        # A second time, now that it is done: whose the lease was is not known any more.
+        thief = RawClient(stream.address, "second")
         thief.say(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
-        assert (await thief.hear(m.Committed)).refused == slots
+        late = await thief.hear(m.Committed)
+        assert (late.refused, late.reason) == (slots, "the lease on stage make had ended")
         assert (await maker.do("commit", stage="make", makes={"text": 7}, inline=["score"]))["refused"] == list(slots)
         assert (await reader.do("pull", slots=4))["prompts"] == [5, 6]
         thief.close()
@@ -117,18 +139,31 @@ async def test_a_commit_of_somebody_elses_slot_is_refused_and_disturbs_nobody(ru
         ((Part("text", (0,), (1,)),), (Values("score", (0.0, 1.0)),)),
     ],
 )
-async def test_a_commit_with_wrong_columns_ends_the_run_by_name(run, parts, inline) -> None:
+async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
+    run: Run, parts: tuple[Part, ...], inline: tuple[Values, ...]
+) -> None:
     async with run(FLOW) as stream:
         raw = RawClient(stream.address, "raw")
-        raw.say(m.Offer(1, "rows", (1,), 0, 1, 0, (Lengths("data", (1,)),), (Values("tag", (1.0,)),)))
-        await raw.hear(m.Opened)
-        raw.say(m.Pull(2, "make", 1, 0, -1))
+        raw.say(
+            m.Offer(
+                request=1,
+                flow="rows",
+                prompts=(1,),
+                epoch=0,
+                members=1,
+                at_least=0,
+                lengths=(Lengths("data", (1,)),),
+                tags=(Values("tag", (1.0,)),),
+            )
+        )
+        await raw.hear(m.OfferAccepted)
+        raw.say(m.Pull(request=2, stage="make", slots=1, tokens=0, step=-1))
         grant = await raw.hear(m.Grant)
         raw.say(commit(grant.slots, grant.lease, parts, *inline))
         stop = await raw.hear(m.Stop)
-        assert "raw: commit of stage 'make' by raw: it" in stop.reason
-        assert stop.code == 1
-        assert not stream.board.is_done(stream.board.slots[0], "make")
-        raw.say(m.Bye(""))
-        await stream.until(lambda: "raw" not in stream.core.roster)
+        assert "protocol violation: commit of stage 'make' by raw: it" in stop.reason
+        assert stop.code == EXIT_DISMISSED
+        assert "raw" not in stream.core.state.membership
+        assert stream.server.ended is None
+        assert not stream.table.slots  # the only worker with the row is gone
         raw.close()

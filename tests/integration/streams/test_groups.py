@@ -5,7 +5,8 @@ import signal
 import pytest
 
 from flowrt import api
-from flowrt.controller.ledger_reader import LedgerReader
+from flowrt.controller.storage.reader import LedgerReader
+from tests.integration.streams.conftest import Peer, Run, Start, Stream
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
 STAGES = (
@@ -23,16 +24,16 @@ ORDERS = {
 }
 
 
-def history(stream, prompt: int) -> list[str]:
+def history(stream: Stream, prompt: int) -> list[str]:
     """What the ledger says of a prompt, in the order in which it happened."""
     ledger = stream.server.ledger
     ledger.commit()
     with LedgerReader(ledger._path) as reader:
-        moments = reader.life(prompt, None)
-    return [f"{one.state}: {one.reason}" if one.reason else one.state for one in moments]
+        events = reader.history(prompt, None)
+    return [f"{one.state}: {one.reason}" if one.reason else one.state for one in events]
 
 
-async def people(stream, puppet, *names: str):
+async def people(stream: Stream, puppet: Start, *names: str) -> list[Peer]:
     """Processes by name; makers have the first weights."""
     peers = [await puppet(stream.address, name) for name in names]
     for name, peer in zip(names, peers, strict=True):
@@ -41,25 +42,25 @@ async def people(stream, puppet, *names: str):
     return peers
 
 
-async def judge_all(judge, rows: int) -> None:
+async def judge_all(judge: Peer, rows: int) -> None:
     await judge.do("pull", stage="judge", slots=rows)
     await judge.do("commit", stage="judge", inline=["score"])
 
 
-async def end_step(stream, trainer) -> None:
+async def end_step(stream: Stream, trainer: Peer) -> None:
     await trainer.do("step_done", step=0)
-    await stream.until(lambda: not stream.board.slots)
+    await stream.until(lambda: not stream.table.slots)
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-async def test_groups_are_trained_whole_and_unmixed_in_any_order(run, puppet, order: list[int]) -> None:
+async def test_groups_are_trained_whole_and_unmixed_in_any_order(run: Run, puppet: Start, order: list[int]) -> None:
     async with run(FLOW, steps=1, groups_per_step=PROMPTS) as stream:
         source, maker, judge, trainer = await people(stream, puppet, "source", "maker", "judge", "trainer")
         await source.do("offer", prompts=[10, 11, 12], members=MEMBERS, flow="train", tags=[])
         held = await maker.do("pull", stage="make", slots=12)
         assert held["prompts"] == [10] * 4 + [11] * 4 + [12] * 4
         done: dict[int, set[int]] = {10: set(), 11: set(), 12: set()}
-        trained = []
+        trained: list[int] = []
         trainer.tell("pull", stage="train", slots=0, step=0)
         for place in order:
             await maker.do("commit", stage="make", only=[place], makes={"text": 2}, spans=True)
@@ -82,7 +83,7 @@ async def test_groups_are_trained_whole_and_unmixed_in_any_order(run, puppet, or
             assert history(stream, prompt) == ["in_flight", "ready", "leased", "trained"]
 
 
-async def with_one_lost(stream, puppet, how: str):
+async def with_one_lost(stream: Stream, puppet: Start, how: str) -> tuple[Peer, Peer, Peer, Peer]:
     """Group 10 of four, whose first member is lost: said to be, or with the only process that held it."""
     names = ("source", "maker", "maker-2", "judge", "trainer")
     source, maker, second, judge, trainer = await people(stream, puppet, *names)
@@ -99,7 +100,7 @@ async def with_one_lost(stream, puppet, how: str):
     else:
         await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
         maker.signal(signal.SIGKILL)
-        await stream.until(lambda: "maker" not in stream.core.roster)
+        await stream.until(lambda: "maker" not in stream.core.state.membership)
     return source, second, judge, trainer
 
 
@@ -107,8 +108,8 @@ REASONS = {"said": "make failed: the environment broke", "killed": "its holder l
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_a_lost_member_is_made_again(run, puppet, how: str) -> None:
-    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.REFILL) as stream:
+async def test_lost_member_is_regenerated(run: Run, puppet: Start, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.REGENERATE) as stream:
         _, maker, judge, trainer = await with_one_lost(stream, puppet, how)
         again = await maker.do("pull", stage="make", slots=4)
         assert (again["prompts"], again["members"]) == ([10], [0])
@@ -123,10 +124,10 @@ async def test_a_lost_member_is_made_again(run, puppet, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run, puppet, how: str) -> None:
-    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.DROP) as stream:
+async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run: Run, puppet: Start, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.DROP_GROUP) as stream:
         source, maker, judge, trainer = await with_one_lost(stream, puppet, how)
-        await stream.until(lambda: not stream.board.slots)
+        await stream.until(lambda: not stream.table.slots)
         assert (await maker.do("measure"))["tensors"] == 0
         reason = f"dropped: {REASONS[how]}; that was attempt 1 at sample 0"
         assert history(stream, 10) == ["in_flight", reason]
@@ -141,8 +142,8 @@ async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run, pup
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run, puppet, how: str) -> None:
-    async with run(FLOW, steps=1, groups_per_step=1, lost_member=api.LostMember.REST) as stream:
+async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run: Run, puppet: Start, how: str) -> None:
+    async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.TRAIN_REMAINING) as stream:
         _, _, _, trainer = await with_one_lost(stream, puppet, how)
         batch = await trainer.hear()
         assert (batch["prompts"], batch["members"]) == ([10, 10, 10], [1, 2, 3])
@@ -151,7 +152,7 @@ async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run, puppet, ho
         assert stream.server.status()["dropped"] == {REASONS[how]: 1}
 
 
-async def test_a_sample_that_cannot_be_made_is_given_up_after_so_many_attempts(run, puppet) -> None:
+async def test_sample_that_keeps_failing_is_dropped_after_the_attempt_limit(run: Run, puppet: Start) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, attempts=3) as stream:
         source, maker = await people(stream, puppet, "source", "maker")
         await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
@@ -159,7 +160,7 @@ async def test_a_sample_that_cannot_be_made_is_given_up_after_so_many_attempts(r
             held = await maker.do("pull", stage="make", slots=1)
             assert (held["members"], held["attempts"]) == ([0], [attempt])
             await maker.do("lost", stage="make", reason="no luck")
-        await stream.until(lambda: not stream.board.slots)
+        await stream.until(lambda: not stream.table.slots)
         again = ["dropped: make failed: no luck", "in_flight: offered again"]
         last = "dropped: make failed: no luck; that was attempt 3 at sample 0"
         assert history(stream, 10) == ["in_flight", *again, *again, last]

@@ -3,11 +3,13 @@
 import signal
 import time
 
+from tests.integration.streams.conftest import Peer, Run, Start, Stream
+
 BACK_S = 1.0
 STOPPED_LEASE_S = 0.6
 
 
-async def held_by_first(stream, puppet):
+async def held_by_first(stream: Stream, puppet: Start) -> tuple[Peer, Peer, list[int]]:
     """Eight rows, five of them leased by ``first``; ``second`` has read the others and waits for more."""
     producer, first, second = [await puppet(stream.address, name) for name in ("producer", "first", "second")]
     await producer.do("offer", prompts=list(range(8)), length=4)
@@ -20,16 +22,16 @@ async def held_by_first(stream, puppet):
     return first, second, held["slots"]
 
 
-async def read_by(stream, second) -> None:
+async def read_by(stream: Stream, second: Peer) -> None:
     """The five rows come to ``second``, and are the last."""
     again = await second.hear()
     assert again["prompts"] == [0, 1, 2, 3, 4]
     assert (await second.do("commit"))["refused"] == []
-    await stream.until(lambda: not stream.board.slots)
+    await stream.until(lambda: not stream.table.slots)
     stream.assert_empty()
 
 
-async def test_rows_of_a_killed_consumer_are_served_again_at_once(run, puppet) -> None:
+async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, puppet: Start) -> None:
     async with run() as stream:
         first, second, _ = await held_by_first(stream, puppet)
         killed_s = time.monotonic()
@@ -39,7 +41,7 @@ async def test_rows_of_a_killed_consumer_are_served_again_at_once(run, puppet) -
         assert time.monotonic() - killed_s < BACK_S
 
 
-async def test_rows_of_a_stopped_consumer_are_served_again_when_its_lease_ends(run, puppet) -> None:
+async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, puppet: Start) -> None:
     async with run(lease_s=STOPPED_LEASE_S) as stream:
         first, second, slots = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)
@@ -50,20 +52,20 @@ async def test_rows_of_a_stopped_consumer_are_served_again_when_its_lease_ends(r
         assert list(stream.server.status()["workers"]) == ["producer", "first", "second"]
 
 
-async def test_a_late_commit_takes_nothing_from_who_has_the_lease_now(run, puppet) -> None:
+async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, puppet: Start) -> None:
     async with run(lease_s=STOPPED_LEASE_S) as stream:
         first, second, slots = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)
         assert (await second.hear())["slots"] == slots
         first.signal(signal.SIGCONT)
         assert (await first.do("commit"))["refused"] == slots
-        assert {lease.worker for lease in stream.board.leases.values()} == {"second"}
+        assert {lease.worker for lease in stream.table.leases.values()} == {"second"}
         assert (await second.do("commit"))["refused"] == []
-        await stream.until(lambda: not stream.board.slots)
+        await stream.until(lambda: not stream.table.slots)
 
 
-async def test_a_silent_consumer_loses_its_leases_and_is_told_when_it_wakes(run, puppet) -> None:
-    async with run(silence_s=2.0) as stream:
+async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(run: Run, puppet: Start) -> None:
+    async with run(worker_timeout_s=2.0) as stream:
         first, second, _ = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)
         await read_by(stream, second)
@@ -71,13 +73,13 @@ async def test_a_silent_consumer_loses_its_leases_and_is_told_when_it_wakes(run,
         first.tell("commit")
         answer = await first.hear()
         assert answer["error"] == "Stopped"
-        assert "you were not heard of for" in answer["text"]
+        assert "you were dismissed: not heard of for" in answer["text"]
         assert "leases were given back" in answer["text"]
         assert stream.server.ended is None
         await puppet(stream.address, "first")  # its name is free again
 
 
-async def test_a_consumer_away_for_so_long_that_its_connection_was_closed_is_told_so(run, puppet) -> None:
+async def test_consumer_whose_connection_was_closed_as_lost_receives_the_reason(run: Run, puppet: Start) -> None:
     async with run() as stream:
         first, second, _ = await held_by_first(stream, puppet)
         first.signal(signal.SIGSTOP)

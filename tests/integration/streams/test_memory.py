@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
-from flowrt.transport.lane import REST_S
+from flowrt.transport.lanes.lane import IDLE_S
+from tests.integration.streams.conftest import Peer, Run, Start
 
 ROWS, KEPT = 256, 2
 LOOK_EVERY_S = 0.2
@@ -15,7 +17,7 @@ LONG, MARK = 200_000, 50_000
 GROWTH_BYTES = 6 << 20
 
 
-async def falls_below(peer, rss: int, within_s: float) -> None:
+async def falls_below(peer: Peer, rss: int, within_s: float) -> None:
     """The process has less than so many bytes in memory before long."""
     end_s = time.monotonic() + within_s
     while (found := (await peer.do("measure"))["rss"]) >= rss:
@@ -24,7 +26,7 @@ async def falls_below(peer, rss: int, within_s: float) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
-async def test_freeing_nearly_all_rows_frees_their_memory(run, puppet, shared: bool) -> None:
+async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, puppet: Start, shared: bool) -> None:
     async with run() as stream:
         producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
         # The first transfer sets up what every later one uses.
@@ -47,11 +49,11 @@ async def test_freeing_nearly_all_rows_frees_their_memory(run, puppet, shared: b
             assert (left["tensors"], left["bytes"]) == (KEPT, KEPT * ROW_BYTES)
         # Both ends of a lane keep the memory of their last message warm, until the lane has rested for a while.
         for peer in (reader, producer):  # the sender's rest comes after the receiver's
-            await falls_below(peer, before[peer] + KEPT * ROW_BYTES + SLACK_BYTES, within_s=2 * REST_S + 5)
-        assert stream.board.bytes.total() == KEPT * ROW_BYTES
+            await falls_below(peer, before[peer] + KEPT * ROW_BYTES + SLACK_BYTES, within_s=2 * IDLE_S + 5)
+        assert stream.table.bytes.total() == KEPT * ROW_BYTES
 
 
-async def test_an_endless_stream_leaves_memory_flat(start, puppet, tmp_path) -> None:
+async def test_an_endless_stream_leaves_memory_flat(start: Start, puppet: Start, tmp_path: Path) -> None:
     controller = await start("controller", run_dir=str(tmp_path), stages=["read"], budget_rows=20_000)
     address = (await controller.hear())["address"]
     producer, reader = await puppet(address, "producer"), await puppet(address, "reader")
@@ -64,11 +66,11 @@ async def test_an_endless_stream_leaves_memory_flat(start, puppet, tmp_path) -> 
     answer = await reader.hear()
     late[reader] = answer["rss"]
     controller.tell("measure")
-    board = await controller.hear()
-    late[controller] = board["rss"]
+    table = await controller.hear()
+    late[controller] = table["rss"]
     assert answer["rows"] == LONG
     assert answer["tensors"] == 0
-    assert (board["rows"], board["groups"], board["leases"]) == (0, 0, 0)
+    assert (table["rows"], table["groups"], table["leases"]) == (0, 0, 0)
     names = {producer: "producer", reader: "reader", controller: "controller"}
     growth = {names[peer]: late[peer] - early[peer] for peer in late}
     assert max(growth.values()) < GROWTH_BYTES, growth

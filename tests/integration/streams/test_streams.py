@@ -1,10 +1,12 @@
 """Rows through stages: visible whole, seen once by each stage, shared by its consumers, to an exact end."""
 
 import signal
+from typing import Any
 
 import pytest
 
 from flowrt import api
+from tests.integration.streams.conftest import Run, Start
 
 ROWS = 20_000
 MADE = api.Dataflow(
@@ -24,11 +26,11 @@ BESIDE = api.Dataflow(
 )
 
 
-def rows_of(*answers) -> list[int]:
+def rows_of(*answers: dict[str, Any]) -> list[int]:
     return sorted(prompt for answer in answers for prompt in answer["prompts"])
 
 
-async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run, puppet) -> None:
+async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run: Run, puppet: Start) -> None:
     """Readers compare each tensor, tag, number and version span of every row with its prompt, while it is written."""
     async with run(MADE, budget_rows=4000) as stream:
         names = ("producer", "maker", "reader", "second", "peeker")
@@ -44,7 +46,7 @@ async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run, pu
         stream.assert_empty()
 
 
-async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run, puppet) -> None:
+async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run: Run, puppet: Start) -> None:
     async with run(BESIDE, sources=2) as stream:
         producers = [await puppet(stream.address, f"producer-{one}") for one in range(2)]
         consumers = {}
@@ -61,7 +63,7 @@ async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run,
         stream.assert_empty()
 
 
-async def test_the_end_is_told_only_when_every_source_has_said_so(run, puppet) -> None:
+async def test_stream_closes_only_after_every_source_completed(run: Run, puppet: Start) -> None:
     async with run(sources=2) as stream:
         first, second, reader = [await puppet(stream.address, name) for name in ("first", "second", "reader")]
         await first.do("offer", prompts=[1])
@@ -77,7 +79,9 @@ async def test_the_end_is_told_only_when_every_source_has_said_so(run, puppet) -
         assert (await reader.do("pull"))["closed"]
 
 
-async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_end_is_told(run, puppet) -> None:
+async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_stream_closes(
+    run: Run, puppet: Start
+) -> None:
     async with run(sources=2) as stream:
         names = ("p", "q", "dying", "reader", "second")
         first, other, dying, reader, second = [await puppet(stream.address, name) for name in names]
@@ -89,7 +93,7 @@ async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_end_
         await first.do("exhausted")
         await other.do("exhausted")
         # All but the ten are read, and both readers wait: nobody may be told the end yet.
-        await stream.until(lambda: len(stream.board.slots) == 10 and len(stream.waits) == 2)
+        await stream.until(lambda: len(stream.table.slots) == 10 and len(stream.waits) == 2)
         dying.signal(signal.SIGKILL)
         seen = [await reader.hear(), await second.hear()]
         assert rows_of(*seen) == list(range(80))
@@ -97,28 +101,28 @@ async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_end_
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-async def test_leaving_a_stream_gives_back_what_was_not_worked_on(run, puppet, ahead: bool) -> None:
+async def test_closing_a_stream_returns_unprocessed_rows(run: Run, puppet: Start, ahead: bool) -> None:
     async with run() as stream:
         producer, leaver, reader = [await puppet(stream.address, name) for name in ("producer", "leaver", "reader")]
         await producer.do("produce", rows=50, at_once=50)
         left = await leaver.do("consume", slots=10, ahead=ahead, leave_after=3)
         assert left["prompts"] == list(range(30))
-        await stream.until(lambda: not stream.board.leases)
+        await stream.until(lambda: not stream.table.leases)
         # Two batches were committed when the next ones were asked for; the third was left, the fourth never seen.
         assert rows_of(await reader.do("consume", slots=10, ahead=ahead)) == list(range(20, 50))
         stream.assert_empty()
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-async def test_a_stream_whose_process_is_killed_loses_no_row(run, puppet, ahead: bool) -> None:
+async def test_a_stream_whose_process_is_killed_loses_no_row(run: Run, puppet: Start, ahead: bool) -> None:
     async with run() as stream:
         producer, dying, reader = [await puppet(stream.address, name) for name in ("producer", "dying", "reader")]
         await producer.do("produce", rows=500, at_once=50)
         dying.tell("consume", slots=10, ahead=ahead)
-        await stream.until(lambda: len(stream.board.slots) < 400)
+        await stream.until(lambda: len(stream.table.slots) < 400)
         dying.signal(signal.SIGKILL)
-        await stream.until(lambda: "dying" not in stream.core.roster)
-        unfinished = sorted(slot.group.prompt for slot in stream.board.slots.values())
+        await stream.until(lambda: "dying" not in stream.core.state.membership)
+        unfinished = sorted(slot.group.prompt for slot in stream.table.slots.values())
         assert unfinished
         assert unfinished == list(range(unfinished[0], 500))
         assert rows_of(await reader.do("consume")) == unfinished
@@ -126,7 +130,9 @@ async def test_a_stream_whose_process_is_killed_loses_no_row(run, puppet, ahead:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(run, puppet, start, workers: int) -> None:
+async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(
+    run: Run, puppet: Start, start: Start, workers: int
+) -> None:
     async with run() as stream:
         producer = await puppet(stream.address, "producer")
         loader = await start("dataset", address=stream.address, workers=workers, slots=16)
@@ -140,7 +146,7 @@ async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(run, pu
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_dataset_that_is_left_gives_its_rows_back(run, puppet, start, workers: int) -> None:
+async def test_a_dataset_that_is_left_gives_its_rows_back(run: Run, puppet: Start, start: Start, workers: int) -> None:
     async with run() as stream:
         producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
         await producer.do("produce", rows=100, at_once=100)
@@ -149,8 +155,8 @@ async def test_a_dataset_that_is_left_gives_its_rows_back(run, puppet, start, wo
         assert len(answer["prompts"]) == 25
         assert answer["children"] == []
         assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
-        await stream.until(lambda: not stream.board.leases)
-        done = set(range(100)) - {slot.group.prompt for slot in stream.board.slots.values()}
+        await stream.until(lambda: not stream.table.leases)
+        done = set(range(100)) - {slot.group.prompt for slot in stream.table.slots.values()}
         rest = rows_of(await reader.do("consume"))
         assert not done & set(rest)
         assert sorted(done | set(rest)) == list(range(100))

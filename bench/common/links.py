@@ -1,0 +1,141 @@
+"""Processes of a bench, each behind a network link of its own that is as slow as a real one, on one machine.
+
+The bench's process moves to a fresh network namespace and becomes the switch; every process that it forks moves to one
+more, with a rate-limited cable between the two. The namespaces have no names and the processes die with the bench, so
+however it ends, the kernel takes everything away, and nothing was ever visible to others.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flowrt.runtime.event_loop import run_loop
+from flowrt.runtime.parent_death import die_with_parent
+
+log = logging.getLogger(__name__)
+_CLONE_NEWNET = 0x40000000
+_FORK = multiprocessing.get_context("fork")
+BURST = "256kb"
+QUEUE = "4mb"
+ANSWER_S = 120.0
+LEAVE_S = 10.0
+Orders = Mapping[str, Callable[..., Any]]
+"""What a process can be told: coroutine functions by name."""
+
+
+class Unavailable(Exception):
+    """This machine cannot have such links; says why."""
+
+
+def become_switch() -> None:
+    """Leave the machine's network for one with nothing but a switch in it. Raises Unavailable."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"{tool} is not installed (package iproute2)")
+    _leave_network()
+    try:
+        _command("ip link add switch type bridge")
+        _command("ip link set switch up")
+        _command("ip link add probe type veth peer name borep")
+        _limit("probe", 100)
+        _command("ip link del probe")
+    except subprocess.CalledProcessError as error:
+        raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+
+
+def sent_bytes(number: int) -> int:
+    """What the process with this number has sent over its cable, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == f"port{number}":
+            return int(counters.split()[0])  # what the switch has received from it
+    raise ValueError(f"nobody has number {number}")
+
+
+class LinkedProcess:
+    """A forked process that obeys orders; with a number, behind a cable of its own as 10.77.0.NUMBER."""
+
+    def __init__(self, make_orders: Callable[[], Orders], number: int = 0, mbit_s: float = 0.0) -> None:
+        self.number = number
+        self._pipe, end = _FORK.Pipe()
+        self._process = _FORK.Process(target=_live, args=(make_orders, end, number > 0), daemon=True)
+        self._process.start()
+        end.close()
+        self.answer()
+        if number:
+            port = f"port{number}"
+            _command(f"ip link add {port} type veth peer name wire netns {self._process.pid}")
+            _command(f"ip link set {port} master switch up")
+            if mbit_s:
+                _limit(port, mbit_s)
+            self.ask("plug_in", address=f"10.77.0.{number}/24", mbit_s=mbit_s)
+
+    def tell(self, order: str, **values: Any) -> None:
+        """Give an order; `answer` fetches its result, so that several processes work at once."""
+        self._pipe.send((order, values))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_S):
+            raise TimeoutError(f"process {self._process.pid} did not answer within {ANSWER_S:.0f} s")
+        return self._pipe.recv()
+
+    def ask(self, order: str, **values: Any) -> Any:
+        self.tell(order, **values)
+        return self.answer()
+
+    def leave(self) -> None:
+        """The process ends by itself, or is killed when it does not."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(None)
+        self._process.join(LEAVE_S)
+        self._process.kill()
+        self._process.join()
+
+
+def _live(make_orders: Callable[[], Orders], pipe: Connection, alone: bool) -> None:
+    die_with_parent()
+    if alone:
+        _leave_network()
+    try:
+        run_loop(_obey({"plug_in": _plug_in, **make_orders()}, pipe))
+    except Exception:
+        log.exception("a process of the bench failed")
+    os._exit(0)  # threads of lanes may wait for a peer that has left
+
+
+async def _obey(orders: Orders, pipe: Connection) -> None:
+    pipe.send(None)
+    while (message := await asyncio.to_thread(pipe.recv)) is not None:
+        order, values = message
+        pipe.send(await orders[order](**values))
+
+
+async def _plug_in(address: str, mbit_s: float) -> None:
+    _command(f"ip addr add {address} dev wire")
+    _command("ip link set wire up")
+    if mbit_s:
+        _limit("wire", mbit_s)
+
+
+def _leave_network() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        raise Unavailable(f"no network namespace: {os.strerror(ctypes.get_errno())}; it takes root")
+    _command("ip link set lo up")
+
+
+def _limit(device: str, mbit_s: float) -> None:
+    _command(f"tc qdisc add dev {device} root tbf rate {mbit_s}mbit burst {BURST} limit {QUEUE}")
+
+
+def _command(line: str) -> None:
+    subprocess.run(line.split(), check=True, capture_output=True, text=True, timeout=10)

@@ -1,0 +1,73 @@
+"""What every bench says of itself: its metrics and the machine, in one file."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GIT_S = 10.0
+
+
+def processor() -> str:
+    """The processor by the name that its maker gave it, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The tree that is measured; with "-dirty" where it is not quite that. Empty outside a checkout."""
+    here = ["git", "-C", str(Path(__file__).parents[2])]
+    looks = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"]
+    with suppress(OSError):
+        runs = (subprocess.run([*here, *look], capture_output=True, text=True, timeout=GIT_S) for look in looks)
+        tree, changes = (run.stdout.strip() for run in runs)
+        return f"{tree}-dirty" if tree and changes else tree
+    return ""
+
+
+def write(path: Path | None, metrics: dict[str, float], **about: Any) -> None:
+    """Write {metrics, machine} as JSON; ``about`` joins what is said of the machine."""
+    if path is None:
+        return
+    machine: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine |= {"commit": commit(), **about}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+
+
+class Samples:
+    """Repeated measurements by metric; what is reported is the median."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, metric: str, value: float) -> None:
+        self._values[metric].append(value)
+
+    def last(self, metric: str) -> float:
+        return self._values[metric][-1]
+
+    def medians(self) -> dict[str, float]:
+        return {metric: float(f"{statistics.median(values):.6g}") for metric, values in self._values.items()}
+
+    def spread(self, metric: str) -> tuple[float, float]:
+        """The least and the greatest."""
+        return min(self._values[metric]), max(self._values[metric])
+
+    def repeats(self) -> int:
+        """How often the least measured of them was measured."""
+        return min(map(len, self._values.values()), default=0)
+
+
+def percentile(values: list[float], share: float) -> float:
+    ranked = sorted(values)
+    return ranked[round(share * (len(ranked) - 1))]

@@ -1,0 +1,203 @@
+"""TRL's GRPO trainer and flowrt on the same model, problems, group size, lengths and steps, all cores for each.
+
+    python bench/compare_trl.py --baseline-python PYTHON [--steps 40] [--json PATH]     # a Python that has TRL
+
+A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for
+(`end_to_end/task.py`). It cannot end early, so every response has ``--new-tokens`` tokens. Both start from the same
+random weights. TRL generates and trains in turns, in one process with as many threads as there are cores; flowrt runs
+one rollout worker and two trainer ranks beside each other, with a thread each, at staleness 1. Samples per second
+count from the end of the first step.
+
+``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
+that its own rollout workers and its trainer ranks were busy, over the same steps.
+
+Both are compiled by torch.compile: the trainer's passes on both sides, and flowrt's decode steps as well, while TRL
+generates by transformers as it is. Both run in float32 and in bfloat16, with float32 weights in the optimiser: flowrt
+by its fsdp engine then, TRL by its ``bf16``. On some CPUs bfloat16 is the slower one. ``samples_per_s``, ``reward``,
+``baseline_samples_per_s``, ``baseline_reward`` and ``ratio`` are of the faster run of each side in each round;
+``float32_ratio`` and ``bfloat16_ratio`` compare the two in one type. ``--dtypes`` leaves one out, ``--no-compile``
+the compiler.
+
+What flowrt has generated of the second step when the first one ends is not taken off: one step's generation at most.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.report import Samples, write
+from end_to_end.task import make_data, make_model
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.engines.options import Dtype
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.runtime.timeline import Span, busy_fraction
+
+TIMEOUT_S = 900.0
+WINDOW = 10
+LR, WARMUP_STEPS = 1e-3, 3
+FLOAT32: Dtype = "float32"
+DTYPES: list[Dtype] = [FLOAT32, "bfloat16"]
+BASELINE = Path(__file__).parent / "end_to_end" / "trl_baseline.py"
+REWARD = Path(__file__).parent / "end_to_end" / "reward.py"
+MICRO_BATCH_TOKENS, FORWARD_TOKENS = 2048, 2560
+"""Four groups make a micro-batch, and go through one pass: sixteen groups of a step, two ranks."""
+
+
+def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConfig:
+    base = defaults("custom")
+    samples = base.prompts_per_step * base.group_size
+    return dataclasses.replace(
+        base,
+        seed=arguments.seed,
+        steps=arguments.steps,
+        run_dir=str(folder / f"run-{dtype}"),
+        model=str(folder / "model"),
+        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
+        loss=dataclasses.replace(base.loss, kl_coef=0.0),
+        rollout=dataclasses.replace(
+            base.rollout,
+            workers=1,
+            max_running_requests=samples,
+            max_new_tokens=arguments.new_tokens,
+            compile=arguments.compile,
+        ),
+        trainer=dataclasses.replace(
+            base.trainer,
+            lr=LR,
+            warmup_steps=WARMUP_STEPS,
+            save=False,
+            ranks=arguments.ranks,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            forward_tokens=FORWARD_TOKENS,
+            compile=arguments.compile,
+            # The engine that has mixed precision: weights of the optimiser's own are float32.
+            engine="torch" if dtype == FLOAT32 else "fsdp",
+            fsdp=dataclasses.replace(base.trainer.fsdp, dtype=dtype),
+        ),
+        checkpoint=dataclasses.replace(base.checkpoint, every=0),
+    )
+
+
+def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
+    """A run of the command that a user types, and the bound that follows from its own rates."""
+    made = config(folder, arguments, dtype)
+    run_dir = Path(made.run_dir)
+    file = folder / "run.toml"
+    file.write_text(to_toml(made))
+    command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    samples = sum(line["samples"] for line in lines[1:])
+    return {
+        "samples_per_s": samples / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
+        "bound_samples_per_s": samples / busiest_s(run_dir / "timeline.jsonl"),
+        "reward": statistics.fmean(line["reward"] for line in lines[-WINDOW:]),
+    }
+
+
+def busiest_s(timeline: Path) -> float:
+    """Seconds that the busier of the two roles worked, a worker's mean, from the end of the first step on."""
+    spans: dict[str, dict[str, list[Span]]] = {"rollout": {}, "trainer": {}}
+    for one in map(json.loads, timeline.read_text().splitlines()):
+        if one["role"] in spans:
+            span = Span(one["kind"], one["start_s"], one["end_s"])
+            spans[one["role"]].setdefault(one["worker"], []).append(span)
+    ends_s = sorted(span.end_s for one in spans["trainer"].values() for span in one if span.kind == "step")
+    first_s, last_s = ends_s[len(spans["trainer"]) - 1], ends_s[-1]
+    shares = [statistics.fmean(busy_fraction(one, first_s, last_s) for one in role.values()) for role in spans.values()]
+    return max(shares) * (last_s - first_s)
+
+
+def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
+    """The same steps by TRL, in an environment of its own, with passes of this type."""
+    made = config(folder, arguments, dtype)
+    problems = task_of(made).training_problems()[: made.steps * made.prompts_per_step]
+    orders = {
+        "model": made.model,
+        "reward": made.data.reward,
+        "out": str(folder / "trl"),
+        "problems": [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems],
+        "threads": os.cpu_count(),
+        "compile": arguments.compile,
+        "dtype": dtype,
+        "window": WINDOW,
+        "max_new_tokens": made.rollout.max_new_tokens,
+        **{name: getattr(made, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
+        **{name: getattr(made.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
+        **{name: getattr(made.loss, name) for name in ("clip_low", "clip_high")},
+    }
+    path = folder / "orders.json"
+    path.write_text(json.dumps(orders))
+    command = [arguments.baseline_python, str(BASELINE), str(path)]
+    ended = subprocess.run(command, check=False, timeout=TIMEOUT_S, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"TRL failed: {ended.stderr.strip()[-2000:]}")
+    measured: dict[str, float] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, float]:
+    """Each side in each type, one run after the other."""
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
+        folder = Path(name)
+        make_model(folder / "model", arguments.seed)
+        make_data(folder / "data.jsonl", arguments.seed)
+        mine, theirs = ({dtype: run(folder, arguments, dtype) for dtype in arguments.dtypes} for run in (flowrt, trl))
+    best, baseline = (max(side.values(), key=lambda one: one["samples_per_s"]) for side in (mine, theirs))
+    found = {
+        **best,
+        "baseline_samples_per_s": baseline["samples_per_s"],
+        "ratio": best["samples_per_s"] / baseline["samples_per_s"],
+        "ratio_to_bound": best["samples_per_s"] / best["bound_samples_per_s"],
+        "baseline_reward": baseline["reward"],
+    }
+    for dtype in arguments.dtypes:
+        found[f"{dtype}_ratio"] = mine[dtype]["samples_per_s"] / theirs[dtype]["samples_per_s"]
+        for side, runs in (("", mine), ("baseline_", theirs)):
+            found |= {f"{side}{dtype}_{name}": runs[dtype][name] for name in ("samples_per_s", "reward")}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--baseline-python", required=True, help="a Python that has TRL")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="10 steps, one round")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=2, help="of flowrt's trainer, a thread each")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile on both sides"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of each side's passes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="each with a seed of its own; medians are reported")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.rounds = 10, 1
+    samples = Samples()
+    for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+        for name, value in measured(argparse.Namespace(**{**vars(arguments), "seed": seed})).items():
+            samples.add(name, value)
+    metrics = samples.medians()
+    title = f"{arguments.steps} steps of GRPO, flowrt and TRL, medians of {arguments.rounds}"
+    table = Table("metric", "value", title=title)
+    for key, value in metrics.items():
+        table.add_row(key, f"{value:.4g}")
+    Console().print(table)
+    about = {name: getattr(arguments, name) for name in ("steps", "new_tokens", "rounds", "compile", "dtypes")}
+    write(arguments.json, metrics, **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""TransferQueue under the same orders as `streamers.py`; runs with the Python that has it, needs nothing of flowrt.
+
+python bench/control_plane/baseline.py queue    starts Ray, the queue's controller and its storage; prints the address
+python bench/control_plane/baseline.py client   a producer or consumer, a process with its own TransferQueueClient
+
+As TransferQueue is meant to be used and at its fastest: two storage units (its default), polling, one torch thread
+(more of them spin against each other where cores are few). A row is one field of one int64; every row is checked.
+"""
+
+import base64
+import itertools
+import os
+import pickle
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+os.environ.update(TQ_LOGGING_LEVEL="ERROR", TQ_NUM_THREADS="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
+os.environ.update(PYTHONWARNINGS="ignore")
+
+from common.children import obey, reply
+
+FIELD, TASK = "value", "consume"
+UNITS = 2
+IDLE_S = 0.001
+
+
+def controller_pid() -> int | None:
+    import psutil
+
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if line.startswith("ray::") and "TransferQueueController" in line:
+            return int(process.info["pid"])
+    return None
+
+
+def serve() -> None:
+    """The queue, until the input ends."""
+    import ray
+    import transfer_queue
+    from omegaconf import OmegaConf
+
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(num_cpus=UNITS + 4, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20, **quiet)
+    backend = {"SimpleStorage": {"num_data_storage_units": UNITS}}
+    settings = OmegaConf.create(
+        {"controller": {"polling_mode": True}, "backend": backend}, flags={"allow_objects": True}
+    )
+    reached = transfer_queue.init(settings)
+    reply({"address": base64.b64encode(pickle.dumps(reached)).decode(), "controller_pid": controller_pid()})
+    sys.stdin.read()
+    transfer_queue.close()
+    ray.shutdown()
+
+
+class Client:
+    """What `streamers.py` does, said to TransferQueue: put is `put`, get is `get_meta` and `get_data`."""
+
+    def __init__(self) -> None:
+        import torch
+        from tensordict import TensorDict
+        from transfer_queue import TransferQueueClient
+
+        torch.set_num_threads(1)
+        self._torch, self._dict, self._make = torch, TensorDict, TransferQueueClient
+        self._client: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def join(self, address: str) -> None:
+        reached = pickle.loads(base64.b64decode(address))
+        self._client = self._make(f"client_{os.getpid()}", reached.controller.zmq_info)
+        kind = reached.backend.storage_backend
+        self._client.initialize_storage_manager(manager_type=kind, config=reached.backend[kind])
+
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        self._pool = self._pool or ThreadPoolExecutor(count)
+        return self._pool
+
+    def _rows(self, first: int, rows: int) -> Any:
+        values = self._torch.arange(first, first + rows, dtype=self._torch.int64)
+        return self._dict({FIELD: values.view(rows, 1)}, batch_size=[rows])
+
+    def put(
+        self,
+        part: str,
+        rows: int,
+        requests: int,
+        depth: int = 1,
+        at_s: float = 0.0,
+        last: bool = False,  # noqa: ARG002
+    ) -> float:
+        """With ``depth`` requests in flight, each asked for by a thread: its client's calls block."""
+        batches = [self._rows(first, rows) for first in range(0, rows * requests, rows)]
+        time.sleep(max(0.0, at_s - time.monotonic()))
+        start_s = time.monotonic()
+        if depth == 1:
+            for batch in batches:
+                self._client.put(batch, partition_id=part)
+        else:
+            list(self._threads(depth).map(lambda batch: self._client.put(batch, partition_id=part), batches))
+        return time.monotonic() - start_s
+
+    def get(self, part: str, rows: int, requests: int, depth: int = 1) -> float:
+        def one(_: int) -> Any:
+            meta = self._client.get_meta([FIELD], rows, part, task_name=TASK)
+            return self._client.get_data(meta)[FIELD]
+
+        start_s = time.monotonic()
+        got = list(map(one, range(requests)) if depth == 1 else self._threads(depth).map(one, range(requests)))
+        seconds = time.monotonic() - start_s
+        one_by_one = itertools.chain(*(batch.unbind() if batch.is_nested else list(batch) for batch in got))
+        if sorted(int(row.contiguous()[0]) for row in one_by_one) != list(range(rows * requests)):
+            raise ValueError(f"the {rows * requests} rows that were put are not the rows that came out")
+        return seconds
+
+    def drain(self, part: str, rows: int, total: int) -> dict[str, float]:
+        """Next to others, until this task has consumed the whole partition."""
+        count, empty, last_s = 0, 0, time.monotonic()
+        while True:
+            meta = self._client.get_meta([FIELD], rows, part, task_name=TASK)
+            if meta.size:
+                count += len(self._client.get_data(meta))
+                last_s = time.monotonic()
+                continue
+            empty += 1
+            if empty % 20 == 0:
+                _, consumed = self._client.get_consumption_status(TASK, part)
+                if consumed is not None and consumed.numel() >= total and int(consumed.sum()) >= total:
+                    return {"rows": count, "last_s": last_s}
+            time.sleep(IDLE_S)
+
+    def fill(self, part: str, rows: int, queue: int = -1) -> None:  # noqa: ARG002
+        for first in range(0, rows, 1000):
+            self._client.put(self._rows(first, min(1000, rows - first)), partition_id=part)
+
+    def pull_times(self, parts: list[str], rows: int, count: int, warm: int) -> list[list[float]]:
+        """Seconds of each `get_meta`, from the parts in turns: what the controller does; the data comes on top."""
+        times: list[list[float]] = [[] for _ in parts]
+        for wanted in [1] * warm + [rows] * count:
+            for part, seconds in zip(parts, times, strict=True):
+                start_s = time.monotonic()
+                meta = self._client.get_meta([FIELD], wanted, part, task_name=TASK)
+                seconds.append(time.monotonic() - start_s)
+                assert meta.size == wanted
+        return [seconds[warm:] for seconds in times]
+
+    def clear(self, part: str, rows: int, queue: int = -1) -> None:  # noqa: ARG002
+        self._client.clear_partition(part)
+
+    def first_row(self, address: str) -> float:
+        """Join the queue, put a row and get it: the moment at which it came."""
+        self.join(address)
+        self.put("first", 1, 1)
+        self.get("first", 1, 1)
+        return time.monotonic()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["queue"]:
+        serve()
+    else:
+        client = Client()
+        orders = ("join", "put", "get", "drain", "fill", "pull_times", "clear", "first_row")
+        obey({order: getattr(client, order) for order in orders}, os.getpid())
+        os._exit(0)  # its client's threads have no end

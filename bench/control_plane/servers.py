@@ -1,0 +1,146 @@
+"""The servers that a bench measures, each in a process of its own; says its address, leaves when its input ends.
+
+python bench/control_plane/servers.py echo --reply HEX         answers everything with these bytes
+python bench/control_plane/servers.py stream --run-dir DIR     a controller with one stage that reads rows of one flow
+python bench/control_plane/servers.py training --run-dir DIR   a controller of a small training run; --no-ledger
+"""
+
+import argparse
+import asyncio
+import cProfile
+import logging
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.children import raise_open_files, reply
+
+from flowrt.controller.core import Core
+from flowrt.controller.events import AppendLedger
+from flowrt.controller.policies.batching import GroupCount
+from flowrt.controller.policies.dispatch.base import Fifo
+from flowrt.controller.policies.weight_sync import DelayedUpdate
+from flowrt.controller.server.server import Server
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.state.replay import Entry
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.net.zmq_socket import server_socket
+from flowrt.protocol.records import Stage
+from flowrt.runtime.event_loop import serve_loop
+
+ANY_PORT = "tcp://127.0.0.1:0"
+PATIENCE_S = 3600.0
+STREAM = Dataflow((), (Stage("consume", ("value",), ()),), tags=("value",))
+TRAINING = Dataflow(
+    (),
+    (
+        Stage("rollout", ("prompt",), ("response",), generates=True),
+        Stage("reward", ("response",), ("reward",)),
+        Stage("train", ("response", "reward"), (), flow="train", whole_groups=True),
+    ),
+    "train",
+    "train",
+    tags=("prompt",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSteps:
+    """Two steps' worth of groups at a time, of whatever age: nobody here makes new weights."""
+
+    def may_open(self, live_groups: int, groups_per_step: int) -> bool:
+        return live_groups < 2 * groups_per_step
+
+    def may_start(self, expected_step: int, version: int) -> bool:  # noqa: ARG002
+        return True
+
+    def may_train(self, step: int, oldest_version: int) -> bool:  # noqa: ARG002
+        return True
+
+
+POLICIES = Policies(TwoSteps(), Fifo(), GroupCount(4), DelayedUpdate())
+
+
+class NoLedger(Ledger):
+    """Takes what the ledger takes and keeps nothing."""
+
+    def add(self, record: AppendLedger, at_s: float) -> None:
+        pass
+
+    def append_replay(self, entry: Entry) -> None:
+        pass
+
+
+async def echo(answer: bytes) -> None:
+    """On the product's own socket: no codec, no core, one constant answer."""
+    raw = server_socket()
+    send = raw.send
+    address = raw.bind(ANY_PORT)
+    raw.start(lambda frames: send([frames[0], answer]))
+    reply(address)
+    await input_ended()
+    raw.close()
+
+
+async def serve(flow: Dataflow, settings: Settings, run_dir: Path, ledger: bool) -> None:
+    kept = (Ledger if ledger else NoLedger)(run_dir / "ledger.sqlite")
+    core = Core(settings, flow, POLICIES)
+    server = Server(core, flow.columns, "", run_dir, heartbeat_s=1.0, request_timeout_s=PATIENCE_S, ledger=kept)
+    address = server.bind(ANY_PORT)
+    async with server.running():
+        reply(address)
+        await input_ended()
+
+
+async def input_ended() -> None:
+    """Wait until whoever started this process closes its input."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin, ended.set)
+    await ended.wait()
+    loop.remove_reader(sys.stdin)
+
+
+def patient(**numbers: int) -> Settings:
+    """Settings under which nobody counts as dead because the machine is busy."""
+    return Settings(
+        **numbers,  # type: ignore[arg-type]
+        budget_rows=10_000_000,
+        lease_s=PATIENCE_S,
+        worker_timeout_s=PATIENCE_S,
+        no_progress_timeout_s=PATIENCE_S,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=("echo", "stream", "training"))
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--reply", type=bytes.fromhex, default=b"")
+    parser.add_argument("--sources", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=1, help="groups a step")
+    parser.add_argument("--no-ledger", action="store_true")
+    parser.add_argument("--profile", type=Path, help="write a cProfile here")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    raise_open_files()
+    work: Coroutine[None, None, None]
+    if arguments.role == "echo":
+        work = echo(arguments.reply)
+    elif arguments.role == "stream":
+        work = serve(STREAM, patient(sources=arguments.sources), arguments.run_dir, not arguments.no_ledger)
+    else:
+        settings = patient(steps=arguments.steps, groups_per_step=arguments.groups)
+        work = serve(TRAINING, settings, arguments.run_dir, not arguments.no_ledger)
+    if arguments.profile is None:
+        serve_loop(work)
+        return
+    profile = cProfile.Profile()
+    profile.runcall(serve_loop, work)
+    profile.dump_stats(arguments.profile)
+
+
+if __name__ == "__main__":
+    main()

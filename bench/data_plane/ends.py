@@ -1,0 +1,138 @@
+"""One end of `bench/tensors.py`, a process of its own: puts or gets rows, obeys JSON lines on stdin.
+
+    python bench/data_plane/ends.py ADDRESS NAME
+
+It has what a worker's session has: a link, a store, lanes. Its controller is the desk of `tensors.py`, which answers
+each message as the real one does, but keeps no board: what is measured is the tensor plane and the messages it needs.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from flowrt.client.requests import SPIN_S
+from flowrt.client.sample_transfers import SampleTransfers
+from flowrt.errors import FlowError
+from flowrt.net.link import ClientLink
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import Column, Part
+from flowrt.runtime.event_loop import run_loop
+from flowrt.transport.lanes.lane import LaneSet
+from flowrt.transport.lanes.transports import make_transports
+from flowrt.transport.samples.row_blocks import Packed
+from flowrt.transport.samples.store import TensorStore
+
+COLUMN = "x"
+LANE_S = 60.0
+
+
+def payload_of(sizes: list[int], first: int) -> Packed:
+    """Rows of bytes; each begins with its own id, so that whoever gets them can check."""
+    flat = torch.ones(sum(sizes), dtype=torch.uint8)
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+    ids = torch.arange(first, first + len(sizes)).view(torch.uint8).view(-1, 8)
+    for byte in range(8):
+        flat[starts + byte] = ids[:, byte]
+    return Packed(flat, tuple(sizes))
+
+
+def check(rows: Packed, first: int) -> None:
+    """Every row begins with its id."""
+    starts = torch.tensor([0, *rows.lengths[:-1]]).cumsum(0)
+    found = torch.stack([rows.values[starts + byte] for byte in range(8)], 1).contiguous().view(torch.int64).flatten()
+    if found.tolist() != list(range(first, first + len(rows))):
+        raise ValueError("the rows that came out are not those that were put")
+
+
+class End:
+    """A producer or a consumer."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link = ClientLink(self._receive, self._failed)
+        self._link.connect(address)
+        self.store = TensorStore([Column(COLUMN, "uint8", "slot")])
+
+        def signal(peer: str, lane: str, key: str, value: bytes) -> None:
+            self._link.send(m.RendezvousKey(peer, lane, key, value))
+
+        self._lanes = LaneSet(name, make_transports(address), LANE_S, signal)
+        self._arrivals = SampleTransfers(self.store, self._lanes, lambda *_: None)
+        self._answer: asyncio.Future[Any] = self._loop.create_future()
+        self._payload = Packed(torch.empty(0, dtype=torch.uint8), ())
+        self._link.send(m.Hello(protocol=m.PROTOCOL, worker=name, role=name, host="here", pid=0, lanes=("shm", "gloo")))
+
+    def _receive(self, message: m.Message) -> None:
+        match message:
+            case m.Grant():
+                for incoming in message.incoming:
+                    self._arrivals.receive(incoming)
+                self._answer.set_result(message)
+            case m.Committed():
+                self._answer.set_result(message)
+            case m.SendSamples():
+                self._arrivals.send(message)
+            case m.ReleaseTensors(columns, slots, groups):
+                self.store.free(columns, slots, groups)
+            case m.RendezvousKey(peer, lane, key, value):
+                self._lanes.deliver(peer, lane, key, value)
+
+    def _failed(self, error: FlowError) -> None:
+        raise error
+
+    async def _ask(self, message: m.Message) -> Any:
+        self._answer = self._loop.create_future()
+        self._link.send(message)
+        self._loop.call_soon(self._link.spin_wait, SPIN_S)  # as who asks for one thing at a time
+        return await self._answer
+
+    async def make(self, sizes: list[int], first: int) -> None:
+        self._payload = payload_of(sizes, first)
+
+    async def drop(self) -> None:
+        self._payload = Packed(torch.empty(0, dtype=torch.uint8), ())
+
+    async def put(self, first: int) -> float:
+        """As `Session.commit`: into the store, and its ids and lengths to the controller."""
+        rows = self._payload
+        begin_s = time.perf_counter()
+        ids = tuple(range(first, first + len(rows)))
+        self.store.put_rows(COLUMN, ids, rows)
+        part = Part(COLUMN, ids, tuple(rows.lengths))
+        await self._ask(
+            m.Commit(request=0, stage="make", slots=ids, leases=(0,) * len(ids), parts=(part,), inline=(), spans=())
+        )
+        return time.perf_counter() - begin_s
+
+    async def get(self, transport: str, first: int, verify: bool) -> float:
+        """As `Session.pull`: a grant, and what it announces."""
+        begin_s = time.perf_counter()
+        grant = await self._ask(m.Pull(request=0, stage=transport, slots=1, tokens=0, step=-1))
+        await self.store.wait_for(grant.parts)
+        rows = self.store.rows(COLUMN, grant.slots)
+        taken_s = time.perf_counter() - begin_s
+        if verify:
+            assert isinstance(rows, Packed)
+            check(rows, first)
+        return taken_s
+
+
+async def main(address: str, name: str) -> None:
+    end = End(address, name)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order, arguments = json.loads(line)
+        answer = await getattr(end, order)(*arguments)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    await end._lanes.close()
+    end._link.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_loop(main(*sys.argv[1:]))

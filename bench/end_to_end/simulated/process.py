@@ -1,0 +1,92 @@
+"""One process of a simulated cluster. It plays run after run: a line in for each, a line out when it has ended.
+
+python -m simulated.process controller     a line is a run directory and a play; out come an address, then a summary
+python -m simulated.process WORKER ...     a line is an address; out comes what went wrong, or nothing
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import torch
+from end_to_end.simulated.modes import Play
+from end_to_end.simulated.roles import ROLES
+
+from flowrt.client.session import Session, connect
+from flowrt.controller.core import Core
+from flowrt.controller.server.server import Server
+from flowrt.errors import FlowError, Stopped
+from flowrt.recipes import grpo
+from flowrt.runtime.event_loop import run_loop
+from flowrt.runtime.parent_death import die_with_parent
+
+HEARTBEAT_S = 0.5
+WAIT_S = 120.0
+JOIN_S = 20.0
+
+
+def say(answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+async def control(run_dir: Path, play: Play) -> None:
+    """One run's controller; the recipe's dataflow, the mode's policies."""
+    flow = grpo.dataflow(play.config())
+    core = Core(play.settings(), flow, play.policies())
+    server = Server(
+        core=core,
+        columns=flow.columns,
+        config=play.to_json(),
+        run_dir=run_dir,
+        heartbeat_s=HEARTBEAT_S,
+        request_timeout_s=WAIT_S,
+    )
+    say(server.bind("tcp://127.0.0.1:0"))
+    ended = await server.run()
+    summary = server.summary(play.mode.bound)
+    server.ledger.close()
+    say({**summary, "numbers": server.metrics.numbers, "exit_code": ended.code, "reason": ended.reason})
+
+
+async def work(address: str, workers: list[str]) -> None:
+    """Each worker with a session of its own, side by side."""
+    errors = await asyncio.gather(*(one(address, worker) for worker in workers))
+    say("; ".join(error for error in errors if error))
+
+
+async def one(address: str, worker: str) -> str:
+    role = worker.split("-")[0]
+    session = await connect(address, worker, role, JOIN_S)
+    error = ""
+    try:
+        await _play(session, role)
+    except* Stopped:
+        pass
+    except* FlowError as failed:
+        error = f"{worker}: {failed.exceptions[0]}"
+    finally:
+        await session.close(error)
+    return error
+
+
+async def _play(session: Session, role: str) -> None:
+    await ROLES[role](session, Play.from_json(session.welcome.config))
+    await session.wait_stopped()
+
+
+def main() -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    workers = sys.argv[1:]
+    say("ready")
+    for line in sys.stdin:
+        task = json.loads(line)
+        if workers == ["controller"]:
+            run_loop(control(Path(task["run_dir"]), Play(**task["play"])))
+        else:
+            run_loop(work(task["address"], workers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""TRL's GRPO trainer on the orders of `compare_trl.py`; runs with the Python that has TRL, needs nothing of flowrt.
+
+python bench/end_to_end/trl_baseline.py ORDERS.json      prints one JSON line of what it measured, the last one
+
+Generation is transformers', as TRL does it without a server; the loss is GRPO with the same clips, no reference.
+"""
+
+import json
+import logging
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_DISABLED="true")
+
+
+def settings(orders: dict[str, Any]) -> Any:
+    """The orders in TRL's words; steps are of whole groups, one optimiser step for each generation."""
+    from trl import GRPOConfig
+
+    samples = orders["prompts_per_step"] * orders["group_size"]
+    return GRPOConfig(
+        output_dir=orders["out"],
+        max_steps=orders["steps"],
+        per_device_train_batch_size=samples,
+        num_generations=orders["group_size"],
+        max_completion_length=orders["max_new_tokens"],
+        learning_rate=orders["lr"],
+        adam_beta2=orders["beta2"],
+        warmup_steps=orders["warmup_steps"],
+        lr_scheduler_type="constant_with_warmup",
+        epsilon=orders["clip_low"],
+        epsilon_high=orders["clip_high"],
+        loss_type="dapo",
+        beta=0.0,
+        temperature=1.0,
+        seed=orders["seed"],
+        use_cpu=True,
+        torch_compile=orders["compile"],
+        bf16=orders["dtype"] == "bfloat16",
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    orders = json.loads(Path(sys.argv[1]).read_text())
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(orders["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(orders["model"], padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(orders["model"], dtype=torch.float32)
+    ends_s: list[float] = []
+    rewards: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends_s.append(time.monotonic())
+
+    score = runpy.run_path(orders["reward"])["reward"]
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        scored = [float(score(text, wanted)) for text, wanted in zip(completions, answer, strict=True)]
+        rewards.append(sum(scored) / len(scored))
+        return scored
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=settings(orders),
+        train_dataset=Dataset.from_list(orders["problems"]),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    # The first step warms up what is made once.
+    samples = orders["prompts_per_step"] * orders["group_size"] * (len(ends_s) - 1)
+    last = rewards[-orders["window"] :]
+    measured = {"samples_per_s": samples / (ends_s[-1] - ends_s[0]), "reward": sum(last) / len(last)}
+    print(json.dumps({**measured, "steps": len(ends_s)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""One trial: the lives of a run, what is done to it, the verdict. Trials are generators: many go on in one process."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from fault_injection.damage import NEWEST, Damaged
+from fault_injection.faults import DISK, EVERYTHING, FOR_EVER_S, LASTING_KINDS, LAUNCHER, LINK_KINDS, Fault, Plan
+from fault_injection.launcher_process import LEAVE_S, SIGNALS_OF, Life, gone, used, wait
+from fault_injection.verdict import account, wrong_summary
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import to_toml
+
+STEPS, PROMPTS, MEMBERS = 8, 4, 2
+SHARED_MEMORY = Path("/dev/shm")
+DISK_BYTES = 32 << 20
+MOST_LIVES = 4
+SLOW = 3.0
+"""How much more time a trial has whose processes are not forked."""
+REPLACED_WITHIN_S = 5.0
+Steps = Generator[None, None, None]
+
+
+@dataclass(slots=True)
+class Seen:
+    """Times of one fault, in seconds since then; -1 for what never came."""
+
+    fault: Fault
+    struck_s: float = -1.0
+    noticed_s: float = -1.0
+    recovered_s: float = -1.0
+    missing_s: float = -1.0
+    """A worker that left in order: how long its place has been empty, or was until it was replaced."""
+    replaced: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One trial, judged."""
+
+    plan: Plan
+    folder: Path
+    seen: list[Seen] = field(default_factory=list)
+    struck: bool = False
+    lost: int = 0
+    doubled: int = 0
+    hung: bool = False
+    wrong: list[str] = field(default_factory=list)
+    resumed: int = 0
+    refused: str = ""
+    resume_s: list[float] = field(default_factory=list)
+    """From each `flowrt resume` to the first step that no life before had closed."""
+    wall_s: float = 0.0
+
+    @property
+    def is_bad(self) -> bool:
+        return bool(self.lost or self.doubled or self.hung or self.wrong)
+
+    @property
+    def noticed_s(self) -> float:
+        return self.seen[0].noticed_s if self.seen else -1.0
+
+    @property
+    def recovered_s(self) -> float:
+        """From the last fault of a run that went on by itself to its next step."""
+        return self.seen[-1].recovered_s if self.seen and not self.resumed else -1.0
+
+    @property
+    def replaced_s(self) -> float:
+        return self.seen[0].missing_s if self.seen and self.seen[0].replaced else -1.0
+
+    def line(self, number: int) -> str:
+        times = {"noticed": self.noticed_s, "recovered": self.recovered_s, "replaced": self.replaced_s}
+        said = [f"{name} {value:.2f} s" for name, value in times.items() if value >= 0]
+        said += [f"refused: {self.refused}"] if self.refused else []
+        said += [f"resumed {self.resumed} x" for _ in range(bool(self.resumed))]
+        said += [f"resumed: a step after {value:.2f} s" for value in self.resume_s]
+        head = f"{number:4} seed {self.plan.seed}: {self.plan}: {', '.join([*said, f'over after {self.wall_s:.1f} s'])}"
+        if not self.is_bad:
+            return head
+        what = [f"lost {self.lost}, doubled {self.doubled}", *(["hung"] if self.hung else []), *self.wrong]
+        return f"{head}: FAILED: {'; '.join(what)}; see {self.folder}"
+
+
+class Trial:
+    """A run to which a plan is done."""
+
+    def __init__(self, plan: Plan, base: RunConfig, folder: Path, deadline_s: float, keys: Path) -> None:
+        """``deadline_s`` is what each life may take."""
+        self.folder = folder
+        self.out = Outcome(plan, folder)
+        self._plan = plan
+        self._deadline_s = deadline_s * (SLOW if plan.starts_pythons else 1.0)
+        self._place = folder / "place"
+        self._run_dir = self._place / "run"
+        self._filler = self._place / "filler"
+        self._config = self._configuration(base, keys)
+        self._damaged: Damaged | None = None
+        self._shared_before = set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+        self._killed = False
+
+    def _configuration(self, base: RunConfig, keys: Path) -> RunConfig:
+        plan = self._plan
+        # In every second run a worker that comes back has to prove who it is.
+        controller = dataclasses.replace(base.controller, keys=str(keys) if plan.seed % 2 else "")
+        supervisor, rollout = base.supervisor, base.rollout
+        if plan.starts_pythons:
+            controller = dataclasses.replace(controller, connect_timeout_s=120.0)
+            supervisor = dataclasses.replace(supervisor, role_vacancy_timeout_s=60.0)
+        if plan.group == "leave":
+            rollout = dataclasses.replace(rollout, workers=1)
+            supervisor = dataclasses.replace(supervisor, backoff_s=0.5)
+        return dataclasses.replace(
+            base,
+            seed=plan.seed,
+            run_dir=str(self._run_dir),
+            controller=controller,
+            supervisor=supervisor,
+            rollout=rollout,
+            trainer=dataclasses.replace(base.trainer, ranks=plan.ranks),
+        )
+
+    # ---- its course
+
+    def course(self) -> Generator[None, None, Outcome]:
+        """Yields while there is something to wait for; returns the verdict."""
+        began_s = time.monotonic()
+        (self.folder / "tmp").mkdir(parents=True)
+        self._place.mkdir()
+        config = self.folder / "config.toml"
+        config.write_text(to_toml(self._config))
+        with contextlib.ExitStack() as stack:
+            if self._plan.group == "disk":
+                self._mount()
+                stack.callback(self._unmount)
+            yield from self._lives(config)
+            self._judge()
+        self.out.wall_s = time.monotonic() - began_s
+        return self.out
+
+    def _lives(self, config: Path) -> Steps:
+        plan, out = self._plan, self.out
+        faults = plan.faults
+        words = ["run", "--config", str(config)]
+        for number in range(MOST_LIVES):
+            life = Life(self.folder, words, [one.victim for one in faults if one.kind in LINK_KINDS])
+            seen = [Seen(fault) for fault in faults]
+            yield from self._live(life, seen, self._last_step() if number else None)
+            out.seen = out.seen or seen
+            out.struck = all(one.struck_s >= 0 for one in seen) and (out.struck or number == 0)
+            yield from self._left(life, faults)
+            if out.hung or out.wrong:
+                return
+            if life.code == 0:
+                if number == 0 and any(one.ends_the_launcher for one in faults) and out.struck:
+                    out.wrong.append("the launcher ended well although it was killed")
+                return
+            if self._damaged is not None and life.code in (EXIT_FAILED, EXIT_BAD_INPUT) and not out.refused:
+                self._judge_refusal(life)
+                self._damaged.repair()
+            else:
+                self._judge_code(life, seen)
+            broken = account(self._run_dir, STEPS * PROMPTS, STEPS, complete=False)
+            out.wrong += ["trained twice before it was resumed"] if broken.doubled else []
+            if out.wrong:
+                return
+            self._filler.unlink(missing_ok=True)
+            if number == 0 and plan.damage:
+                self._damaged = Damaged(self._run_dir, plan.damage, plan.seed, self.folder / "copy")
+                out.struck = out.struck and self._damaged.done
+            faults = plan.later if number == 0 else ()
+            if self._run_dir.exists():
+                words = ["resume", str(self._run_dir)]
+            out.resumed += 1
+        out.wrong.append(f"it did not end well in {MOST_LIVES} lives")
+
+    def _live(self, life: Life, seen: Sequence[Seen], before: int | None) -> Steps:
+        """One life to its end; ``before`` is the last step that any life before has closed."""
+        strikes = [self._strike(life, one) for one in seen]
+        deadline_s = life.began_s + self._deadline_s
+        resumed_s = -1.0
+        while not life.is_over():
+            if time.monotonic() > deadline_s:
+                self.out.hung = True
+                life.kill()
+                break
+            for strike in list(strikes):
+                if next(strike, self) is self:
+                    strikes.remove(strike)
+            if before is not None and resumed_s < 0 and self._last_step() > before:
+                resumed_s = time.monotonic() - life.began_s
+                self.out.resume_s.append(resumed_s)
+            yield
+
+    # ---- faults
+
+    def _strike(self, life: Life, seen: Seen) -> Steps:
+        """Do it when its time has come, and look what comes of it."""
+        fault = seen.fault
+        while self._steps() < fault.after or not (self._run_dir / "config.toml").exists():
+            yield
+        yield from wait(lambda: False, fault.delay_s)
+        while fault.victim != DISK and not life.find(fault.victim):
+            yield
+        logs = {path: path.stat().st_size for path in self._logs(life)}
+        steps, joined = self._steps(), self._joined(fault.victim)
+        found = [] if fault.victim == DISK else life.find(fault.victim)
+        seen.struck_s = began_s = time.monotonic()
+        if fault.victim == DISK:
+            self._fill(fault.room_bytes)
+        else:
+            life.strike(fault.victim, fault.kind, found)
+        lasts = fault.kind in LASTING_KINDS and fault.for_s != FOR_EVER_S
+        gone_s = -1.0
+        while True:
+            yield
+            since_s = time.monotonic() - began_s
+            if lasts and since_s >= fault.for_s:
+                lasts = False
+                life.relent(fault.victim, fault.kind, found)
+            if seen.noticed_s < 0 and self._named(fault, life, logs):
+                seen.noticed_s = since_s
+            # Fewer steps than before: the run went back to a checkpoint, and has to close one anew.
+            closed, steps_before = self._steps(), steps
+            steps = closed
+            if closed > steps_before and seen.recovered_s < 0:
+                seen.recovered_s = since_s
+            if self._plan.group != "leave" or seen.replaced:
+                continue
+            if gone_s < 0 and all(map(gone, found)):
+                gone_s = since_s
+            if gone_s >= 0:
+                seen.missing_s = since_s - gone_s
+                seen.replaced = self._joined(fault.victim) > joined
+
+    def _fill(self, room_bytes: int) -> None:
+        """Leave so much room on the disk of the run."""
+        free = shutil.disk_usage(self._place).free - room_bytes
+        with contextlib.suppress(OSError), self._filler.open("wb") as filler:
+            filler.write(b"\0" * max(free, 0))
+
+    def _mount(self) -> None:
+        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "flowrt-faults", str(self._place)]
+        subprocess.run(words, check=True, timeout=20)
+
+    def _unmount(self) -> None:
+        if self.out.is_bad and self._run_dir.exists():  # what is to be looked at outlives the disk
+            shutil.copytree(self._run_dir, self.folder / "run", dirs_exist_ok=True)
+        subprocess.run(["umount", "-l", str(self._place)], check=True, timeout=20)
+
+    # ---- what there is to see
+
+    def _steps(self) -> int:
+        """Closed steps."""
+        try:
+            return (self._run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def _last_step(self) -> int:
+        return self._steps() - 1
+
+    def _joined(self, name: str) -> int:
+        log = self._run_dir / "logs" / "controller.log"
+        return log.read_text(errors="replace").count(f" {name} joined (") if log.exists() else 0
+
+    def _logs(self, life: Life) -> list[Path]:
+        return [life.output, *(self._run_dir / "logs").glob("*.log")]
+
+    def _named(self, fault: Fault, life: Life, before: dict[Path, int]) -> bool:
+        """Whether a log has named the victim since then; a hello at the start does not count."""
+        for path in self._logs(life):
+            if not path.exists() or path.stat().st_size == before.get(path, 0):
+                continue
+            with path.open("rb") as log:
+                log.seek(before.get(path, 0))
+                for line in log.read().decode(errors="replace").splitlines():
+                    hello = fault.after == 0 and " joined (" in line
+                    if fault.victim in line and not hello and "listening" not in line:
+                        return True
+        return False
+
+    # ---- the verdict
+
+    def _left(self, life: Life, faults: Sequence[Fault]) -> Steps:
+        """Nothing of a life that is over may be left: no process, no shared memory, no temporary file."""
+        yield from wait(lambda: not life.left(), LEAVE_S)
+        left = life.left()
+        if left:
+            names = []
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    names.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+            self.out.wrong.append(f"processes were left behind: {names}")
+        life.kill()
+        new = set(os.listdir(SHARED_MEMORY)) - self._shared_before if SHARED_MEMORY.is_dir() else set()
+        if shared := sorted(name for name in new if not used(SHARED_MEMORY / name)):
+            self.out.wrong.append(f"shared memory was left behind: {shared}")
+        # What a process that is killed has made for itself it cannot remove.
+        self._killed = self._killed or (self._plan.ranks > 1 and any(one.kind in ("kill", "stop") for one in faults))
+        if not self._killed and (files := sorted(os.listdir(self.folder / "tmp"))):
+            self.out.wrong.append(f"temporary files were left behind: {files}")
+
+    def _judge_code(self, life: Life, seen: Sequence[Seen]) -> None:
+        """A life that did not end well had a reason to, and says it."""
+        code, said = life.code, life.said()
+        faults = [one.fault for one in seen if one.struck_s >= 0]
+        interrupted = any(one.interrupts for one in faults) and code == EXIT_INTERRUPTED
+        killed = any(one.victim == EVERYTHING or (one.victim, one.kind) == ("launcher", "kill") for one in faults)
+        hung_up = any((one.victim, one.kind) == ("launcher", "SIGHUP") for one in faults)
+        may_fail = any(one.may_fail_the_run for one in faults) or len(faults) > 1
+        # A launcher that has started nothing dies of signals as any program does.
+        early = (
+            life.started_nothing
+            and code is not None
+            and -code in [SIGNALS_OF[one.kind] for one in faults if one.victim == LAUNCHER]
+        )
+        sentence = next((line for line in said.splitlines() if line.startswith("flowrt: ")), "")
+        if "Traceback" in said:
+            self.out.wrong.append("a traceback was shown")
+        elif code == EXIT_FAILED and may_fail:
+            words = ("No space left", "disk is full") if self._plan.group == "disk" else tuple(_names(faults))
+            if not any(word in sentence for word in words):
+                self.out.wrong.append(f"exit code 1, and {words} is not named: {sentence or said[-300:]}")
+        elif code == EXIT_BAD_INPUT and self._plan.group == "disk" and not self._run_dir.exists():
+            if "disk is full" not in sentence and "No space left" not in sentence:
+                self.out.wrong.append(f"refused, and the disk is not named: {sentence or said[-300:]}")
+        elif not (early or interrupted or (killed and code == -9) or (hung_up and code in (-1, EXIT_INTERRUPTED))):
+            self.out.wrong.append(f"exit code {code}: {sentence or said[-300:]}")
+
+    def _judge_refusal(self, life: Life) -> None:
+        """Files that were damaged and are not gone on with: one sentence says so, and nothing is changed."""
+        assert self._damaged is not None
+        said = life.said()
+        sentences = [line for line in said.splitlines() if line.startswith("flowrt: ")]
+        self.out.refused = f"exit code {life.code}: {' / '.join(sentences)[:300]}"
+        if "Traceback" in said:
+            self.out.wrong.append("a traceback was shown")
+        if len(sentences) != 1:
+            self.out.wrong.append(f"{len(sentences)} sentences say why it was refused: {said[-300:]}")
+        if not any(self._damaged.damage.names(line) for line in sentences):
+            self.out.wrong.append(f"what is damaged is not named: {sentences}")
+        if self._damaged.damage.goes_on:
+            self.out.wrong.append("it was refused although it could have gone on")
+        if life.code == EXIT_BAD_INPUT and (changed := self._damaged.changed()):
+            self.out.wrong.append(f"it was refused, and changed {changed}")
+
+    def _judge(self) -> None:
+        """What the files say in the end."""
+        out, plan = self.out, self._plan
+        ended = not out.hung and not out.wrong
+        judged = account(self._run_dir, STEPS * PROMPTS, STEPS, complete=ended)
+        out.lost, out.doubled = judged.lost, judged.doubled
+        out.wrong += [judged.fault] if judged.fault else []
+        if not ended:
+            return
+        expected = {
+            "exit_code": 0,
+            "steps": STEPS,
+            "samples": STEPS * PROMPTS * MEMBERS,
+            "prompts.trained": STEPS * PROMPTS,
+            "prompts_lost": 0,
+            "prompts_trained_twice": 0,
+        }
+        out.wrong += wrong_summary(self._run_dir, expected)
+        if "Traceback" in (self.folder / "output.txt").read_text(errors="replace"):
+            out.wrong.append("a traceback was shown")
+        if plan.group == "leave" and out.seen[0].missing_s > REPLACED_WITHIN_S:
+            out.wrong.append(f"a place was empty for {out.seen[0].missing_s:.1f} s")
+        if self._damaged is None or not self._damaged.done or out.refused:
+            return
+        if self._damaged.damage.goes_on is False:
+            out.wrong.append("it went on although it had to be refused")
+        # A checkpoint that is damaged must not be trained on: the run goes back to the one before it.
+        if self._damaged.damage.where == NEWEST and not wrong_summary(
+            self._run_dir, {"resumed_from": self._damaged.newest}
+        ):
+            out.wrong.append("it went on from a damaged checkpoint")
+
+
+def _names(faults: Sequence[Fault]) -> set[str]:
+    """What a sentence about them may call them."""
+    return {"trainer" if one.victim.startswith(("rank", "agent")) else one.victim.split("-")[0] for one in faults}

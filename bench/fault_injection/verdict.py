@@ -1,0 +1,129 @@
+"""What became of a run, from its files alone and with queries of its own: nothing of flowrt's is asked."""
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+LEDGER = "ledger.sqlite"
+Prompt = tuple[int, int]
+"""Epoch and number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Prompts of the data, by what the ledger says of them; `fault` names what is not as it should be."""
+
+    lost: int
+    doubled: int
+    fault: str
+
+
+@dataclass(slots=True)
+class Life:
+    """What the ledger has of one prompt: its row, and its history."""
+
+    state: str = ""
+    last_event: str = ""
+    trained: int = 0
+
+
+def account(run_dir: Path, prompts: int, steps: int, complete: bool) -> Account:
+    """Every prompt is trained exactly once if the run is ``complete``, and at most once if it is not."""
+    if not (run_dir / LEDGER).exists():
+        return Account(0, 0, "there is no ledger" if complete else "")
+    try:
+        with _copy_of(run_dir / LEDGER) as ledger:
+            lives, unsettled = _lives(ledger)
+            of_steps = ledger.execute(
+                "SELECT step, COUNT(*) FROM prompts WHERE state = 'trained' GROUP BY step ORDER BY step"
+            ).fetchall()
+    except (sqlite3.Error, ValueError) as error:
+        return Account(0, 0, f"the ledger cannot be read: {error}")
+    doubled = sum(life.trained > 1 for life in lives.values())
+    if not complete:
+        return Account(0, doubled, "")
+    once = {prompt for prompt, life in lives.items() if life.trained == 1 and life.state == "trained"}
+    lost = len({(0, prompt) for prompt in range(prompts)} - once)
+    wrong = [] if len(lives) == prompts else [f"{len(lives)} prompts in the ledger, {prompts} in the data"]
+    if unsettled:
+        wrong.append(f"{unsettled} transactions were never entered in the tables of the ledger")
+    other = sorted(prompt for prompt, life in lives.items() if life.state != life.last_event)
+    if other:
+        wrong.append(f"the history of prompts {other} ends in another state than that of their rows")
+    if not (lost or doubled or wrong) and of_steps != [(step, prompts // steps) for step in range(steps)]:
+        wrong.append(f"prompts trained by step, in the ledger: {of_steps}")
+    wrong += _wrong_steps(run_dir / "metrics.jsonl", prompts, steps)
+    return Account(lost, doubled, "; ".join(wrong))
+
+
+def wrong_summary(run_dir: Path, expected: dict[str, Any]) -> list[str]:
+    """What is wrong with summary.json; ``expected`` has the values of some keys, those within others by dots."""
+    try:
+        summary: Any = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError) as error:
+        return [f"there is no summary: {error}"]
+    wrong = []
+    for key, value in expected.items():
+        found = summary
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if found != value:
+            wrong.append(f"{key} is {found} in the summary, not {value}")
+    return wrong
+
+
+@contextmanager
+def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger with its log, copied: to open a ledger is to change the files beside it."""
+    with tempfile.TemporaryDirectory(prefix="flowrt-verdict-") as place:
+        for name in (path.name, f"{path.name}-wal"):
+            if path.with_name(name).exists():
+                shutil.copy2(path.with_name(name), place)
+        with closing(sqlite3.connect(Path(place, path.name))) as ledger:
+            yield ledger
+
+
+def _lives(ledger: sqlite3.Connection) -> tuple[dict[Prompt, Life], int]:
+    """Each prompt, and the number of transactions that are not in the tables yet, which are counted too."""
+    lives: dict[Prompt, Life] = {}
+    for epoch, prompt, state in ledger.execute("SELECT epoch, prompt, state FROM prompts").fetchall():
+        lives[epoch, prompt] = Life(state=state)
+    events = ledger.execute("SELECT epoch, prompt, state FROM events ORDER BY id").fetchall()
+    # A controller that was killed leaves its last transactions as they were written, not in the tables.
+    unsettled = ledger.execute("SELECT data FROM pending_writes ORDER BY id").fetchall()
+    for (data,) in unsettled:
+        records: list[tuple[float, int, int, str, int, str]] = msgpack.unpackb(data, use_list=False)[0]
+        for _, epoch, prompt, state, _, _ in records:
+            events.append((epoch, prompt, state))
+            lives.setdefault((epoch, prompt), Life()).state = state
+    for epoch, prompt, state in events:
+        life = lives.setdefault((epoch, prompt), Life())
+        life.last_event = state
+        if state == "trained":
+            life.trained += 1
+        elif state == "unread":
+            life.trained = 0  # the run went back to before it
+    return lives, len(unsettled)
+
+
+def _wrong_steps(path: Path, prompts: int, steps: int) -> list[str]:
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        numbers = [line["step"] for line in lines]
+        groups = Counter(line["groups"] for line in lines)
+    except (ValueError, TypeError, KeyError) as error:
+        return [f"metrics.jsonl cannot be read: {type(error).__name__}: {error}"]
+    if numbers != list(range(steps)):
+        return [f"steps {numbers} in the metrics, not {steps}"]
+    if set(groups) != {prompts // steps}:
+        return [f"groups {[line['groups'] for line in lines]} in the steps"]
+    return []

@@ -1,0 +1,172 @@
+"""Credit: from the rewards of complete groups to one advantage a sample, and which samples are trained.
+
+Each value maps `Groups` to `Credit`. Samples that are not trained leave every sum and every count of the step.
+
+Shapes: N = samples, G = groups.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrt.algorithms.advantages import center_in_groups
+from flowrt.algorithms.algorithm import Credit, Groups
+
+CreditRule = Callable[[Groups], Credit]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Scale = Literal["none", "group_std", "batch_std", "group_mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """Soft penalty on long responses: 0 up to limit - cache tokens, then linearly down to -1 at the limit.
+
+    DAPO (arXiv 2503.14476, equation 13), added to the reward.
+    """
+
+    limit: int
+    cache: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.limit:
+            raise ValueError(f"cache is {self.cache}; it must be 1 to {self.limit}, the response limit in tokens")
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        return (self.limit - self.cache - lengths_N).div(self.cache).clamp(-1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdvantages:
+    """(reward - baseline) / scale, and optionally whitened over the step.
+
+    Args:
+        baseline: "group_mean" (GRPO, arXiv 2402.03300); "leave_one_out", the mean of the other samples (RLOO, arXiv
+            2402.14740); "length_weighted", sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585); "none" (Williams).
+        scale: "group_std" (GRPO); "none" (Dr. GRPO, arXiv 2503.20783); "batch_std" of all rewards of the step
+            (Lite-PPO, arXiv 2508.08221); "group_mean", 0 for a group of mean 0 (MaxRL, arXiv 2602.02710). Standard
+            deviations divide by n - 1, and eps is added to them.
+        whiten: subtract the step's mean of the advantages and divide by their standard deviation plus eps
+            (REINFORCE++, arXiv 2501.03262).
+        kl_coef: times the sample's summed log(rollout / reference), subtracted from the reward.
+        overlong: penalty on long responses, added to the reward.
+        mask_truncated: leave out samples that were cut at the length limit.
+
+    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, and
+    for rewards that are not finite.
+    """
+
+    baseline: Baseline = "group_mean"
+    scale: Scale = "group_std"
+    eps: float = 1e-6
+    whiten: bool = False
+    kl_coef: float = 0.0
+    overlong: OverlongPenalty | None = None
+    mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale == "group_mean" and self.baseline != "group_mean":
+            raise ValueError(
+                f"scale 'group_mean' divides by the baseline; use baseline 'group_mean', not {self.baseline!r}"
+            )
+
+    @property
+    def scope(self) -> Literal["group", "step"]:
+        return "step" if self.whiten or self.scale == "batch_std" else "group"
+
+    def __call__(self, groups: Groups) -> Credit:
+        rewards_N = self._rewards(groups)
+        grouped = center_in_groups(rewards_N, groups.group_N)
+        if self.baseline != "none":
+            grouped.require_pairs("a larger --group-size, or baseline none (algorithm reinforce)")
+        sizes_N = grouped.sizes_G[grouped.index_N]
+        match self.baseline:
+            case "group_mean":
+                advantages_N = grouped.centred_N
+            case "leave_one_out":
+                advantages_N = grouped.centred_N * (sizes_N / (sizes_N - 1))
+            case "length_weighted":
+                lengths_N = groups.lengths_N.to(rewards_N)
+                shift_G = grouped.sum_G(lengths_N * grouped.centred_N) / grouped.sum_G(lengths_N).clamp(min=1)
+                advantages_N = grouped.centred_N - shift_G[grouped.index_N]
+            case "none":
+                advantages_N = rewards_N
+        match self.scale:
+            case "group_std":
+                grouped.require_pairs("scale none")
+                std_G = (grouped.sum_G(grouped.centred_N.square()) / (grouped.sizes_G - 1)).sqrt()
+                advantages_N = advantages_N / (std_G[grouped.index_N] + self.eps)
+            case "batch_std":
+                advantages_N = advantages_N / (_std(rewards_N) + self.eps)
+            case "group_mean":
+                mean_N = rewards_N - grouped.centred_N
+                advantages_N = torch.where(mean_N.abs() > self.eps, advantages_N / mean_N, 0.0)
+            case "none":
+                pass
+        if self.whiten:
+            advantages_N = (advantages_N - advantages_N.mean()) / (_std(advantages_N) + self.eps)
+        trained_N = ~groups.truncated_N if self.mask_truncated else torch.ones(len(groups), dtype=torch.bool)
+        return Credit(advantages_N, trained_N)
+
+    def _rewards(self, groups: Groups) -> Tensor:
+        rewards_N = groups.rewards_N
+        if self.overlong is not None:
+            rewards_N = rewards_N + self.overlong(groups.lengths_N).to(rewards_N.dtype)
+        if self.kl_coef:
+            if groups.kl_N is None:
+                raise ValueError("a KL penalty in the reward needs a reference; the groups have no kl_N")
+            rewards_N = rewards_N - self.kl_coef * groups.kl_N.to(rewards_N.dtype)
+        return rewards_N
+
+
+@dataclass(frozen=True, slots=True)
+class BestOfGroup:
+    """Advantage 1 for the best samples of each group; the others are not trained. RAFT (arXiv 2304.06767).
+
+    Args:
+        keep: samples kept a group; among equal rewards the earlier sample.
+        above: only rewards above it are kept.
+    """
+
+    keep: int = 1
+    above: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; it must be 1 or more")
+
+    def __call__(self, groups: Groups) -> Credit:
+        trained_N = torch.zeros(len(groups), dtype=torch.bool)
+        for group in groups.group_N.unique():
+            rows = (groups.group_N == group).nonzero().flatten()
+            order = rows[groups.rewards_N[rows].argsort(descending=True, stable=True)][: self.keep]
+            trained_N[order] = groups.rewards_N[order] > self.above
+        return Credit(trained_N.to(groups.rewards_N.dtype), trained_N)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Advantage 1 for the best sample of each group and -1 for the worst; the others are not trained.
+
+    A group whose rewards are all equal has no pair. Among equal rewards the earlier sample is taken.
+    """
+
+    def __call__(self, groups: Groups) -> Credit:
+        advantages_N = torch.zeros_like(groups.rewards_N)
+        for group in groups.group_N.unique():
+            rows = (groups.group_N == group).nonzero().flatten()
+            rewards = groups.rewards_N[rows]
+            if rewards.max() > rewards.min():
+                advantages_N[rows[rewards.argmax()]] = 1.0
+                advantages_N[rows[rewards.argmin()]] = -1.0
+        return Credit(advantages_N, advantages_N != 0)
+
+
+def _std(values_N: Tensor) -> Tensor:
+    if len(values_N) < 2:
+        raise ValueError(
+            f"the step has {len(values_N)} samples, so its standard deviation is undefined; use scale none"
+        )
+    return values_N.std()

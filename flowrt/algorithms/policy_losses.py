@@ -1,0 +1,311 @@
+"""Policy losses: one value per token of what is to be minimised, before weights, masks and aggregation.
+
+Every loss is a frozen value that is called with the tokens of a pass. With rho = policy / anchor (log ratios clamped to
++-20 before exp, no gradient beyond), A the advantage, sg the stop-gradient. Losses of a whole sample give each of its
+tokens the sample's value, so that the mean over a sequence is the loss of the paper.
+
+Each returns metrics as sums over tokens: ``ratio``, and what it clipped or masked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrt.algorithms.algorithm import Tokens
+from flowrt.algorithms.ratios import LOG_RATIO_LIMIT, clamped_log_ratio_T
+
+Metrics = dict[str, Tensor]
+PolicyLoss = Callable[[Tokens], tuple[Tensor, Metrics]]
+"""Maps the tokens of a pass to their losses [T], with gradient, and sums of metrics."""
+
+
+def log_ratio_T(tokens: Tokens) -> Tensor:
+    """log(policy / anchor), with the gradient of the policy."""
+    return clamped_log_ratio_T(tokens.logprobs_T, tokens.anchor_T.detach())
+
+
+def _sums(**masks: Tensor) -> Metrics:
+    return {name: mask.detach().double().sum() for name, mask in masks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Reinforce:
+    """-A log policy, as the ratio of the policy to itself: value -A, gradient -A times that of log policy.
+
+    Williams (1992). At anchor "present" the losses of PPO, GSPO, CISPO, SAPO and GMPO have this gradient.
+    """
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T = clamped_log_ratio_T(tokens.logprobs_T, tokens.logprobs_T.detach()).exp()
+        return -ratio_T * tokens.advantages_T, {}
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """-A log policy with its value: supervised training on the samples of advantage 1. RAFT (arXiv 2304.06767)."""
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        return -tokens.advantages_T * tokens.logprobs_T, {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ppo:
+    """max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A); for A < 0 at most -dual_clip A.
+
+    PPO (arXiv 1707.06347, equation 7); two bounds (DAPO, arXiv 2503.14476, section 3.1); dual clip (arXiv 1912.09729),
+    off at None; ``delta``: upper bound of the unclipped ratio (INTELLECT-2, arXiv 2505.07291), off at None.
+
+    Raises ValueError for bounds that make no sense.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        require_clip(self.clip_low, self.clip_high)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1 (3 is common) or None")
+        if self.delta is not None and not self.delta > 1 + self.clip_high:
+            raise ValueError(f"delta is {self.delta}; it must be above 1 + clip_high ({1 + self.clip_high}) or None")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        return self.of_ratio(log_ratio_T(tokens).exp(), tokens.advantages_T)
+
+    def of_ratio(self, ratio_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Metrics]:
+        """The clipped loss of these ratios, which may be those of whole samples."""
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        bounded_T = ratio_T if self.delta is None else ratio_T.clamp(max=self.delta)
+        loss_T = torch.maximum(-bounded_T * advantages_T, -ratio_T.clamp(low, high) * advantages_T)
+        low_T = (advantages_T < 0) & (ratio_T < low)
+        high_T = (advantages_T > 0) & (ratio_T > high)
+        metrics = _sums(ratio=ratio_T, clipped_low=low_T, clipped_high=high_T)
+        if self.dual_clip is not None:
+            dual_T = (advantages_T < 0) & (ratio_T > self.dual_clip)
+            loss_T = torch.where(dual_T, -self.dual_clip * advantages_T, loss_T)
+            metrics |= _sums(clipped_dual=dual_T)
+        return loss_T, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo:
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log policy: every token keeps its gradient.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, section 3.1), without a lower bound: ``clip_low`` 1.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        require_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T = log_ratio_T(tokens).detach().exp()
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        metrics = _sums(ratio=ratio_T, clipped_low=ratio_T < low, clipped_high=ratio_T > high)
+        return -ratio_T.clamp(low, high) * tokens.advantages_T * tokens.logprobs_T, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo:
+    """The clipped loss of a sample's ratio exp(mean of its log ratios), on each of its tokens.
+
+    GSPO (arXiv 2507.18071, section 4.1). With ``length_weighted``, times the sample's length: LUSPO (arXiv 2602.05261).
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    length_weighted: bool = False
+
+    def __post_init__(self) -> None:
+        require_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_N = tokens.mean_N(log_ratio_T(tokens)).exp()
+        clip = Ppo(clip_low=self.clip_low, clip_high=self.clip_high)
+        loss_T, metrics = clip.of_ratio(ratio_N[tokens.sample_T], tokens.advantages_T)
+        if self.length_weighted:
+            loss_T = loss_T * tokens.sum_N(torch.ones_like(loss_T))[tokens.sample_T]
+        return loss_T, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Gmpo:
+    """-A exp(mean over tokens of s min(s log rho, s clip(log rho, -clip_low, clip_high))), s the sign of A.
+
+    GMPO, the geometric mean of clipped ratios (arXiv 2507.20673, equation 5 and algorithm 1); bounds are of log ratios.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not (self.clip_low >= 0 and self.clip_high >= 0):
+            raise ValueError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be 0 or more")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        log_T, advantages_T = log_ratio_T(tokens), tokens.advantages_T
+        sign_T = _choose(advantages_T >= 0, 1.0, -1.0, log_T)
+        clipped_T = log_T.clamp(-self.clip_low, self.clip_high)
+        kept_T = sign_T * torch.minimum(sign_T * log_T, sign_T * clipped_T)
+        ratio_N = tokens.mean_N(kept_T).exp()
+        metrics = _sums(
+            ratio=log_T.exp(),
+            clipped_low=(sign_T < 0) & (log_T < -self.clip_low),
+            clipped_high=(sign_T > 0) & (log_T > self.clip_high),
+        )
+        return -advantages_T * ratio_N[tokens.sample_T], metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Sapo:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A: a soft gate in place of the clip.
+
+    SAPO (arXiv 2511.20347, equations 5 and 6).
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not (self.tau_positive > 0 and self.tau_negative > 0):
+            raise ValueError(f"tau is {self.tau_positive} and {self.tau_negative}; both must be above 0")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T, advantages_T = log_ratio_T(tokens).exp(), tokens.advantages_T
+        tau_T = _choose(advantages_T > 0, self.tau_positive, self.tau_negative, ratio_T)
+        return -(4.0 / tau_T) * torch.sigmoid(tau_T * (ratio_T - 1.0)) * advantages_T, _sums(ratio=ratio_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Dppo:
+    """-sg(min(rho, max_ratio)) A log policy, without tokens whose probability has already moved too far that way.
+
+    DPPO (arXiv 2602.04879). Distance of the policy from the anchor, on the sampled token alone: "tv", the difference of
+    probabilities; "kl", the divergence of the two Bernoulli distributions (token or not), anchor first. A token is
+    masked where A > 0 and the policy is above the anchor by more than ``limit``, or A < 0 and it is below.
+    """
+
+    distance: str = "tv"
+    limit: float = 0.2
+    max_ratio: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.distance not in ("tv", "kl") or not self.limit > 0 or not self.max_ratio >= 1:
+            raise ValueError(
+                f"distance is {self.distance!r} (tv or kl), limit {self.limit} (above 0), max_ratio {self.max_ratio} "
+                "(1 or more)"
+            )
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T = log_ratio_T(tokens).detach().exp()
+        policy_T = tokens.logprobs_T.detach().to(ratio_T.dtype).exp()
+        anchor_T = tokens.anchor_T.detach().to(ratio_T.dtype).exp()
+        far_T = (policy_T - anchor_T).abs() if self.distance == "tv" else _bernoulli_kl_T(anchor_T, policy_T)
+        advantages_T = tokens.advantages_T
+        same_way_T = (policy_T - anchor_T) * advantages_T > 0
+        masked_T = same_way_T & (far_T > self.limit)
+        weight_T = torch.where(masked_T, 0.0, ratio_T.clamp(max=self.max_ratio))
+        return -weight_T * advantages_T * tokens.logprobs_T, _sums(ratio=ratio_T, masked=masked_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Vespo:
+    """-sg(e^lambda w^k e^(-lambda w)) A log policy, w the ratio of the whole sample; (k, lambda) by the sign of A.
+
+    VESPO (arXiv 2602.10693).
+    """
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not min(self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative) > 0:
+            raise ValueError(f"{self}: every exponent and rate must be above 0")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        token_T = log_ratio_T(tokens).detach()
+        log_N = tokens.sum_N(token_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        positive_N = tokens.advantages_N >= 0
+        k_N = _choose(positive_N, self.k_positive, self.k_negative, log_N)
+        rate_N = _choose(positive_N, self.lambda_positive, self.lambda_negative, log_N)
+        weight_N = (rate_N + k_N * log_N - rate_N * log_N.exp()).exp()
+        metrics = _sums(ratio=token_T.exp())
+        return -weight_N[tokens.sample_T] * tokens.advantages_T * tokens.logprobs_T, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Topr:
+    """A > 0: -A log policy; else -sg(clip(policy / anchor, 0, cap)) A log policy, the ratio of the whole sample.
+
+    TOPR (arXiv 2503.14286, equation 7): positive samples without importance weights, negative ones with truncated ones.
+    With ``level`` "token" the ratio is the token's own.
+    """
+
+    cap: float = 1.0
+    level: str = "sequence"
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0 or self.level not in ("sequence", "token"):
+            raise ValueError(f"cap is {self.cap} (above 0) and level {self.level!r} (sequence or token)")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        token_T = log_ratio_T(tokens).detach()
+        if self.level == "sequence":
+            ratio_T = tokens.sum_N(token_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[tokens.sample_T]
+        else:
+            ratio_T = token_T.exp()
+        negative_T = tokens.advantages_T <= 0
+        weight_T = torch.where(negative_T, ratio_T.clamp(max=self.cap), 1.0)
+        metrics = _sums(ratio=token_T.exp(), clipped_high=negative_T & (ratio_T > self.cap))
+        return -weight_T * tokens.advantages_T * tokens.logprobs_T, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Aspo:
+    """A > 0: the ratio is turned over, -sg(min(1 / rho, dual_clip)) A log policy; A < 0: PPO with the dual clip.
+
+    ASPO (arXiv 2510.06062): tokens with A > 0 and rho above 1 + clip_high are masked, as PPO's clip does; the flipped
+    ratio gives unlikely tokens more weight, bounded softly (the gradient stays).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_clip(self.clip_low, self.clip_high)
+        if not self.dual_clip > 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1 (3 is common)")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio_T, advantages_T = log_ratio_T(tokens).exp(), tokens.advantages_T
+        clip = Ppo(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+        ppo_T, metrics = clip.of_ratio(ratio_T, advantages_T)
+        flipped_T = (1.0 / ratio_T.detach()).clamp(max=self.dual_clip)
+        flipped_T = torch.where(ratio_T.detach() > 1.0 + self.clip_high, 0.0, flipped_T)
+        return torch.where(advantages_T > 0, -flipped_T * advantages_T * tokens.logprobs_T, ppo_T), metrics
+
+
+def _choose(condition: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:
+    """One of two numbers, in the type of ``like`` (`torch.where` rounds Python numbers to the default type)."""
+    return torch.where(condition, like.new_tensor(if_true), like.new_tensor(if_false))
+
+
+def _bernoulli_kl_T(first_T: Tensor, second_T: Tensor) -> Tensor:
+    """KL(Bernoulli(first) || Bernoulli(second)) in nats; finite for probabilities of 0 and 1."""
+    tiny = torch.finfo(first_T.dtype).eps
+    first_T, second_T = first_T.clamp(tiny, 1 - tiny), second_T.clamp(tiny, 1 - tiny)
+    return first_T * (first_T / second_T).log() + (1 - first_T) * ((1 - first_T) / (1 - second_T)).log()
+
+
+def require_clip(clip_low: float, clip_high: float) -> None:
+    """Raise ValueError unless the range [1 - clip_low, 1 + clip_high] contains 1 and nothing below 0."""
+    if not 0 <= clip_low <= 1 or not clip_high >= 0:
+        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}; they must be in [0, 1] and >= 0")

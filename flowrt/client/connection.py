@@ -1,0 +1,228 @@
+"""Connection of a worker to its controller: an asynchronous iterator of messages that reconnects by itself.
+
+- Messages are returned in order of arrival: those of a lost connection first, then `ConnectionLost`, then, once a
+  controller has accepted the worker again, `Reconnected` and the messages of the new connection.
+- While there is no connection, `send` drops messages; what matters of them is repeated after `Reconnected` (`resync`).
+- ZeroMQ's I/O threads show that the process is alive, however busy it is; heartbeats show that its event loop runs.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+
+from flowrt.errors import EXIT_DISMISSED, ConfigError, FlowError, LocalProtocolError, Stopped, WaitExpired
+from flowrt.net.curve_keys import WorkerKeys
+from flowrt.net.link import ClientLink
+from flowrt.protocol import messages as m
+from flowrt.runtime.waits import CONTROLLER, pause, wait_until
+
+log = logging.getLogger(__name__)
+MAX_MISSED_HEARTBEATS = 30
+"""Heartbeats sent without any message received after which the controller counts as gone."""
+CONNECT_ATTEMPT_S = 5.0
+"""Limit of one attempt to reconnect: a controller may fail again before it sends its welcome."""
+RETRY_S = 0.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The connection was closed, or the controller does not answer heartbeats."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reconnected:
+    """A controller has accepted this worker again; it has to be resynchronised before anything else is sent."""
+
+
+Event = m.Message | ConnectionLost | Reconnected
+
+
+class Connection:
+    """Iterates over the messages of the controller and over changes of the connection.
+
+    Example:
+        connection = Connection("tcp://10.0.0.1:5555", hello, keys=None)
+        welcome = await connection.open(deadline_s=60)
+        async for event in connection:
+            match event:
+                case m.Grant(): ...
+    """
+
+    welcome: m.Welcome
+    """The welcome of the present controller, once `open` has returned."""
+
+    def __init__(self, address: str, hello: m.Hello, keys: WorkerKeys | None) -> None:
+        """Make a connection that is not open yet.
+
+        Args:
+            address: ``tcp://HOST:PORT`` of the controller.
+            hello: the request to join.
+            keys: CURVE keys, for a controller that has them.
+        """
+        self.address = address
+        self.is_away = True
+        """Whether there is no connection at present."""
+        self._hello = hello
+        self._keys = keys
+        self._loop = asyncio.get_running_loop()
+        self._link: ClientLink | None = None
+        self._inbox: deque[Event | FlowError] = deque()
+        self._arrival: asyncio.Future[None] = self._loop.create_future()  # done once the inbox is not empty
+        self._last_received_s = 0.0
+        self._reconnects = True
+
+    async def open(self, deadline_s: float) -> m.Welcome:
+        """Connect, and return the controller's welcome.
+
+        Raises:
+            WaitExpired: no answer within ``deadline_s`` seconds.
+            LocalProtocolError: the controller refused this worker.
+            ConfigError: the address is malformed, or the keys do not match.
+        """
+        try:
+            self.welcome = await self._handshake(self._hello, deadline_s)
+        except WaitExpired:
+            raise WaitExpired(
+                f"{self._hello.worker} waited {deadline_s:.0f} s for a controller at {self.address} and got no "
+                "answer; check that it is running and that the address is right"
+            ) from None
+        return self.welcome
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event.
+
+        Raises:
+            WaitExpired: the controller went away, and none accepted this worker within the run's reconnect timeout.
+            Stopped: the run ended while this worker was not connected.
+            RemoteProtocolError: the controller sent bytes that are not a message.
+        """
+        if self.is_away and not self._inbox:
+            await self._reconnect()
+            return Reconnected()
+        event = await self._next()
+        if isinstance(event, ConnectionLost) and not self._reconnects:
+            raise StopAsyncIteration
+        return event
+
+    def send(self, message: m.Message) -> None:
+        """Send a message; it is dropped while there is no connection."""
+        if self._link is not None and not self.is_away:
+            self._link.send(message)
+
+    def spin_wait(self, for_s: float) -> None:
+        """Poll for a message without sleeping, for at most ``for_s`` seconds. Returns at once if one has arrived."""
+        if self._link is not None and not self.is_away and not self._inbox:
+            self._link.spin_wait(for_s)
+
+    async def heartbeat(self) -> None:
+        """Send a heartbeat, wait until the next one is due, and check that the controller still answers."""
+        interval_s = self.welcome.heartbeat_s
+        sent_s = self._loop.time()
+        self.send(m.Heartbeat())
+        await pause(interval_s)
+        # Only heartbeats sent on time count: the controller is not to blame when this loop was blocked.
+        timely = self._loop.time() - sent_s < 2 * interval_s
+        if timely and sent_s - self._last_received_s > MAX_MISSED_HEARTBEATS * interval_s:
+            self._lose()
+
+    def stop_reconnecting(self) -> None:
+        """The session has ended: from now on the iteration ends when the connection is lost."""
+        self._reconnects = False
+
+    def close(self) -> None:
+        """Close the connection. Messages that are not sent yet have the socket's linger time to leave."""
+        if self._link is not None and not self.is_away:
+            self.is_away = True
+            self._link.close()
+
+    async def _handshake(self, hello: m.Hello, deadline_s: float) -> m.Welcome:
+        """Connect, send the hello and wait for the welcome. Messages that follow it stay in the inbox."""
+        self._inbox.clear()
+        link = ClientLink(self._receive, self._put, self._keys)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(link.close, 0)
+            link.connect(self.address, self._on_link_closed)
+            link.send(hello)
+            welcome = await wait_until(self._accepted(hello), deadline_s, f"the welcome of {self.address}", CONTROLLER)
+            on_error.pop_all()
+        self._link = link
+        self._last_received_s = self._loop.time()
+        self.is_away = False
+        return welcome
+
+    async def _accepted(self, hello: m.Hello) -> m.Welcome:
+        """The first welcome in the inbox. Raises the error that stands for a refusal."""
+        while True:
+            match await self._next():
+                case m.Welcome() as welcome:
+                    return welcome
+                case m.Stop(reason, code) if hello.term:
+                    raise Stopped(reason, code)
+                case m.Rejected(m.PERMANENT, reason):
+                    raise Stopped(reason, EXIT_DISMISSED)
+                case m.Rejected(reason=reason) | m.Stop(reason=reason):
+                    raise LocalProtocolError(f"controller {self.address} refused {hello.worker}: {reason}")
+                case _:
+                    pass
+
+    async def _reconnect(self) -> None:
+        """Connect to a restarted controller at the same address, within the run's reconnect timeout."""
+        before = self.welcome
+        hello = dataclasses.replace(self._hello, term=before.term)
+        log.warning("the controller %s is gone; waiting for it", self.address)
+        end_s = self._loop.time() + before.reconnect_timeout_s
+        reason = "no answer"
+        while (left_s := end_s - self._loop.time()) > 0:
+            try:
+                self.welcome = await self._handshake(hello, min(left_s, CONNECT_ATTEMPT_S))
+            except (LocalProtocolError, ConfigError) as refusal:
+                # The controller may not have noticed yet that the old connection is closed, or another process listens
+                # at its address for the moment: the keys did match before.
+                reason = str(refusal)
+                await pause(RETRY_S)
+            except WaitExpired:
+                reason = "no answer"
+            else:
+                log.warning("the controller %s is back (term %d, was %d)", self.address, self.welcome.term, before.term)
+                return
+        raise WaitExpired(
+            f"controller {self.address} went away and did not come back within {before.reconnect_timeout_s:.0f} s: "
+            f"{reason}"
+        )
+
+    def _receive(self, message: m.Message) -> None:
+        self._last_received_s = self._loop.time()
+        self._put(message)
+
+    def _put(self, event: Event | FlowError) -> None:
+        self._inbox.append(event)
+        if not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _next(self) -> Event:
+        """The next event in the inbox. Raises an error that is there."""
+        # Not an asyncio.Queue: that takes twice as long, for every message.
+        while not self._inbox:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        event = self._inbox.popleft()
+        if isinstance(event, FlowError):
+            raise event
+        return event
+
+    def _on_link_closed(self) -> None:
+        """A TCP connection was closed. During the handshake ZeroMQ connects again by itself."""
+        if not self.is_away:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self._link is not None and self._reconnects and not self.is_away:
+            self.is_away = True
+            self._link.close(0)
+            self._put(ConnectionLost())

@@ -1,0 +1,232 @@
+"""Open requests of a worker, and their deadlines.
+
+Each request has one answer, or raises WaitExpired at its deadline. One timer serves all deadlines, because nearly all
+requests are answered long before theirs.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import TypeVar
+
+from flowrt.errors import Drained, FlowError, RemoteProtocolError, WaitExpired
+from flowrt.protocol import messages as m
+from flowrt.runtime.waits import CONTROLLER, tracked
+
+CLOCK_RESOLUTION_S = 0.001
+"""An event loop may call a timer this much early."""
+
+
+class Deadlines:
+    """Deadlines by number. ``on_expiry`` is called once with each number whose deadline has passed."""
+
+    def __init__(self, on_expiry: Callable[[int], None]) -> None:
+        self._on_expiry = on_expiry
+        self._loop = asyncio.get_running_loop()
+        self._at_s: dict[int, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = float("inf")  # of the earliest deadline when it was set, which may have been removed since
+
+    def add(self, number: int, seconds: float) -> None:
+        """Set the deadline of ``number`` to ``seconds`` from now."""
+        self._at_s[number] = at_s = self._loop.time() + seconds
+        if at_s < self._timer_s:
+            self._set_timer(at_s)
+
+    def remove(self, number: int) -> None:
+        """Remove the deadline of ``number``, if it has one."""
+        self._at_s.pop(number, None)
+
+    def close(self) -> None:
+        """Remove all deadlines."""
+        self._at_s.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at_s, self._expire_due)
+        self._timer_s = at_s
+
+    def _expire_due(self) -> None:
+        self._timer = None
+        self._timer_s = float("inf")
+        now = self._loop.time()
+        due = [number for number, at_s in self._at_s.items() if at_s <= now + CLOCK_RESOLUTION_S]
+        for number in due:
+            del self._at_s[number]
+        if self._at_s:
+            self._set_timer(min(self._at_s.values()))
+        with contextlib.ExitStack() as each:  # calls all of them even if one raises
+            for number in reversed(due):
+                each.callback(self._on_expiry, number)
+
+
+Answer = TypeVar("Answer", m.Grant, m.OfferAccepted, m.Committed)
+Request = m.Offer | m.Pull | m.Commit | m.CheckpointWritten
+CANCEL_TIMEOUT_S = 30.0
+"""How long the controller may take to answer a request that was cancelled."""
+# Waking a thread may take as long as the answer: while answers come within SPIN_IF_FASTER_S, a single open request
+# polls for its answer for up to SPIN_S of processor time before it sleeps.
+SPIN_IF_FASTER_S = 0.001
+SPIN_S = 0.0005
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request without an answer yet."""
+
+    message: Request
+    reply: asyncio.Future[m.Message]
+    limit_s: float
+    cancelled: bool = False
+
+
+class RequestTable:
+    """The open requests of one session."""
+
+    def __init__(
+        self,
+        worker: str,
+        send: Callable[[m.Message], None],
+        spin_wait: Callable[[float], object],
+        on_unclaimed: Callable[[m.Message], None],
+    ) -> None:
+        """Make an empty table.
+
+        Args:
+            worker: this worker's name, for errors.
+            send: sends a message to the controller.
+            spin_wait: polls for messages without sleeping, for at most the given seconds.
+            on_unclaimed: called with each answer whose caller has stopped waiting.
+        """
+        self._worker = worker
+        self._send = send
+        self._spin_wait = spin_wait
+        self._on_unclaimed = on_unclaimed
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, _OpenRequest] = {}
+        self._ended: FlowError | None = None
+        self._leaving = False
+        self._last_number = 0
+        self._last_was_fast = False
+        self._deadlines = Deadlines(self._expire)
+
+    def number(self) -> int:
+        """Return a new request number."""
+        self._last_number += 1
+        return self._last_number
+
+    async def ask(self, message: Request, answer_type: type[Answer], deadline_s: float) -> Answer:
+        """Send a request and return its answer.
+
+        Raises:
+            WaitExpired: no answer within ``deadline_s`` seconds; the request is then cancelled at the controller.
+            Drained: this worker is leaving the run, and the request is a pull.
+            RemoteProtocolError: the controller rejected the request, or answered with a message of another type.
+            FlowError: the error that ended the session.
+        """
+        if self._ended is not None:
+            raise self._ended
+        number = message.request
+        self._open[number] = request = _OpenRequest(message, self._loop.create_future(), deadline_s)
+        self._deadlines.add(number, deadline_s)
+        try:
+            self._send(message)
+            if self._last_was_fast and len(self._open) == 1:
+                self._loop.call_soon(self._spin_for, request)  # after other callbacks, which may send requests too
+            sent_s = monotonic()
+            with tracked(f"the answer to {type(message).__name__} {number}", CONTROLLER, deadline_s):
+                answer = await request.reply
+            self._last_was_fast = monotonic() < sent_s + SPIN_IF_FASTER_S
+            if not isinstance(answer, answer_type):
+                raise RemoteProtocolError(
+                    f"the controller answered {type(message).__name__} with {type(answer).__name__}"
+                )
+            return answer
+        except asyncio.CancelledError:
+            # The caller stopped waiting: the controller must not keep the request parked, and an answer that has just
+            # arrived must not be lost.
+            if self._ended is None and request.reply.cancelled():
+                self._cancel(request)
+            elif self._ended is None and request.reply.exception() is None:
+                self._on_unclaimed(request.reply.result())
+            raise
+        finally:
+            self._deadlines.remove(number)
+            del self._open[number]
+
+    def get(self, number: int) -> Request | None:
+        """The request of this number, if it is open."""
+        request = self._open.get(number)
+        return None if request is None else request.message
+
+    def resend_messages(self) -> list[Request]:
+        """The requests to send again to a restarted controller. Requests cancelled at the old one expire."""
+        messages = []
+        for request in list(self._open.values()):
+            if not request.cancelled:
+                messages.append(request.message)
+            elif not request.reply.done():
+                kind = type(request.message).__name__
+                reason = f"{self._worker}: {kind} was cancelled, and its controller has gone"
+                request.reply.set_exception(WaitExpired(reason))
+        return messages
+
+    def on_answer(self, number: int, answer: m.Message) -> None:
+        """Complete the request of this number with its answer."""
+        request = self._open.get(number)
+        if request is None or request.reply.done():
+            self._on_unclaimed(answer)
+        elif not isinstance(answer, m.Rejected):
+            request.reply.set_result(answer)
+        elif request.cancelled:
+            kind = type(request.message).__name__
+            request.reply.set_exception(WaitExpired(f"{self._worker}: {kind} {answer.reason}"))
+        elif self._leaving and isinstance(request.message, m.Pull):
+            request.reply.set_exception(Drained(f"{self._worker} is leaving the run: {answer.reason}"))
+        else:
+            request.reply.set_exception(RemoteProtocolError(answer.reason))
+
+    def set_leaving(self) -> None:
+        """This worker is drained: a rejected pull raises Drained from now on."""
+        self._leaving = True
+
+    def end(self, error: FlowError) -> None:
+        """The session has ended: open and later requests raise ``error``."""
+        self._ended = self._ended or error
+        self._deadlines.close()
+        for request in self._open.values():
+            if not request.reply.done():
+                request.reply.set_exception(error)
+
+    def _spin_for(self, request: _OpenRequest) -> None:
+        if len(self._open) == 1 and not request.reply.done():
+            self._spin_wait(SPIN_S)
+
+    def _expire(self, number: int) -> None:
+        if (request := self._open.get(number)) is None:
+            return
+        # An answer may be on its way: the controller's answer to the cancellation decides.
+        if request.cancelled or not self._cancel(request):
+            if not request.reply.done():
+                request.reply.set_exception(
+                    WaitExpired(
+                        f"{self._worker} waited {request.limit_s:.1f} s for an answer to "
+                        f"{type(request.message).__name__}, and the controller gave no reason; look at its log"
+                    )
+                )
+            return
+        request.limit_s += CANCEL_TIMEOUT_S
+        self._deadlines.add(number, CANCEL_TIMEOUT_S)
+
+    def _cancel(self, request: _OpenRequest) -> bool:
+        """Cancel a request at the controller; False if its kind cannot be cancelled."""
+        if isinstance(request.message, m.Commit | m.CheckpointWritten):
+            return False
+        request.cancelled = True
+        self._send(m.CancelRequest(request.message.request))
+        return True

@@ -1,0 +1,99 @@
+"""Pulling in a loop: a stage as a stream of batches, and pulling with weight updates between sequences."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_all, wait_any
+from flowrt.transport.lanes.lane import ignore_exception
+from flowrt.transport.weights.snapshot import Snapshot
+
+
+async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncGenerator[Batch, None]:
+    """Iterate over batches of a stage without output columns; ends when the stage's flows are exhausted.
+
+    A batch counts as done when the next one is requested. If that never happens (the loop was left, or the process
+    died), its leases are released and its rows are granted again, to this or another consumer of the stage.
+
+    Args:
+        session: the session of the consumer.
+        stage: the stage.
+        slots: the most rows of a batch.
+        ahead: lease and fetch the next batch while the caller works on the present one.
+
+    Example:
+        async for batch in stream(session, "consume", slots=64):
+            print(batch.inline["reward"], batch.tensors["response"])
+    """
+    following = asyncio.create_task(session.pull(stage, slots))
+    committing: asyncio.Task[tuple[int, ...]] | None = None
+    batch: Batch | None = None
+    done: Batch | None = None  # complete; reported with the next pull
+    try:
+        while True:
+            batch = await following
+            if batch.closed:
+                break
+            if ahead:
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            else:
+                done = None
+            yield batch
+            done = worked = batch
+            batch = None
+            if not ahead:
+                following = asyncio.create_task(session.pull(stage, slots, done=done))
+            elif not following.done():
+                # The next pull may be far away, and sources may wait for these rows to be freed. The answer is awaited
+                # one batch later.
+                if committing is not None:
+                    await committing
+                committing = asyncio.create_task(session.commit(stage, worked.slots, worked.leases))
+                done = None
+        batch = None
+    finally:
+        following.cancel()
+        leftover = [batch] if batch is not None else []
+        if following.done() and not following.cancelled() and following.exception() is None:
+            leftover += [following.result()]
+        for one in leftover:
+            session.give_back(stage, one)
+        ends = [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
+        ends += [committing] if committing is not None else []
+        for end in ends:
+            end.add_done_callback(ignore_exception)
+        await wait_all(ends, BoundedElsewhere("their own deadlines"), "the answers to the last commits", CONTROLLER)
+
+
+async def pull_between(session: Session, stage: str, slots: int, swap: Callable[[Snapshot], None]) -> Batch:
+    """Like `Session.pull`, for a generating worker that is idle until the answer comes.
+
+    Slots may become ready only once this worker uses the weights that arrive while it waits, so a worker that takes
+    weights only before it pulls could wait for ever.
+
+    Args:
+        session: the session of the worker.
+        stage: the stage to work on.
+        slots: the most slots to lease.
+        swap: called with each version that arrives; must put it into use at once.
+
+    Raises:
+        FlowError: as `Session.pull`.
+    """
+    pull = asyncio.create_task(session.pull(stage, slots))
+    try:
+        while not pull.done():
+            staged = asyncio.create_task(session.unless_ended(session.params.wait_staged()))
+            await wait_any(
+                {pull, staged}, BoundedElsewhere("the deadline of the pull"), "slots, or a newer version", CONTROLLER
+            )
+            if not staged.done():
+                staged.cancel()
+                continue
+            arrived = staged.result()
+            swap(arrived.snapshot)
+            session.params.applied(arrived.model, arrived.snapshot.version)
+        return pull.result()
+    finally:
+        pull.cancel()

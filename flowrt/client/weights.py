@@ -1,0 +1,295 @@
+"""Weight transfers of a worker: publishing, relaying, and receiving versions for its own use.
+
+- A received version is verified by its checksum and staged; the worker continues with the old one until it calls
+  `applied`.
+- A version that still arrives can be sent on, chunk by chunk.
+- Transfers run in the order of the controller's orders, as both ends of a lane must.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError
+from flowrt.protocol.messages import (
+    EvictVersion,
+    FetchFailed,
+    Message,
+    Publish,
+    ReceiveWeights,
+    SendWeights,
+    WeightsActivated,
+    WeightsStaged,
+)
+from flowrt.protocol.records import NO_BASE, Weights
+from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, pause, wait_until
+from flowrt.transport.buffers import BufferPool
+from flowrt.transport.lanes.lane import LaneSet, ignore_exception
+from flowrt.transport.weights.delta import Delta
+from flowrt.transport.weights.relay import PipelinedReceive, split_buckets
+from flowrt.transport.weights.snapshot import RunningChecksum, Snapshot
+
+UNTIL_SESSION_END = BoundedElsewhere("the pull that runs at the same time, or the end of the session")
+NO_MEMORY_RETRY_S = 1.0
+Encoding = tuple[str, int, int]
+"""Model, version, and the version that it is a delta to (NO_BASE: the full version)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A version that has arrived and is verified, but not yet in use."""
+
+    model: str
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A version that can be sent; one that still arrives (``inbound``) is relayed chunk by chunk."""
+
+    weights: Weights
+    buckets: list[torch.Tensor]
+    inbound: PipelinedReceive | None = None
+
+    def outgoing(self) -> Generator[torch.Tensor, None, None]:
+        yield from split_buckets(self.buckets) if self.inbound is None else self.inbound.relay(self.buckets)
+
+
+class WeightTransfers:
+    """Weights in this worker's host memory, by (model, version)."""
+
+    def __init__(
+        self, lanes: LaneSet, send: Callable[[Message], None], spawn: Callable[..., None], deadline_s: float
+    ) -> None:
+        self._lanes = lanes
+        self._send_message = send
+        self._spawn = spawn
+        self._deadline_s = deadline_s
+        self._held: dict[Encoding, _Held] = {}
+        self._applied: dict[str, int] = {}
+        self._published: dict[str, tuple[Snapshot, int]] = {}  # the latest of each model, and its checksum
+        self._publishing: asyncio.Future[None] | None = None
+        self._staged: dict[str, StagedWeights] = {}
+        self._devices: dict[str, torch.device] = {}  # of models in use: a new version is pinned before its swap
+        self._changed = asyncio.Event()
+        # Reuses the memory of evicted versions: page faults of fresh memory cost more than writing to it.
+        self._memory = BufferPool()
+        # One thread, so that chunks are added to the checksum in their order.
+        self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+
+    async def publish(self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None) -> None:
+        """Publish a snapshot; training may continue while receivers fetch it.
+
+        Args:
+            model: the name of the model.
+            snapshot: its weights; must not change any more.
+            divergence: KL divergence of earlier versions from this one, for weight sync policies that use it.
+        """
+        encodings = await asyncio.to_thread(self._encodings, model, snapshot)
+        for weights, buckets in encodings:
+            self._held[model, snapshot.version, weights.base] = _Held(weights, buckets)
+        self._send_message(Publish(tuple(weights for weights, _ in encodings), tuple((divergence or {}).items())))
+
+    async def publish_in_background(
+        self, model: str, snapshot: Snapshot, divergence: Mapping[int, float] | None = None
+    ) -> None:
+        """As `publish`, but return at once: checksum and delta are computed in the background.
+
+        Versions are published in order, so this waits for the one before. `wait_published` waits for the last one.
+        """
+        await self.wait_published()
+        published: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        published.add_done_callback(ignore_exception)
+        self._publishing = published
+
+        async def publish() -> None:
+            try:
+                await self.publish(model, snapshot, divergence)
+            except (*PROGRAMMING_ERRORS, FlowError) as error:
+                published.set_exception(error)  # raised by wait_published
+            else:
+                published.set_result(None)
+
+        self._spawn(publish())
+
+    async def wait_published(self) -> None:
+        """Wait until all versions are published. Raises the error of one that could not be."""
+        publishing = self._publishing
+        self._publishing = None
+        if publishing is not None:
+            await wait_until(publishing, UNTIL_SESSION_END, "a version to be encoded and published", "this worker")
+
+    def _encodings(self, model: str, snapshot: Snapshot) -> list[tuple[Weights, list[torch.Tensor]]]:
+        """The full version and, where that is much smaller, its delta to the version published before it."""
+        checksum = snapshot.checksum()
+        version = snapshot.version
+        sizes = snapshot.bucket_bytes()
+        encodings = [(_weights(model, version, NO_BASE, sizes, checksum), snapshot.buckets)]
+        before = self._published.get(model)
+        if before is not None and before[0].bucket_bytes() == sizes:
+            base, base_checksum = before
+            delta = Delta.between(
+                base, snapshot, width=snapshot.item_bytes, base_checksum=base_checksum, checksum=checksum
+            )
+            if delta is not None:
+                buffers = delta.buffers()
+                buffer_bytes = [buffer.numel() for buffer in buffers]
+                encodings.append((_weights(model, version, base.version, buffer_bytes, checksum), buffers))
+        self._published[model] = snapshot, checksum
+        return encodings
+
+    def staged(self, model: str = "") -> StagedWeights | None:
+        """The newest version of a model (without a name: of any) that has arrived and is not in use yet."""
+        if model:
+            return self._staged.get(model)
+        return next(iter(self._staged.values()), None)
+
+    async def wait_staged(self, model: str = "") -> StagedWeights:
+        """Wait until a version of a model (without a name: of any) is staged, and return it."""
+        while (found := self.staged(model)) is None:
+            self._changed.clear()
+            await wait_until(self._changed.wait(), UNTIL_SESSION_END, "a newer version", CONTROLLER)
+        return found
+
+    def applied(self, model: str, version: int) -> None:
+        """Report that this worker generates with ``version`` of a model from now on, and unstage it."""
+        staged = self._staged.get(model)
+        if staged is not None and staged.snapshot.version <= version:
+            del self._staged[model]
+            if staged.snapshot.device.type != "cpu":
+                self._devices[model] = staged.snapshot.device
+        self._applied[model] = version
+        self._send_message(WeightsActivated(model, version))
+
+    def in_use(self) -> list[WeightsActivated]:
+        """The version of each model that this worker generates with."""
+        return [WeightsActivated(model, version) for model, version in self._applied.items()]
+
+    def servable(self) -> tuple[Weights, ...]:
+        """All encodings that have arrived completely: those that the controller can know."""
+        return tuple(held.weights for held in self._held.values() if held.inbound is None)
+
+    # ---- orders of the controller, in the order in which they arrive
+
+    def send(self, order: SendWeights) -> None:
+        """Send a version over a turn of a lane."""
+        held = self._held.get((order.model, order.version, order.base))
+        outgoing = _fail_lane(order) if held is None else held.outgoing()
+        done = self._lanes.send_each(order.turn, outgoing)
+        done.add_done_callback(ignore_exception)
+        # The thread of a lane that failed halfway would otherwise keep the version in memory.
+        done.add_done_callback(lambda _: _close(outgoing))
+
+    def receive(self, order: ReceiveWeights) -> None:
+        """Receive a version over a turn of a lane, and stage it."""
+        weights = order.weights
+        inbound = PipelinedReceive(f"version {weights.version} of {weights.model}", self._deadline_s)
+        try:
+            held = _Held(weights, self._allocate(weights, weights.bucket_bytes), inbound)
+        except TransferError as error:
+            self._lanes.refuse(order.turn, str(error))  # so that the sender does not wait for its deadline
+            self._spawn(self._report_no_memory(order, str(error)))
+            return
+        self._held[weights.model, weights.version, weights.base] = held
+        checksum = RunningChecksum(self._checksum_thread)
+        incoming = inbound.receive(held.buckets, checksum.add)
+        arrived = self._lanes.receive_each(order.turn, incoming)
+        arrived.add_done_callback(lambda done: None if done.cancelled() else _close(incoming))
+        self._spawn(self._stage(order, held, arrived, checksum))
+
+    def evict(self, order: EvictVersion) -> None:
+        """Drop all encodings of a version."""
+        for encoding in [encoding for encoding in self._held if encoding[:2] == (order.model, order.version)]:
+            del self._held[encoding]
+
+    async def _stage(
+        self, order: ReceiveWeights, held: _Held, arrived: asyncio.Future[None], checksum: RunningChecksum
+    ) -> None:
+        weights = order.weights
+        model, version = weights.model, weights.version
+        try:
+            await arrived
+            if weights.base == NO_BASE:
+                snapshot = _verify(weights, held, await checksum.total())
+            else:
+                snapshot = await self._apply_delta(weights, held.buckets)
+            if model in self._devices:
+                snapshot = await asyncio.to_thread(snapshot.pinned_for, self._devices[model])
+        except (*PROGRAMMING_ERRORS, TransferError) as error:
+            assert held.inbound is not None
+            reason = str(error) if isinstance(error, TransferError) else f"{error!r} at {model} {version}"
+            held.inbound.fail(reason)
+            if self._held.get((model, version, weights.base)) is held:
+                del self._held[model, version, weights.base]
+            self._send_message(FetchFailed(order.turn, weights, reason))
+            return
+        full = _weights(model, version, NO_BASE, snapshot.bucket_bytes(), weights.checksum)
+        self._held[model, version, NO_BASE] = _Held(full, snapshot.buckets)
+        before = self._staged.get(model)
+        in_use = self._applied.get(model, version - 1)
+        # An older version may arrive after a newer one whose transfer the controller believed to be lost.
+        if in_use < version and (before is None or before.snapshot.version < version):
+            self._staged[model] = StagedWeights(model, snapshot)
+            self._changed.set()
+        self._send_message(WeightsStaged(model, version))
+
+    def _allocate(self, weights: Weights, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Buffers of these sizes in bytes; pages are faulted in when they are written. Raises TransferError."""
+        try:
+            return [self._memory.take(size) for size in sizes]
+        except (*PROGRAMMING_ERRORS, OSError) as error:
+            raise TransferError(
+                f"there is no memory here for the {sum(sizes)} bytes of version {weights.version} of {weights.model}: "
+                f"{error!r}"
+            ) from None
+
+    async def _report_no_memory(self, order: ReceiveWeights, reason: str) -> None:
+        """Report with a delay: the controller orders the transfer again at once, sooner than memory is freed."""
+        await pause(NO_MEMORY_RETRY_S)
+        self._send_message(FetchFailed(order.turn, order.weights, reason))
+
+    async def _apply_delta(self, weights: Weights, buffers: list[torch.Tensor]) -> Snapshot:
+        """The full version from its base and its delta. Raises TransferError when either does not match."""
+        base = self._held.get((weights.model, weights.base, NO_BASE))
+        if base is None:
+            raise TransferError(
+                f"version {weights.base} of {weights.model}, the base of the delta that arrived, is not held here"
+            )
+        old = Snapshot(weights.base, base.buckets)
+        new = Snapshot(weights.version, self._allocate(weights, old.bucket_bytes()))
+        return await asyncio.to_thread(_decode_delta, weights, buffers, old, new)
+
+
+def _weights(model: str, version: int, base: int, bucket_bytes: Sequence[int], checksum: int) -> Weights:
+    return Weights(model=model, version=version, base=base, bucket_bytes=tuple(bucket_bytes), checksum=checksum)
+
+
+def _decode_delta(weights: Weights, buffers: list[torch.Tensor], base: Snapshot, out: Snapshot) -> Snapshot:
+    delta = Delta.from_buffers(buffers)
+    if (delta.version, delta.checksum) != (weights.version, weights.checksum):
+        raise TransferError(f"a delta to version {delta.version} came in place of one to {weights.version}")
+    return delta.apply(base, out)
+
+
+def _verify(weights: Weights, held: _Held, checksum: int) -> Snapshot:
+    """The full version. Raises TransferError when its checksum is not the published one."""
+    if checksum != weights.checksum:
+        raise TransferError(f"checksum of version {weights.version} is {checksum}, not {weights.checksum}")
+    return Snapshot(weights.version, held.buckets)
+
+
+def _close(tensors: Generator[torch.Tensor, None, None]) -> None:
+    """Release the tensors of a transfer. ValueError: its thread is inside the generator, about to fail and release."""
+    with contextlib.suppress(ValueError):
+        tensors.close()
+
+
+def _fail_lane(order: SendWeights) -> Generator[torch.Tensor, None, None]:
+    """A generator that fails at once, so that the receiver does not wait for its deadline."""
+    inbound = PipelinedReceive(f"version {order.version} of {order.model}", 0.0)
+    inbound.fail("it is no longer held here")
+    return inbound.relay([torch.empty(1, dtype=torch.uint8)])

@@ -1,0 +1,187 @@
+"""Invariants of the controller's state, asserted. For tests and simulations: no run calls this."""
+
+from collections import Counter
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.state.membership import Membership
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.state import State
+from flowrt.controller.state.weights import VersionTable
+from flowrt.controller.transitions import rollback
+from flowrt.protocol.messages import Pull
+from flowrt.protocol.records import NO_BASE, Stage
+
+
+def audit(state: State, env: Environment) -> None:
+    """Raise AssertionError that names the first invariant that does not hold."""
+    table, is_over = state.table, state.ended is not None
+    for slot in table.slots.values():
+        _check_slot(table, slot)
+        # While a restarted controller asks who holds what, columns have no holders.
+        held = state.recovery.is_active or all(
+            holding.holders for holding in {**slot.tensors, **slot.group.tensors}.values()
+        )
+        assert held, f"slot {slot.id} has a column without a holder"
+    for group in table.groups.values():
+        assert group.slots, f"group {group.id} has no slots, but is live"
+        for member in group.slots:
+            assert table.slots.get(member.id) is member, f"slot {member.id} of group {group.id} is not live"
+            assert member.group is group, f"slot {member.id} of group {group.id} refers to group {member.group.id}"
+    _check_queues(table)
+    _check_leases(table)
+    _check_counters(table)
+    for versions in state.models.of.values():
+        _check_versions(versions, state.membership, is_over)
+    if not is_over:  # after the end, workers leave without being removed from the tables
+        _check_members(state)
+        if not state.recovery.is_active:
+            _check_outdated(state, env)
+    if env.flow.train_stage:
+        _check_window(state, env)
+
+
+def _check_slot(table: SampleTable, slot: Slot) -> None:
+    assert table.groups.get(slot.group.id) is slot.group, (
+        f"slot {slot.id} is of group {slot.group.id}, which is not live"
+    )
+    assert slot in slot.group.slots, f"slot {slot.id} is not among those of its group {slot.group.id}"
+    for name, lease in slot.leases.items():
+        assert table.leases.get(lease.id) is lease, f"slot {slot.id} is leased for {name}, but the lease has ended"
+        assert lease.slots.get(slot.id) is slot, f"slot {slot.id} is leased for {name}, but not in the lease"
+        assert not table.is_done(slot, name), f"slot {slot.id} is leased for {name}, which is done"
+    for name, stage in table.stages.items():
+        present = [column for column in stage.makes if column in slot.tensors or column in slot.inline]
+        done = table.is_done(slot, name)
+        assert not present or done, f"slot {slot.id} has {present} although {name} is not done"
+        assert not done or present == list(stage.makes), f"slot {slot.id} has only {present} although {name} is done"
+        if done and stage.generates:
+            assert slot.spans_of == name, f"slot {slot.id} has no spans although {name} is done"
+        if done or name in slot.leases:
+            missing = [need for need in stage.needs if not slot.has(need)]
+            assert not missing, f"slot {slot.id} lacks {missing}, which {name} needs"
+
+
+def _check_queues(table: SampleTable) -> None:
+    """A queue has exactly the slots that have all columns that the stage needs, and are neither done nor leased."""
+    for name, queue in table.ready.items():
+        stage = table.stages[name]
+        ready = [slot for slot in table.slots.values() if _is_ready(table, slot, stage)]
+        missing = [slot.id for slot in ready if slot not in queue]
+        assert not missing, f"slots {missing} are ready for {name}, but not in its queue"
+        assert len(queue) == len(ready), f"the queue of {name} has {len(queue)} slots, {len(ready)} are ready"
+    for name, groups in table.ready_groups.items():
+        stage = table.stages[name]
+        whole = {g.id for g in table.groups.values() if g.slots and all(_is_ready(table, s, stage) for s in g.slots)}
+        assert set(groups) == whole, f"groups {sorted(groups)} are queued for {name}, {sorted(whole)} are ready"
+
+
+def _is_ready(table: SampleTable, slot: Slot, stage: Stage) -> bool:
+    if stage.flow not in ("", slot.group.flow) or table.is_done(slot, stage.name) or stage.name in slot.leases:
+        return False
+    return all(slot.has(need) for need in stage.needs)
+
+
+def _check_leases(table: SampleTable) -> None:
+    for lease in table.leases.values():
+        assert lease.slots, f"lease {lease.id} of {lease.worker} on {lease.stage} has no slots"
+        for slot in lease.slots.values():
+            assert table.slots.get(slot.id) is slot, f"lease {lease.id} has slot {slot.id}, which is not live"
+            assert slot.leases.get(lease.stage) is lease, f"lease {lease.id} has slot {slot.id}, which is not leased"
+            if lease.stage in table.flows.generating:
+                assert (lease.version or 0) >= slot.group.at_least, f"slot {slot.id} is generated with too old weights"
+
+
+def _check_counters(table: SampleTable) -> None:
+    """Counters that are updated with each change equal a new count."""
+    rows, tensor_bytes, undone = Counter[str](), Counter[str](), Counter[str]()
+    for group in table.groups.values():
+        rows[group.flow] += len(group.slots)
+        for column, holding in [*group.tensors.items(), *(one for s in group.slots for one in s.tensors.items())]:
+            tensor_bytes[group.flow] += holding.length * table.flows.item_bytes[column]
+        for stage in table.flows.of(group.flow):
+            undone[stage.name] += sum(not table.is_done(slot, stage.name) for slot in group.slots)
+    assert table.rows == rows, f"the row counter is {dict(table.rows)}, there are {dict(rows)}"
+    assert table.bytes == tensor_bytes, f"the byte counter is {dict(table.bytes)}, there are {dict(tensor_bytes)}"
+    assert Counter(table.undone) == undone, f"the counter of undone slots is {table.undone}, there are {dict(undone)}"
+
+
+def _check_members(state: State) -> None:
+    """Only members have leases, tensors and parked requests."""
+    table, membership, requests = state.table, state.membership, state.requests
+    for lease in table.leases.values():
+        assert lease.worker in membership, f"lease {lease.id} on {lease.stage} is of {lease.worker}, which is no member"
+    for group in table.groups.values():
+        for holding in [*group.tensors.values(), *(one for slot in group.slots for one in slot.tensors.values())]:
+            gone = [worker for worker in holding.holders if worker not in membership]
+            assert not gone, f"{gone} hold a column of group {group.id}, but are no members"
+    for worker in [*state.models.outdated, *(parked.worker for parked in requests.all())]:
+        assert worker in membership, f"{worker} waits, but is no member"
+    pulls, offers = requests.parked()
+    known = {(parked.worker, parked.request.request) for parked in requests.all()}
+    assert known == pulls | offers, f"requests {sorted(known ^ (pulls | offers))} are in one of two indices"
+
+
+def _check_outdated(state: State, env: Environment) -> None:
+    """A worker that could start ready slots only with the latest weights fetches them, or backs off."""
+    versions, table = state.models.policy, state.table
+    if versions.latest not in versions.published:
+        return
+
+    def open_to(version: int, stage: str) -> list[Slot]:
+        slots = [slot for slot in table.slots.values() if slot in table.ready[stage]]
+        return [slot for slot in slots if _may_start(state, env, slot.group, version)]
+
+    for worker in versions.behind.keys() - state.models.backing_off[versions.model]:
+        own = -1 if versions.is_late(worker) else versions.applied_version(worker)
+        for parked in state.requests.of(worker):
+            stage = parked.request.stage if isinstance(parked.request, Pull) else ""
+            if stage in table.flows.generating and not open_to(own, stage):
+                helped = [slot.id for slot in open_to(versions.latest, stage)]
+                assert not helped, f"{worker} does not fetch version {versions.latest}, which may start {helped}"
+
+
+def _may_start(state: State, env: Environment, group: Group, version: int) -> bool:
+    if version < group.at_least:
+        return False
+    step = state.window.expected_step(group)
+    return group.flow != env.flow.train_flow or env.policies.admission.may_start(step, version)
+
+
+def _check_versions(versions: VersionTable, membership: Membership, over: bool) -> None:
+    """A member holds the latest version whole, and the workers behind it are exactly those listed as such."""
+    whole = {version for version, base in versions.holders if base == NO_BASE}
+    latest, newest, model = versions.latest, versions.newest, versions.model
+    assert latest == max(whole, default=0), f"latest of {model} is {latest}, but {sorted(whole)} are held whole"
+    assert latest <= newest, f"latest of {model} is {latest}, but {newest} is the newest that was published"
+    assert not latest or latest in versions.published, f"version {latest} of {model} was not published"
+    behind = {who for who, one in versions.receivers.items() if one.staged < latest} - set(versions.fetching)
+    assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
+    for fetch in versions.fetching.values():
+        served = versions.serving[fetch.holder, fetch.weights.version]
+        assert served, f"{fetch.holder} serves {fetch.receiver}, but is not counted as serving"
+    gone = [] if over else [one for one in {*versions.held, *versions.receivers} if one not in membership]
+    assert not gone, f"{gone} hold or use versions of {model}, but are no members"
+
+
+def _check_window(state: State, env: Environment) -> None:
+    """Every live group of the train flow waits or is in training, and none in training is over age."""
+    table, window, train_stage = state.table, state.window, env.flow.train_stage
+    flow = table.stages[train_stage].flow
+    live = {group.id for group in table.groups.values() if group.flow == flow}
+    taken, waiting = set(window.taken), set(window.waiting)
+    assert live == taken | waiting, f"groups {sorted(live ^ (taken | waiting))} are live or in the window, but not both"
+    assert not taken & waiting, f"groups {sorted(taken & waiting)} are taken and waiting"
+    assert window.waiting == sorted(waiting), f"groups wait as {window.waiting}, not once each in order of issue"
+    assert len(taken) <= window.groups_per_step, f"{len(taken)} groups taken of {window.groups_per_step}"
+    leases = [lease for lease in table.leases.values() if lease.stage == train_stage]
+    leased = {slot.group.id for lease in leases for slot in lease.slots.values()}
+    assert leased == taken, f"groups {sorted(leased ^ taken)} are leased to trainers or taken, but not both"
+    for one, oldest in window.oldest_versions.items():
+        group = table.groups[one]
+        assert one in table.regenerated or oldest == group.oldest_version(), f"group {one} has another oldest version"
+    assert window.oldest_versions.keys() == waiting, "not every waiting group has a version in the window, or another"
+    for group in window.taken.values():
+        assert all(train_stage in slot.leases for slot in group.slots), f"group {group.id} is leased in part"
+        for slot in group.slots:
+            assert not rollback.is_over_age(state, env, slot), f"slot {slot.id} is over age in step {window.step}"

@@ -1,0 +1,45 @@
+"""Admission policy: may a group be opened, a sample started, a sample trained?
+
+Staleness of a sample when it is trained in step s is s minus the oldest version that generated one of its tokens
+(step s trains version s). The default keeps it within a bound, always:
+
+* *trained*: a sample is only trained while s - oldest <= bound. This check alone makes the bound strict.
+* *started*: a sample is only started on version v if it would still be in bound at the step that it is expected to be
+  trained in, given the groups ahead of it. At bound 0 this makes generation wait for the newest weights.
+* *opened*: at most (bound + 1) x groups-per-step groups are live at once; more could not be trained in bound.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowrt.errors import ConfigError
+
+
+class Admission(Protocol):
+    """May a group be opened, a sample started, a sample trained? Steps and versions are counts."""
+
+    def may_open(self, live_groups: int, groups_per_step: int) -> bool: ...
+
+    def may_start(self, expected_step: int, version: int) -> bool: ...
+
+    def may_train(self, step: int, oldest_version: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StrictLag:
+    """Staleness never exceeds ``bound`` versions; 0 is the synchronous loop."""
+
+    bound: int
+
+    def __post_init__(self) -> None:
+        if self.bound < 0:
+            raise ConfigError(f"max_staleness is {self.bound}, but a sample cannot come from the future; use 0 or more")
+
+    def may_open(self, live_groups: int, groups_per_step: int) -> bool:
+        return live_groups < (self.bound + 1) * groups_per_step
+
+    def may_start(self, expected_step: int, version: int) -> bool:
+        return expected_step - version <= self.bound
+
+    def may_train(self, step: int, oldest_version: int) -> bool:
+        return step - oldest_version <= self.bound

@@ -1,0 +1,111 @@
+"""Batching policy: when a micro-batch is full, and how many tokens a step trains.
+
+`FixedTokens` applies to a whole step, after its groups are known: advantages are computed over every response, and only
+the loss is cut to the budget (C3PO). Its choice depends on the order of issue and a seed, never on the order of
+completion: short answers finish first, and a budget filled in that order would train on them alone.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from flowrt.errors import ConfigError
+
+Cut = Literal["truncate", "whole"]
+Order = Literal["issue", "shuffled"]
+
+
+class Batcher(Protocol):
+    """When is a micro-batch full? A full one must stay full when it grows; the remainder of a step is always full."""
+
+    def full(self, groups: int, tokens: int, rows: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Full as soon as it holds at least ``tokens`` tokens."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"a micro-batch of {self.tokens} tokens would never be filled; use 1 or more")
+
+    def full(self, groups: int, tokens: int, rows: int) -> bool:  # noqa: ARG002 (part of the protocol)
+        return tokens >= self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCount:
+    """Full at a fixed number of groups."""
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError(f"a micro-batch of {self.groups} groups would never be filled; use 1 or more")
+
+    def full(self, groups: int, tokens: int, rows: int) -> bool:  # noqa: ARG002
+        return groups >= self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Full at this number of samples or more: groups are never split."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"a micro-batch of {self.rows} rows would never be filled; use 1 or more")
+
+    def full(self, groups: int, tokens: int, rows: int) -> bool:  # noqa: ARG002
+        return rows >= self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class FixedTokens:
+    """Train the same number of response tokens in every step; a step that has fewer trains all of them.
+
+    Samples are taken until the budget is full, in order of issue or in an order drawn from the seed and the step.
+    Of the last one only the beginning is trained (``truncate``, which meets the budget exactly) or all (``whole``).
+    """
+
+    tokens: int
+    cut: Cut = "truncate"
+    order: Order = "issue"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"a step of {self.tokens} tokens would train nothing; use 1 or more")
+        for name, value, known in (("cut", self.cut, get_args(Cut)), ("order", self.order, get_args(Order))):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}, which is not known; use one of {', '.join(known)}")
+
+    def kept(self, lengths: Sequence[int], step: int) -> list[int]:
+        """The number of leading response tokens of each sample that are trained.
+
+        Args:
+            lengths: response tokens of every sample of the step, in order of issue.
+            step: the optimiser step; with ``shuffled`` it is part of the seed.
+        """
+        kept = [0] * len(lengths)
+        left = self.tokens
+        for index in self._order(len(lengths), step):
+            if left <= 0:
+                break
+            kept[index] = lengths[index] if self.cut == "whole" else min(lengths[index], left)
+            left -= kept[index]
+        return kept
+
+    def _order(self, samples: int, step: int) -> Sequence[int]:
+        if self.order == "issue":
+            return range(samples)
+        return sorted(range(samples), key=lambda index: _draw(self.seed, step, index))
+
+
+def _draw(seed: int, step: int, index: int) -> bytes:
+    """16 pseudorandom bytes, the same on every machine."""
+    return hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=16).digest()

@@ -1,0 +1,219 @@
+"""Connections: the connected workers, and messages that wait for the ledger."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+
+from flowrt.controller.events import KernelAlive
+from flowrt.controller.state.membership import Membership
+from flowrt.errors import WaitExpired
+from flowrt.ids import WorkerId
+from flowrt.net.link import ServerLink
+from flowrt.protocol.messages import Heartbeat, Message
+from flowrt.runtime.waits import BoundedElsewhere, wait_until
+
+log = logging.getLogger(__name__)
+SHUTDOWN_TIMEOUT_S = 4.0
+SHUTDOWN = BoundedElsewhere("SHUTDOWN_TIMEOUT_S")
+PROBE_DELAY_S = 0.05
+MAX_BATCH_DELAY_S = 0.00005
+"""A message waits at most this long for other messages that can share its commit."""
+
+
+class Connections:
+    """Workers by name and connection. `send` delays a message until all earlier decisions are durable."""
+
+    def __init__(
+        self,
+        link: ServerLink,
+        needs_commit: Callable[[], bool],
+        flush: Callable[[], None],
+        process_disconnects: Callable[[], None],
+    ) -> None:
+        """Take over the unsent messages of ``link``.
+
+        Args:
+            link: the server's socket.
+            needs_commit: whether a decision is not durable yet.
+            flush: commits, then calls `send_queued`.
+            process_disconnects: called when `take_disconnected` may have a result.
+        """
+        self._link = link
+        link.on_unreachable(self._on_unreachable)
+        self._needs_commit = needs_commit
+        self._flush = flush
+        self._process_disconnects = process_disconnects
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._name: dict[bytes, WorkerId] = {}
+        self._peer: dict[WorkerId, bytes] = {}
+        self._role: dict[WorkerId, str] = {}
+        self._source: dict[WorkerId, tuple[int, str]] = {}  # descriptor and address of each connection
+        self._cut: dict[WorkerId, float] = {}  # since when nothing has come from a worker
+        self._outbox: list[tuple[WorkerId, Message]] = []
+        self._outbox_since_s = 0.0
+        self._disconnected: dict[WorkerId, None] = {}  # found gone; some of their messages may be unread
+        self._is_processing_scheduled = False
+        self._changed = asyncio.Event()
+
+    def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
+        """Add a worker whose hello came over the connection with the descriptor ``source``."""
+        self._name[peer] = worker
+        self._peer[worker] = peer
+        self._role[worker] = role
+        self._source[worker] = (source, self._link.guard.address(source))
+        self._link.guard.on_joined(peer, source)
+
+    def _kernel_alive(self, membership: Membership, now: float) -> Iterator[KernelAlive]:
+        """Silent workers whose process still answers at the TCP level: their interpreter is busy."""
+        for worker, last_message_s in membership.quiet(now):
+            at_s = now - self._link.guard.idle_s(*self._source.get(worker, (-1, "")))
+            if at_s > last_message_s:
+                yield KernelAlive(worker, at_s)
+
+    def check_links(self, membership: Membership, now: float) -> Iterator[KernelAlive]:
+        """Close connections of stopped processes and log cut links; returns workers that are alive but busy."""
+        self._link.guard.close_stopped()
+        self._log_cut_links()
+        return self._kernel_alive(membership, now)
+
+    def _log_cut_links(self) -> None:
+        """Log workers whose link went down (no TCP traffic at all) and those whose link is back."""
+        cut: dict[WorkerId, float] = {}
+        for worker, source in self._source.items() if self._link.guard.has_cut_links else ():
+            if (since_s := self._link.guard.cut_since_s(*source)) is not None:
+                cut[worker] = since_s
+        for worker in cut.keys() - self._cut.keys():
+            log.warning(
+                "nothing has come from %s for %.1f s: its link is cut or its machine is gone (disconnected after 17 s)",
+                worker,
+                monotonic() - cut[worker],
+            )
+        for worker in self._cut.keys() - cut.keys():
+            if worker in self and self._link.guard.is_open(*self._source[worker]):
+                log.info("the link of %s is back", worker)
+        self._cut = cut
+
+    def cut_off(self) -> dict[str, float]:
+        """Workers whose link seems to be cut, and for how many seconds nothing has come from them."""
+        return {worker: round(monotonic() - since_s, 1) for worker, since_s in self._cut.items() if worker in self}
+
+    def name(self, peer: bytes) -> WorkerId | None:
+        return self._name.get(peer)
+
+    def role(self, worker: WorkerId) -> str:
+        return self._role[worker]
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._peer
+
+    def workers(self, role: str = "") -> list[WorkerId]:
+        """The connected workers of one role, or of all roles."""
+        return [worker for worker in self._peer if self._role[worker] == role] if role else [*self._peer]
+
+    def remove(self, worker: WorkerId) -> None:
+        peer = self._peer.pop(worker, None)
+        self._source.pop(worker, None)
+        self._role.pop(worker, None)
+        self._disconnected.pop(worker, None)
+        if peer is not None:
+            self._name.pop(peer, None)
+        self._changed.set()
+
+    async def shutdown(self, stop: Message, excluded_role: str) -> None:
+        """Send ``stop`` to all; return when all but the excluded role have left, or after `SHUTDOWN_TIMEOUT_S`."""
+        for worker in self.workers():
+            self.send_now(worker, stop)
+        try:
+            await wait_until(self._wait_left(excluded_role), SHUTDOWN_TIMEOUT_S, "all workers to leave", "the workers")
+        except WaitExpired:
+            log.warning("ended although these workers have not left: %s", sorted(self.workers()))
+
+    async def _wait_left(self, excluded_role: str) -> None:
+        while len(self.workers()) > len(self.workers(excluded_role)):
+            self._changed.clear()
+            await wait_until(self._changed.wait(), SHUTDOWN, "the next worker to leave", "the workers")
+
+    def take_disconnected(self, immediately: bool) -> Sequence[WorkerId]:
+        """Remove and return the workers whose connections were found closed and who have not sent a Leave.
+
+        Their last messages are handled first: while some may be unread this returns none and calls
+        ``process_disconnects`` again, unless the answer is needed ``immediately``.
+        """
+        if not self._disconnected:
+            return ()
+        if not (immediately or self._link.drain()):
+            self._schedule_processing()
+            return ()
+        disconnected = list(self._disconnected)
+        for worker in disconnected:
+            log.warning("%s is gone: its connection is closed", worker)
+            self.remove(worker)
+        return disconnected
+
+    def _schedule_processing(self) -> None:
+        if not self._is_processing_scheduled:
+            self._is_processing_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_processing)
+
+    def _run_processing(self) -> None:
+        self._is_processing_scheduled = False
+        self._process_disconnects()
+
+    def on_connection_closed(self) -> None:
+        """Find out whose connection has closed: one probe for all that close at the same time."""
+        if self._probe_timer is None:
+            self._probe_timer = asyncio.get_running_loop().call_later(PROBE_DELAY_S, self._probe_all)
+
+    def _probe_all(self) -> None:
+        self._probe_timer = None
+        for worker in self.workers():
+            self.send_now(worker, Heartbeat())
+        self._process_disconnects()
+
+    def close(self) -> None:
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+
+    # ---- out
+
+    def send(self, worker: WorkerId, message: Message) -> None:
+        """Send when all earlier decisions are durable: a crash must not undo what a worker was told."""
+        if not (self._outbox or self._needs_commit()):
+            self._post(worker, message)
+            self._link.flush()
+            return
+        if not self._outbox:
+            # After all messages that are waiting to be read, so that they share a commit.
+            asyncio.get_running_loop().call_soon(self._flush)
+            self._outbox_since_s = monotonic()
+        self._outbox.append((worker, message))
+
+    def flush_if_late(self) -> None:
+        """Called before each message, so that long work does not delay the answers to earlier messages."""
+        if self._outbox and monotonic() > self._outbox_since_s + MAX_BATCH_DELAY_S:
+            self._flush()
+
+    def send_queued(self) -> None:
+        """Send what has waited for the commit."""
+        outbox = self._outbox
+        self._outbox = []
+        for worker, message in outbox:
+            self._post(worker, message)
+        self._link.flush()
+
+    def _on_unreachable(self, peer: bytes) -> None:
+        """A posted message could not be delivered."""
+        if (worker := self._name.get(peer)) is not None:
+            self._disconnected[worker] = None
+            self._schedule_processing()
+
+    def _post(self, worker: WorkerId, message: Message) -> None:
+        if (peer := self._peer.get(worker)) is not None and worker not in self._disconnected:
+            self._link.post(peer, message)
+
+    def send_now(self, worker: WorkerId, message: Message) -> None:
+        """Send without waiting for the ledger."""
+        peer = self._peer.get(worker)
+        if peer is not None and worker not in self._disconnected and not self._link.send(peer, message):
+            self._disconnected[worker] = None

@@ -1,0 +1,373 @@
+"""Server: connects the core to sockets, the clock and the disk."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.core import Core
+from flowrt.controller.diagnostics.status import status
+from flowrt.controller.events import (
+    Command,
+    Dismiss,
+    EndRun,
+    Event,
+    MessageReceived,
+    Persist,
+    PreemptRun,
+    Send,
+    Shutdown,
+    Tick,
+    WorkerConnected,
+    WorkerDisconnected,
+)
+from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
+from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
+from flowrt.controller.storage.ledger import Ledger, LedgerBusy
+from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
+from flowrt.ids import OBSERVER, SOURCE, WorkerId
+from flowrt.net.connection_guard import RateLimitedLog
+from flowrt.net.curve_keys import ControllerKeys
+from flowrt.net.link import ServerLink
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import Column, Passed, Position
+from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
+from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
+
+log = logging.getLogger(__name__)
+TICK_S = 0.5
+LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
+MAX_GRAPH_LINES = 200
+STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
+
+
+class Server:
+    """The controller of one run."""
+
+    def __init__(
+        self,
+        core: Core,
+        columns: tuple[Column, ...],
+        config: str,
+        run_dir: Path,
+        heartbeat_s: float,
+        request_timeout_s: float,
+        clock: Clock | None = None,
+        ledger: Ledger | None = None,
+        keys: ControllerKeys | None = None,
+    ) -> None:
+        self._core = core
+        self._clock = SteadyClock(clock or MonotonicClock())
+        self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
+        self._welcome = m.Welcome(
+            term=self.ledger.term,
+            heartbeat_s=heartbeat_s,
+            request_timeout_s=request_timeout_s,
+            reconnect_timeout_s=core.settings.reconnect_timeout_s,
+            transfer_idle_timeout_s=core.settings.transfer_idle_timeout_s,
+            min_transfer_mb_per_s=core.settings.min_transfer_mb_per_s,
+            store_bytes=core.settings.store_bytes,
+            columns=columns,
+            renewable=core.renewable,
+            config=config,
+            position=Position(),
+        )
+        position = core.settings.position
+        lines = self.ledger.step_lines(position.step)
+        self.metrics = RunMetrics(
+            run_dir=run_dir,
+            start_s=self._clock.now(),
+            position=position,
+            resumed_from=self.ledger.resumed_from,
+            lines=lines,
+        )
+        self._recorder = RunRecorder(self.ledger, self.metrics)
+        self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
+        self._awaiting_welcome: list[WorkerId] = []
+        """Connected sources that are sent the run's position when recovery is over."""
+        self._link = ServerLink(
+            self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
+        )
+        self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
+        self._ended = asyncio.Event()
+        self._refused = RateLimitedLog()
+
+    @property
+    def refused_messages(self) -> int:
+        """Number of messages that were malformed or came from an unknown peer."""
+        return self._refused.count
+
+    @property
+    def refused_connections(self) -> int:
+        """Number of connections whose handshake failed; with keys set, all without a right key."""
+        return self._link.guard.refused.count
+
+    @property
+    def ended(self) -> EndRun | None:
+        """How the run ended; None until then."""
+        return self._core.ended
+
+    def bind(self, address: str) -> str:
+        """Listen; returns the address with its actual port. Raises ConfigError if the address cannot be used."""
+        return self._link.bind(address)
+
+    async def run(self, on_end: Callable[[], None] = lambda: None) -> EndRun:
+        """Serve until the run ends and all workers have left or had time to; ``on_end`` is called before they stop."""
+        ticker = asyncio.create_task(self._tick())
+        over = asyncio.create_task(wait_until(self._ended.wait(), STALLED, "the end of the run", "the workers"))
+        await wait_any({ticker, over}, STALLED, "the end of the run, or of its deadlines", "the workers")
+        if ticker.done():  # without ticks no deadline would ever expire
+            self._fail("a tick", ticker.exception())
+        ticker.cancel()
+        over.cancel()
+        ended = self._core.ended
+        assert ended is not None
+        self._send_status()
+        self._flush()
+        self._recorder.compact(run_ended=True)
+        on_end()
+        await self._connections.shutdown(m.Stop(ended.reason, ended.code), OBSERVER)
+        while not self._commit(SHUTDOWN_TIMEOUT_S):
+            await pause(TICK_S)
+        self._recorder.compact(run_ended=True)
+        self.metrics.close()
+        self._connections.close()
+        self._link.close()
+        return self._core.ended or ended
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve in the background during a ``with`` block; leaving the block ends the run."""
+        task = asyncio.create_task(self.run())
+        try:
+            yield
+        finally:
+            self.end("the block that ran the controller has ended", EXIT_OK)
+            await task
+            self.ledger.close()
+
+    def summary(self, bound: int) -> dict[str, Any]:
+        """The summary of the run so far; ``bound`` is the maximum staleness in versions."""
+        account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
+        return self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now())
+
+    async def _tick(self) -> None:
+        while True:
+            await pause(TICK_S)
+            for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
+                self._handle(alive)
+            self._handle(Tick())
+            self._link.guard.check()
+            self._send_status()
+            self._flush()
+            self._recorder.compact()
+
+    # ---- in
+
+    def _receive(self, peer: bytes, message: m.Message) -> None:
+        self._connections.flush_if_late()
+        if (worker := self._connections.name(peer)) is not None and not isinstance(message, HANDLED_BY_SERVER):
+            self._handle(MessageReceived(worker, message))
+        elif isinstance(message, m.Hello):
+            self._handshake(peer, message, self._link.source())
+        elif worker is None:
+            self._log_refused(peer, f"{type(message).__name__} from a peer without a handshake")
+            # Possibly a worker that was disconnected for too long: without an answer it would wait.
+            self._answer_unknown_peer(peer, NOT_CONNECTED)
+        else:
+            if isinstance(message, m.Report):
+                self._recorder.record_report(
+                    worker, self._connections.role(worker), message, self._core.state.window.step
+                )
+            self._handle(MessageReceived(worker, message))
+            if isinstance(message, m.Leave):
+                self._connections.remove(worker)
+
+    def _on_malformed(self, peer: bytes, reason: str) -> None:
+        """Close the connection of the sender."""
+        self._log_refused(peer, reason)
+        self._link.disconnect(peer)
+        worker = self._connections.name(peer)
+        if worker is not None:
+            self._connections.remove(worker)
+            self._handle(WorkerDisconnected(worker, f"it sent a malformed message: {reason}"))
+
+    def _log_refused(self, peer: bytes, reason: str) -> None:
+        self._refused.warn("refused a message of %s: %s", self._connections.name(peer) or peer.hex(), reason)
+
+    def _answer_unknown_peer(self, peer: bytes, answer: m.Message) -> None:
+        if self._link.guard.may_reply(peer):
+            self._link.send(peer, answer)
+        else:
+            self._link.disconnect(peer)
+
+    def _handshake(self, peer: bytes, hello: m.Hello, source: int) -> None:
+        if self._connections.name(peer) == hello.worker:
+            return  # repeated while the first hello was delayed
+        if hello.worker in self._connections:
+            # Possibly a dead worker that this one replaces: a send shows whether it is.
+            self._connections.send_now(WorkerId(hello.worker), m.Heartbeat())
+            self._process_disconnects(immediately=True)
+        known = self._connections.name(peer)
+        reason = rejection_reason(hello, self._core, hello.worker in self._connections or known is not None)
+        if reason:
+            if known is not None:
+                self._connections.send(known, m.Rejected(0, reason))
+            else:
+                self._answer_unknown_peer(peer, rejection(hello, self._core, reason))
+            return
+        worker = WorkerId(hello.worker)
+        joined = WorkerConnected(worker=worker, role=hello.role, host=hello.host, lanes=hello.lanes, term=hello.term)
+        if hello.role == SOURCE and not hello.term and self._core.state.recovery.is_active:
+            # It replaces a source that died while no controller was there. Prompts that only the dead one could send
+            # become unread when recovery is over, and this source has to offer them: its welcome waits for that.
+            self._admit(peer, hello, source)
+            self._awaiting_welcome = [*(one for one in self._awaiting_welcome if one != worker), worker]
+            self._handle(joined)
+            return
+        try:
+            passed = self.ledger.passed() if hello.role == SOURCE else ()
+        except LedgerBusy as busy:
+            log.info("%s is admitted when the ledger can be read again: %s", worker, busy)
+            asyncio.get_running_loop().call_later(TICK_S, self._handshake, peer, hello, source)
+            return
+        except FlowError as error:
+            self.end(str(error))
+            return
+        self._admit(peer, hello, source)
+        self._send_welcome(worker, passed)
+        self._handle(joined)
+
+    def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
+        self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
+        log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
+
+    def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
+        numbers = tuple(self.metrics.numbers.items())
+        position = dataclasses.replace(self._core.settings.position, passed=passed, numbers=numbers)
+        self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
+
+    def _send_delayed_welcomes(self) -> None:
+        """Welcome sources that waited for the end of recovery; while the ledger is locked they stay queued."""
+        waiting = self._awaiting_welcome
+        self._awaiting_welcome = []
+        for worker in waiting:
+            if worker not in self._connections:
+                continue
+            try:
+                passed = self.ledger.passed()
+            except LedgerBusy:
+                self._awaiting_welcome.append(worker)
+            except FlowError as error:
+                self.end(str(error))
+            else:
+                self._send_welcome(worker, passed)
+
+    def _handle(self, event: Event) -> None:
+        if self._core.ended is not None and not isinstance(event, MessageReceived | Shutdown):
+            return
+        now = self._clock.now()
+        try:
+            commands = self._core.handle(event, now)
+        except (*PROGRAMMING_ERRORS, FlowError) as error:
+            self._fail(type(event).__name__, error)
+            return
+        for command in commands:
+            if type(command) is Send:  # nearly all of them
+                self._connections.send(command.worker, command.message)
+            else:
+                self._execute(command, now)
+        if self._awaiting_welcome and not self._core.state.recovery.is_active:
+            self._send_delayed_welcomes()
+        self._process_disconnects()
+
+    def _process_disconnects(self, immediately: bool = False) -> None:
+        """Report workers that a send found gone, after the commands decided while they were connected."""
+        for worker in self._connections.take_disconnected(immediately):
+            self._handle(WorkerDisconnected(worker, "its connection is closed; see its log"))
+
+    # ---- out
+
+    def _execute(self, command: Command, now: float) -> None:
+        match command:
+            case Dismiss(worker, reason):
+                log.warning("%s is dismissed: %s", worker, reason)
+                self._connections.send_now(worker, dismissal(reason))
+                self._connections.remove(worker)
+            case Persist(worker, request):
+                self._persist_requests.append((worker, request))
+                self._commit(LOCKED_TIMEOUT_S)
+            case EndRun(reason, code):
+                log.info("the run ends: %s", reason)
+                if code == EXIT_STALLED:
+                    for line in self._core.wait_graph(now, self._welcome.request_timeout_s).sentences(MAX_GRAPH_LINES):
+                        log.error("stalled: %s", line)
+                self._ended.set()
+            case _:
+                self._recorder.record(command, now)
+
+    def _flush(self) -> None:
+        if self._commit(LOCKED_TIMEOUT_S):  # otherwise at the next tick
+            self._connections.send_queued()
+            self._process_disconnects()
+
+    def _commit(self, patience_s: float) -> bool:
+        """Commit what was recorded and answer those who wait for it; a failed disk ends the run.
+
+        Returns False while the ledger is locked, to be called again.
+        """
+        try:
+            if not self._recorder.write(self._clock.now(), patience_s, sync=bool(self._persist_requests)):
+                return False
+        except (FlowError, OSError) as error:
+            if self._core.ended is None or self._core.ended.code == EXIT_OK:
+                log.error("%s", error)
+                self._handle(Shutdown(str(error), EXIT_FAILED, even_if_complete=True))
+            return True
+        for worker, request in self._persist_requests:
+            self._connections.send(worker, m.Committed(request, (), ""))
+        self._persist_requests.clear()
+        return True
+
+    def end(self, reason: str, code: int = EXIT_FAILED) -> None:
+        """End the run for an outside reason: a signal, a full disk."""
+        self._handle(Shutdown(reason, code))
+
+    def deadlock(self, returned: Collection[str], quiet_s: float) -> str:
+        """`Core.deadlock` at the current time."""
+        return self._core.deadlock(self._clock.now(), returned, quiet_s)
+
+    def preempt(self, order: PreemptRun) -> None:
+        """End the run from outside, after a checkpoint of what it has trained."""
+        self._handle(order)
+        self._flush()
+
+    def _fail(self, what: str, error: BaseException | None) -> None:
+        """End the run because of a bug: the core's state is unreliable, the files are intact."""
+        log.error("the controller has failed", exc_info=error)
+        self.end(f"the controller failed at {what} ({error!r}): that is a bug in flowrt, see its log")
+
+    # ---- observers
+
+    def _send_status(self) -> None:
+        if observers := self._connections.workers(OBSERVER):
+            text = json.dumps(self.status())
+            for worker in observers:
+                self._connections.send(worker, m.Status(text))
+
+    def status(self) -> dict[str, Any]:
+        """The content of a Status message: progress, workers, and the wait-for graph."""
+        return status(
+            core=self._core,
+            now=self._clock.now(),
+            request_timeout_s=self._welcome.request_timeout_s,
+            latest=self.metrics.latest,
+            numbers=self.metrics.numbers,
+            cut_off=self._connections.cut_off(),
+        )

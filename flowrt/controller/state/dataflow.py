@@ -1,0 +1,99 @@
+"""Lookup tables of a dataflow: the stages of each flow, their order and columns, and the sizes of samples."""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from flowrt.controller.state.samples import Group, Slot
+from flowrt.ids import WorkerId
+from flowrt.protocol.records import ITEM_BYTES, Column, Stage
+
+
+class Sizes:
+    """Sizes of samples in tokens and bytes."""
+
+    def __init__(self, columns: Iterable[Column], token_columns: Iterable[str]) -> None:
+        self._columns = {column.name: column for column in columns}
+        self._token_columns = [self._columns[name] for name in token_columns]
+
+    def tokens(self, group: Group) -> int:
+        """Tokens of all samples of the group, prompts included."""
+        tokens = 0
+        for column in self._token_columns:
+            if column.scope == "group":
+                tokens += group.tensors[column.name].length * len(group.slots)
+            else:
+                tokens += sum(slot.tensors[column.name].length for slot in group.slots)
+        return tokens
+
+    def held_bytes(self, slot: Slot, columns: Iterable[str], worker: WorkerId) -> int:
+        """Bytes of these columns of a slot that the worker holds or is being sent."""
+        held = 0
+        for name in columns:
+            holding = slot.holding(name)
+            if holding is not None and worker in holding.holders:
+                held += holding.length * ITEM_BYTES[self._columns[name].dtype]
+        return held
+
+
+class Makes(NamedTuple):
+    """The columns that a stage makes, sorted: tensors, and numbers that are part of the commit."""
+
+    tensors: list[str]
+    numbers: list[str]
+
+    @classmethod
+    def of(cls, stage: Stage, columns: Container[str]) -> "Makes":
+        names = sorted(stage.makes)
+        return cls([name for name in names if name in columns], [name for name in names if name not in columns])
+
+
+class Flows:
+    """Columns and stages by name, and what is looked up for every slot."""
+
+    def __init__(self, columns: Sequence[Column], stages: Sequence[Stage]) -> None:
+        self.columns = {column.name: column for column in columns}
+        self.item_bytes = {column.name: ITEM_BYTES[column.dtype] for column in columns}
+        self.stages = {stage.name: stage for stage in stages}
+        self.bits = {stage.name: 1 << index for index, stage in enumerate(stages)}
+        self.makes = {stage.name: Makes.of(stage, self.columns) for stage in stages}
+        self.makers = {column: stage.name for stage in stages for column in stage.makes}
+        self.group_columns = {column.name: column for column in columns if column.scope == "group"}
+        self.generating = [stage.name for stage in stages if stage.generates]
+        self.after = {s.name: [t for t in stages if set(s.makes) & set(t.needs)] for s in stages}
+        self.fetched = {s.name: [need for need in s.needs if need in self.columns] for s in stages}
+        self.inline = {s.name: [need for need in s.needs if need not in self.columns] for s in stages}
+        self.named = sorted({stage.flow for stage in stages if stage.flow})
+        self._of: dict[str, tuple[list[Stage], int]] = {}
+
+    def is_known(self, flow: str) -> bool:
+        """Whether a stage takes groups of this flow; if no stage names a flow, every flow is known."""
+        return bool(flow) and (not self.named or flow in self.named)
+
+    def of(self, flow: str) -> list[Stage]:
+        """The stages that groups of this flow go through."""
+        return self._found(flow)[0]
+
+    def all_bits(self, flow: str) -> int:
+        """What `Slot.done` is when every stage of the flow is done."""
+        return self._found(flow)[1]
+
+    def complete(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups all of whose slots have passed every stage of their flow."""
+        found = []
+        flow, bits = "", 0
+        for group in groups:
+            if group.flow != flow:
+                flow, bits = group.flow, self.all_bits(group.flow)
+            for slot in group.slots:
+                if slot.done != bits:
+                    break
+            else:
+                found.append(group)
+        return found
+
+    def _found(self, flow: str) -> tuple[list[Stage], int]:
+        found = self._of.get(flow)
+        if found is None:
+            stages = [stage for stage in self.stages.values() if stage.flow in ("", flow)]
+            found = self._of[flow] = stages, sum(self.bits[stage.name] for stage in stages)
+        return found

@@ -1,0 +1,193 @@
+"""Members of the run: workers, their roles, and whether each of them works, drains or may leave.
+
+- A worker is a member from its admission to its departure; other tables keep nothing of a worker that is no member.
+- Only a draining member may depart before the run ends without counting as a failure.
+- A role is vacant when it has lost a worker and has no other one that stays.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from flowrt.controller.state.worklist import Worklist
+from flowrt.ids import OBSERVER, WorkerId
+
+MAX_WAITS = 8
+"""Reported waits that are kept for one worker."""
+MAX_WAIT_CHARS = 160
+
+
+class Standing(Enum):
+    """What is expected of a member."""
+
+    ACTIVE = "active"
+    DRAINING = "draining"
+    """It gets no new work, and stays until nothing would be lost with it."""
+    RELEASED = "released"
+    """It drained, and was told to leave."""
+
+
+class OpenWait(NamedTuple):
+    """A wait that a worker reports, for something other than the controller."""
+
+    what: str
+    blocked_on: str
+    """The name of a worker, or of something else."""
+    age_s: float
+    limit_s: float
+    """Infinite if another wait bounds it."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker of the run. It may complete its role while it drains, so completion is a separate fact."""
+
+    id: WorkerId
+    role: str
+    host: str
+    seen_s: float
+    """Time of the last sign of life."""
+    standing: Standing = Standing.ACTIVE
+    finished: bool = False
+    """Whether it has completed its role."""
+    has_results: bool = False
+    """Whether it has committed a sample, or an offer of it was opened."""
+    waits: tuple[OpenWait, ...] = ()
+    """Waits in its last report."""
+    reported_s: float = 0.0
+    """Time of that report."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it gets no new work."""
+        return self.standing is not Standing.ACTIVE
+
+
+class Membership:
+    """The members by id, and the roles that lack a worker."""
+
+    def __init__(self, worker_timeout_s: float, work: Worklist | None = None) -> None:
+        self._work = Worklist() if work is None else work
+        self._timeout_s = worker_timeout_s
+        self._members: dict[WorkerId, Member] = {}
+        self._vacant: dict[str, tuple[float, str]] = {}  # since when, and why
+        self.joined_roles: set[str] = set()
+        """Roles that have had a worker since the run began."""
+        self.drained: set[WorkerId] = set()
+        """Workers that an operator drained, departed or not: they are not to be replaced."""
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._members
+
+    def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
+        """Add a worker; orders to an earlier one of its name do not concern it."""
+        self._members[worker] = Member(worker, role, host, now)
+        self._vacant.pop(role, None)
+        self.joined_roles.add(role)
+        self.drained.discard(worker)
+        self._work.add_members()
+
+    def restore_roles(self, roles: Iterable[str]) -> None:
+        """These roles had workers under an earlier controller."""
+        self.joined_roles.update(roles)
+
+    def note_alive(self, worker: WorkerId, now: float) -> bool:
+        """Record a sign of life; returns False if the worker is no member."""
+        member = self._members.get(worker)
+        if member is not None:
+            member.seen_s = now
+        return member is not None
+
+    def role(self, worker: WorkerId) -> str:
+        return self._members[worker].role
+
+    def role_fault(self, worker: WorkerId, roles: Collection[str], what: str) -> str:
+        """Why the worker may not do ``what``, which only these roles may; empty if it may.
+
+        Without ``roles`` all roles but the observer's may.
+        """
+        role = self._members[worker].role
+        if role in roles or (not roles and role != OBSERVER):
+            return ""
+        allowed = f"only {' and '.join(sorted(roles))} may" if roles else "an observer may not"
+        return f"{worker} {what}, but its role is {role}; {allowed} do that"
+
+    def report(self, worker: WorkerId, waits: tuple[tuple[str, str, float, float], ...], now: float) -> None:
+        """Store the waits that a worker reports."""
+        member = self._members[worker]
+        member.waits = tuple(
+            OpenWait(what[:MAX_WAIT_CHARS], blocked_on[:MAX_WAIT_CHARS], age_s, limit_s)
+            for what, blocked_on, age_s, limit_s in waits[:MAX_WAITS]
+            if 0 <= age_s < float("inf") and limit_s >= 0
+        )
+        member.reported_s = now
+
+    def finish(self, worker: WorkerId) -> None:
+        """The worker has completed its role."""
+        self._members[worker].finished = True
+        self._work.add_members()
+
+    def is_finished(self, worker: WorkerId) -> bool:
+        return self._members[worker].finished
+
+    def note_results(self, worker: WorkerId) -> None:
+        """The worker has committed a sample, or an offer of it was opened."""
+        self._members[worker].has_results = True
+
+    def with_results(self) -> set[WorkerId]:
+        """Members that have committed a sample, or whose offers were opened."""
+        return {member.id for member in self._members.values() if member.has_results}
+
+    def drain(self, worker: WorkerId, by_operator: bool) -> None:
+        """Give the worker no new work: it is to leave before the run ends, which will not be a failure."""
+        self._members[worker].standing = Standing.DRAINING
+        if by_operator:
+            self.drained.add(worker)
+
+    def release(self, worker: WorkerId) -> None:
+        """The draining worker may leave."""
+        self._members[worker].standing = Standing.RELEASED
+
+    def is_leaving(self, worker: WorkerId) -> bool:
+        return self._members[worker].standing is not Standing.ACTIVE
+
+    def draining(self) -> list[WorkerId]:
+        """Workers that drain and may not leave yet, by name."""
+        return sorted(one.id for one in self._members.values() if one.standing is Standing.DRAINING)
+
+    def leave(self, worker: WorkerId) -> Member | None:
+        """Remove a worker; returns what it was, or None if it was no member."""
+        self._work.add_members()
+        return self._members.pop(worker, None)
+
+    def miss(self, role: str, why: str, now: float) -> None:
+        """A worker of this role is lost: the role is vacant if no other worker of it stays."""
+        if all(member.role != role or member.is_leaving for member in self._members.values()):
+            self._vacant.setdefault(role, (now, why))
+
+    def vacancy_fault(self, now: float, role_vacancy_timeout_s: float) -> str:
+        """The first role that has been vacant for longer than this, and why; empty if there is none."""
+        for role, (since_s, why) in self._vacant.items():
+            if now - since_s > role_vacancy_timeout_s:
+                return f"no {role} worker for {now - since_s:.0f} s: {why}"
+        return ""
+
+    def vacancies(self, now: float) -> dict[str, tuple[float, str]]:
+        """Vacant roles: for how many seconds, and why."""
+        return {role: (now - since_s, why) for role, (since_s, why) in self._vacant.items()}
+
+    def is_vacant(self, role: str) -> bool:
+        """Whether the role is needed and has no worker that stays."""
+        return role in self._vacant
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def quiet(self, now: float) -> list[tuple[WorkerId, float]]:
+        """Workers silent for more than half of the timeout, and the time of the last sign of life of each."""
+        return [(one.id, one.seen_s) for one in self._members.values() if now - one.seen_s > self._timeout_s / 2]
+
+    def silent(self, now: float) -> list[Member]:
+        """Workers silent for longer than the timeout."""
+        return [member for member in self._members.values() if now - member.seen_s > self._timeout_s]

@@ -1,0 +1,136 @@
+"""Requests that cannot be answered yet. They are not polled: the worklist names those to look at again."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from flowrt.controller.events import Command
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol.messages import Offer, Pull
+
+Request = TypeVar("Request", Offer, Pull)
+RequestId = tuple[WorkerId, int]
+MOST_OPEN = 100_000
+"""Most parked requests of one worker. A large evaluation is offered at once; more than this is a flood."""
+FULL = f"{MOST_OPEN} requests of this worker wait for their answers already; ask again when some have come"
+
+
+@dataclass(slots=True)  # not frozen: one is made for every message, and that takes three times as long
+class ParkedRequest(Generic[Request]):
+    """A request and the time since which it waits."""
+
+    worker: WorkerId
+    request: Request
+    since_s: float
+    refused: tuple[int, ...] = ()  # leases that the pull reported as done after they had ended
+
+
+class ParkedRequests:
+    """Parked pulls by stage and parked offers, each in order of arrival."""
+
+    def __init__(self, stages: Iterable[str] = ()) -> None:
+        self._pulls: dict[str, dict[RequestId, ParkedRequest[Pull]]] = defaultdict(dict)
+        self._offers: dict[RequestId, ParkedRequest[Offer]] = {}
+        self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # that have ever pulled
+        self.offerers: dict[WorkerId, None] = {}  # workers that have ever offered
+        self._of: dict[WorkerId, dict[int, ParkedRequest[Pull] | ParkedRequest[Offer]]] = defaultdict(dict)
+
+    def is_full(self, worker: WorkerId) -> bool:
+        """Whether no further request of this worker may be parked."""
+        return len(self._of[worker]) >= MOST_OPEN
+
+    def check_new(self, worker: WorkerId, request: int, stage: str = "") -> None:
+        """Raises RemoteProtocolError if a request of this worker with the same number is parked already."""
+        if request in self._of[worker]:
+            raise RemoteProtocolError(f"{worker} asked under number {request}, under which it is still waiting")
+        if stage in self.pullers:
+            self.pullers[stage][worker] = None
+
+    def note_offerer(self, worker: WorkerId) -> None:
+        """The worker offers prompts."""
+        self.offerers[worker] = None
+
+    @property
+    def has_offers(self) -> bool:
+        return bool(self._offers)
+
+    def has_pulls(self, stage: str) -> bool:
+        return bool(self._pulls[stage])
+
+    def park_pull(self, parked: ParkedRequest[Pull]) -> None:
+        self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked
+        self._of[parked.worker][parked.request.request] = parked
+
+    def park_offer(self, parked: ParkedRequest[Offer]) -> None:
+        self._offers[parked.worker, parked.request.request] = parked
+        self._of[parked.worker][parked.request.request] = parked
+
+    def take_out(self, worker: WorkerId, request: int) -> ParkedRequest[Pull] | ParkedRequest[Offer] | None:
+        """Remove a request, if it is still parked."""
+        parked = self._of[worker].pop(request, None)
+        if parked is None:
+            return None
+        if isinstance(parked.request, Pull):
+            del self._pulls[parked.request.stage][worker, request]
+        else:
+            del self._offers[worker, request]
+        return parked
+
+    def serve_pulls(
+        self, stage: str, serve: Callable[[ParkedRequest[Pull]], list[Command]], more: Callable[[], bool]
+    ) -> list[Command]:
+        """Try the parked pulls of a stage in order while ``more()``; those that ``serve`` answers are removed.
+
+        Returns the commands of all answers; an empty list of ``serve`` keeps the pull parked.
+        """
+        commands: list[Command] = []
+        answered = []
+        for parked in self._pulls[stage].values():
+            if not more():
+                break
+            if answer := serve(parked):
+                commands += answer
+                answered.append(parked)
+        for parked in answered:
+            self.take_out(parked.worker, parked.request.request)
+        return commands
+
+    def serve_offers(self, serve: Callable[[ParkedRequest[Offer]], list[Command]]) -> list[Command]:
+        """As `serve_pulls`, for all parked offers; an offer that stays parked blocks the later ones of its flow."""
+        if not self._offers:
+            return []
+        commands: list[Command] = []
+        blocked: set[str] = set()
+        for parked in list(self._offers.values()):
+            flow = parked.request.flow
+            if flow in blocked:
+                continue
+            if answer := serve(parked):
+                commands += answer
+                self.take_out(parked.worker, parked.request.request)
+            else:
+                blocked.add(flow)
+        return commands
+
+    def of(self, worker: WorkerId) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
+        """The parked requests of a worker."""
+        return list(self._of[worker].values())
+
+    def forget(self, worker: WorkerId) -> None:
+        """Remove a worker and its requests."""
+        for request in list(self._of[worker]):
+            self.take_out(worker, request)
+        del self._of[worker]
+        for asked in (self.offerers, *self.pullers.values()):
+            asked.pop(worker, None)
+
+    def all(self) -> Iterator[ParkedRequest[Pull] | ParkedRequest[Offer]]:
+        """All parked requests."""
+        for requests in self._of.values():
+            yield from requests.values()
+
+    def parked(self) -> tuple[set[RequestId], set[RequestId]]:
+        """Keys of all parked pulls and offers; `all` has the same requests by worker (an invariant)."""
+        return {one for waiting in self._pulls.values() for one in waiting}, set(self._offers)

@@ -1,0 +1,82 @@
+"""Recovery after a restart: the workers of the earlier controller that are awaited, and what they are known to hold.
+
+While the controller recovers, requests are parked and no column counts as lost.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from flowrt.controller.state.replay import ReplayedSamples
+from flowrt.ids import WorkerId
+from flowrt.protocol.messages import CheckpointWritten, StepCompleted
+
+Deferrable = StepCompleted | CheckpointWritten
+"""Messages that are handled after recovery: a step contains the work of several workers."""
+
+
+@dataclass(slots=True)
+class Recovery:
+    """The mode of the controller: recovering while there are ``replayed`` samples, serving otherwise."""
+
+    replayed: ReplayedSamples | None = None
+    claims: Mapping[tuple[str, int], Collection[WorkerId]] = field(default_factory=dict)
+    """Workers that held a column of a slot or group, by the replay log."""
+    awaited: dict[WorkerId, str] = field(default_factory=dict)
+    """Workers of the earlier controller that have not sent their inventories, and their roles."""
+    returned: set[WorkerId] = field(default_factory=set)
+    """Members that rejoined from an earlier controller."""
+    deferred: list[tuple[WorkerId, Deferrable]] = field(default_factory=list)
+    until_s: float | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.replayed is not None
+
+    def begin(self, replayed: ReplayedSamples, members: Mapping[str, str]) -> None:
+        """Enter recovery with the samples of an earlier controller and the roles of its members."""
+        self.replayed = replayed
+        self.claims = replayed.claims
+        self.awaited = {WorkerId(worker): role for worker, role in members.items()}
+
+    def join(self, worker: WorkerId, term: int) -> None:
+        """A worker joined, or rejoined if it has a ``term``; a new one has none of what its predecessor held."""
+        if term:
+            self.returned.add(worker)
+        else:
+            self.returned.discard(worker)
+            self.awaited.pop(worker, None)
+
+    def has_returned(self, worker: WorkerId) -> bool:
+        """Whether the worker was a member under an earlier controller of the run."""
+        return worker in self.returned
+
+    def is_too_late(self, worker: str, term: int) -> bool:
+        """Whether the worker rejoins after it was given up, and its work was given to others."""
+        return term > 0 and worker not in self.awaited
+
+    def defer(self, worker: WorkerId, message: Deferrable) -> None:
+        """Keep a message until recovery has ended."""
+        self.deferred.append((worker, message))
+
+    def take_deferred(self) -> list[tuple[WorkerId, Deferrable]]:
+        """Remove and return the deferred messages, in order of arrival."""
+        deferred = self.deferred
+        self.deferred = []
+        return deferred
+
+    def complete(self, worker: WorkerId) -> None:
+        """The worker has sent its inventory."""
+        self.awaited.pop(worker, None)
+
+    def is_over(self, now: float, timeout_s: float) -> bool:
+        """Whether all awaited workers have returned, or their time is over; the first call starts the timeout."""
+        if self.until_s is None:
+            self.until_s = now + timeout_s
+        return not self.awaited or now >= self.until_s
+
+    def end(self) -> dict[WorkerId, str]:
+        """Leave recovery; returns the workers that did not return, and their roles."""
+        absent = self.awaited
+        self.replayed = None
+        self.awaited = {}
+        return absent

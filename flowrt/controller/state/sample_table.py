@@ -1,0 +1,366 @@
+"""The table of live slots, groups and leases: every legal change of a slot.
+
+A slot is ready for a stage when every column that the stage needs exists, the stage has not been done and
+no worker has a lease on it. A stage that takes whole groups is ready when all its slots are. Undoing a stage undoes
+what was computed from its columns, so nothing derived from a lost tensor survives it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+from flowrt.controller.policies.dispatch.base import Queue
+from flowrt.controller.state.dataflow import Flows
+from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Lease, Slot, new_groups
+from flowrt.controller.state.worklist import Worklist
+from flowrt.errors import LocalProtocolError, RemoteProtocolError
+from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
+from flowrt.protocol.records import Column, Stage
+
+
+class SampleTable:
+    """All live groups, their slots and leases. What becomes possible is reported to ``work``."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        stages: Sequence[Stage],
+        make_queue: Callable[[Stage], Queue],
+        work: Worklist | None = None,
+    ) -> None:
+        self._work = Worklist() if work is None else work
+        self.flows = flows = Flows(columns, stages)
+        self.columns, self.stages, self._bits = flows.columns, flows.stages, flows.bits
+        self.groups: dict[GroupId, Group] = {}
+        self.slots: dict[SlotId, Slot] = {}
+        self.leases: dict[LeaseId, Lease] = {}
+        self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
+        self.ready_groups: dict[str, dict[GroupId, Group]] = {s.name: {} for s in stages if s.whole_groups}
+        self.regenerated: dict[
+            GroupId, Group
+        ] = {}  # groups whose oldest version may have changed since the last `aged`
+        self.undone = {stage.name: 0 for stage in stages}  # live slots for which the stage has not been done
+        self.rows: Counter[str] = Counter()  # live slots of each flow, and the bytes of their tensors
+        self.bytes: Counter[str] = Counter()
+        self.exhausted: dict[str, set[WorkerId]] = {}  # sources that reported the end of their prompts, by flow
+        self.begin_at(0)
+
+    def begin_at(self, number: int) -> None:
+        """Number groups, slots and leases from here on, above all numbers of earlier controllers."""
+        self._next_group = self._next_slot = self._next_lease = self.first_lease = number
+
+    def is_done(self, slot: Slot, stage: str) -> bool:
+        return bool(slot.done & self._bits[stage])
+
+    def exhaust(self, flow: str, source: WorkerId) -> None:
+        """The source has no more prompts for the flow."""
+        self.exhausted.setdefault(flow, set()).add(source)
+        self._work.add_stages(stage.name for stage in self.flows.of(flow))
+
+    def restore(self, groups: Iterable[Group]) -> None:
+        """Add the groups of an earlier controller and queue what is ready."""
+        for group in groups:
+            self.groups[group.id] = group
+            self.slots.update((slot.id, slot) for slot in group.slots)
+            self.rows[group.flow] += len(group.slots)
+            for tensors in (group.tensors, *(slot.tensors for slot in group.slots)):
+                for column, holding in tensors.items():
+                    self.bytes[group.flow] += holding.length * self.flows.item_bytes[column]
+            for stage in self.flows.of(group.flow):
+                self.undone[stage.name] += sum(not self.is_done(slot, stage.name) for slot in group.slots)
+                for slot in group.slots[:1] if stage.whole_groups else group.slots:
+                    self.enqueue_if_ready(slot, stage)
+
+    # ---- the life of a slot
+
+    def open(
+        self,
+        flow: str,
+        prompts: Sequence[int],
+        epoch: int,
+        members: int,
+        at_least: int,
+        owner: WorkerId,
+        lengths: Mapping[str, Sequence[int]],
+        tags: Mapping[str, Sequence[float]],
+    ) -> list[Group]:
+        """Add a group of ``members`` slots for each prompt; ``owner`` holds the group columns.
+
+        ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
+        """
+        groups, slots = new_groups(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot)
+        first_group, first_slot = self._next_group, self._next_slot
+        self._next_group += len(groups)
+        self._next_slot += len(slots)
+        self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
+        self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
+        self.rows[flow] += len(slots)
+        self.exhausted.setdefault(flow, set())
+        for column, of_group in lengths.items():
+            self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
+            for group, length in zip(groups, of_group, strict=True):
+                group.keep(column, ColumnLocation(length, {owner}))
+        self._set_inline(slots, tags)
+        for stage in self.flows.of(flow):
+            self.undone[stage.name] += len(slots)
+            if slots and all(map(slots[0].has, stage.needs)):
+                self._enqueue(stage, groups, slots)
+        return groups
+
+    def _enqueue(self, stage: Stage, groups: Sequence[Group], slots: Iterable[Slot]) -> None:
+        self._work.add_stages((stage.name,))
+        if stage.whole_groups:
+            self.ready_groups[stage.name].update((group.id, group) for group in groups)
+        else:
+            self.ready[stage.name].add(slots)
+
+    def lease(
+        self,
+        stage: str,
+        slots: Sequence[Slot],
+        worker: WorkerId,
+        deadline_s: float,
+        version: int,
+        step: int = NO_STEP,
+        number: LeaseId | None = None,
+        longer: bool = False,
+    ) -> Lease:
+        """Give the right to run ``stage`` on these slots, which have left its queue, to ``worker``.
+
+        A lease that is renewed keeps its ``number``; a ``longer`` one may end after leases that are granted later.
+        """
+        bit = self._bits[stage]
+        if number is None:
+            number = LeaseId(self._next_lease)
+            self._next_lease += 1
+        leased = {}
+        for slot in slots:
+            if stage in slot.leases or slot.done & bit:
+                raise LocalProtocolError(f"slot {slot.id} (stage {stage}) is not ready and cannot be leased")
+            leased[slot.id] = slot
+        generates = self.stages[stage].generates
+        generated_by = version if generates else None
+        lease = self.leases[number] = Lease(
+            id=number, stage=stage, worker=worker, deadline_s=deadline_s, version=generated_by, step=step, slots=leased
+        )
+        lease.longer = longer
+        for slot in slots:
+            slot.leases[stage] = lease
+        if generates:
+            self._note_versions(slots)
+        if self.stages[stage].whole_groups:
+            for slot in slots:
+                self.ready_groups[stage].pop(slot.group.id, None)
+        return lease
+
+    def expire(self, lease: Lease) -> None:
+        """Count the expiry of a lease on its slots, whose next lease is longer."""
+        for slot in lease.slots.values():
+            slot.overdue += 1
+
+    def next_attempt(self, slot: Slot) -> None:
+        """The sample is lost: count the attempt to make it again."""
+        slot.attempt += 1
+
+    def find_lease(self, lease_id: int, worker: WorkerId) -> Lease | None:
+        """The lease, if it is valid and belongs to this worker."""
+        lease = self.leases.get(LeaseId(lease_id))
+        return lease if lease is not None and lease.worker == worker else None
+
+    def check_leases(self, numbers: Iterable[int], worker: WorkerId, stage: str = "") -> None:
+        """Raises RemoteProtocolError for a lease that was never granted, or belongs to another worker or stage."""
+        for number in numbers:
+            lease, fault = self.leases.get(LeaseId(number)), ""
+            if lease is None:
+                fault = "was never given" if number >= self._next_lease or number < NO_LEASE else ""
+            elif lease.worker != worker:
+                fault = f"is of {lease.worker}"
+            elif stage and lease.stage != stage:
+                fault = f"is on stage {lease.stage!r}"
+            if fault:
+                work = f" for stage {stage[:80]!r}" if stage else ""
+                raise RemoteProtocolError(f"{worker} uses lease {number}{work}, which {fault}")
+
+    def finish(self, lease: Lease) -> list[Slot]:
+        """Mark a stage that makes no columns as done for all slots of the lease; returns the slots."""
+        stage, bit = lease.stage, self._bits[lease.stage]
+        slots = [*lease.slots.values()]
+        for slot in slots:
+            del slot.leases[stage]
+            slot.done |= bit
+        lease.slots.clear()
+        del self.leases[lease.id]
+        self._count_done(stage, lease.worker, slots)
+        return slots
+
+    def commit(
+        self,
+        lease: Lease,
+        slots: Sequence[Slot],
+        lengths: Mapping[str, Sequence[int]],
+        inline: Mapping[str, Sequence[float]],
+        spans: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Mark the stage as done for these slots of the lease; all its columns become visible at once."""
+        stage, worker, bit = lease.stage, lease.worker, self._bits[lease.stage]
+        for slot in slots:
+            del slot.leases[stage], lease.slots[slot.id]
+            slot.done |= bit
+        if not lease.slots:
+            del self.leases[lease.id]
+        self._count_done(stage, worker, slots)
+        self._set_inline(slots, inline)
+        for column, of_slot in lengths.items():
+            for slot, length in zip(slots, of_slot, strict=True):
+                slot.keep(column, ColumnLocation(length, {worker}))
+                self.bytes[slot.group.flow] += length * self.flows.item_bytes[column]
+        if spans:
+            for slot, span in zip(slots, spans, strict=True):
+                slot.spans, slot.spans_of = span, stage
+            self._note_versions(slots)
+        for after in self.flows.after[stage]:
+            for slot in slots:
+                self.enqueue_if_ready(slot, after)
+
+    def release(self, slot: Slot, stage: str) -> None:
+        """End a lease without a result; the slot is ready again if its needs are still met."""
+        self._end_lease(slot, stage)
+        self.enqueue_if_ready(slot, self.stages[stage])
+
+    def undo(self, slot: Slot, stage: str) -> dict[WorkerId, set[str]]:
+        """Undo ``stage`` and all that depends on it for a slot; returns the holders of dead columns."""
+        undone: dict[str, None] = {}
+        pending = [stage]
+        while pending:
+            name = pending.pop()
+            if name not in undone:
+                undone[name] = None
+                pending += [after.name for after in self.flows.after[name]]
+        dead: dict[WorkerId, set[str]] = {}
+        for name in undone:
+            self._end_lease(slot, name)
+            self._dequeue(slot, name)
+            if slot.done & self._bits[name]:
+                slot.done -= self._bits[name]
+                self.undone[name] += 1
+            for column in self.stages[name].makes:
+                holding = slot.forget(column)
+                if holding is not None:
+                    self.bytes[slot.group.flow] -= holding.length * self.flows.item_bytes[column]
+                    for worker in holding.holders:
+                        dead.setdefault(worker, set()).add(column)
+        if slot.spans_of in undone:
+            slot.spans, slot.spans_of = (), ""
+            self._note_versions((slot,))
+        for name in undone:
+            self.enqueue_if_ready(slot, self.stages[name])
+        return dead
+
+    def remove(self, slot: Slot) -> None:
+        """Remove a slot; its group continues without it."""
+        self._take_off(slot)
+        self._weigh_off(slot.group.flow, slot.tensors)
+        self.rows[slot.group.flow] -= 1
+        self._work.add_offers()
+        slot.group.slots.remove(slot)
+        self._note_versions((slot,))
+        for name in self.ready_groups:
+            if slot.group.slots:
+                self.enqueue_if_ready(slot.group.slots[0], self.stages[name])
+
+    def close(self, groups: Iterable[Group]) -> None:
+        """Remove groups that are trained, scored or dropped."""
+        self._work.add_offers()
+        flow, bits, rows, live = "", 0, 0, self.slots
+        ready_groups = [ready for ready in self.ready_groups.values() if ready]
+        for group in groups:
+            if group.flow != flow:
+                self.rows[flow] -= rows
+                flow, bits, rows = group.flow, self.flows.all_bits(group.flow), 0
+            for slot in group.slots:
+                rows += 1
+                if slot.tensors:
+                    self._weigh_off(flow, slot.tensors)
+                if slot.done == bits:
+                    del live[slot.id]
+                else:
+                    self._take_off(slot)
+            if group.tensors:
+                self._weigh_off(flow, group.tensors)
+            for ready in ready_groups:
+                ready.pop(group.id, None)
+            del self.groups[group.id]
+            group.slots.clear()  # break the reference cycle, so that memory is freed without the garbage collector
+        if flow:
+            self.rows[flow] -= rows
+
+    def _take_off(self, slot: Slot) -> None:
+        for stage in self.flows.of(slot.group.flow):
+            self._end_lease(slot, stage.name)
+            self._dequeue(slot, stage.name)
+            if not slot.done & self._bits[stage.name]:
+                self.undone[stage.name] -= 1
+                self._work.add_stages((stage.name,))
+        del self.slots[slot.id]
+
+    # ---- inside
+
+    def _count_done(self, stage: str, worker: WorkerId, slots: Sequence[Slot]) -> None:
+        """Account for a done stage; its worker now owns copies of the columns that the stage needed."""
+        self.undone[stage] -= len(slots)
+        if not self.undone[stage]:
+            self._work.add_stages((stage,))
+        for column in self.flows.fetched[stage]:
+            for slot in slots:
+                needed = slot.holding(column)
+                if needed is not None and needed.sent.pop(worker, None) is not None:
+                    needed.owners.add(worker)
+
+    @staticmethod
+    def _set_inline(slots: Sequence[Slot], columns: Mapping[str, Sequence[float]]) -> None:
+        for column, values in columns.items():
+            for slot, value in zip(slots, values, strict=True):
+                slot.inline = {**slot.inline, column: value} if slot.inline else {column: value}
+
+    def _end_lease(self, slot: Slot, stage: str) -> None:
+        lease = slot.leases.pop(stage, None)
+        if lease is not None:
+            del lease.slots[slot.id]
+            if not lease.slots:
+                del self.leases[lease.id]
+            if lease.version is not None:
+                self._note_versions((slot,))
+
+    def _note_versions(self, slots: Iterable[Slot]) -> None:
+        if self.ready_groups:  # a stream has no train stage and no staleness
+            for slot in slots:
+                self.regenerated[slot.group.id] = slot.group
+
+    def aged(self) -> list[Group]:
+        """Live groups whose oldest version may have changed since the last call."""
+        aged = [group for group in self.regenerated.values() if group.id in self.groups]
+        self.regenerated.clear()
+        return aged
+
+    def _dequeue(self, slot: Slot, stage: str) -> None:
+        if stage in self.ready:
+            self.ready[stage].discard(slot)
+        else:
+            self.ready_groups[stage].pop(slot.group.id, None)
+
+    def _weigh_off(self, flow: str, tensors: Mapping[str, ColumnLocation]) -> None:
+        for column, holding in tensors.items():
+            self.bytes[flow] -= holding.length * self.flows.item_bytes[column]
+
+    def enqueue_if_ready(self, slot: Slot, stage: Stage) -> None:
+        """Queue the slot (or its group) for a stage if it is ready for it."""
+        group = slot.group
+        if stage.flow not in ("", group.flow):
+            return
+        if all(self.is_ready(one, stage) for one in (group.slots if stage.whole_groups else (slot,))):
+            self._enqueue(stage, (group,), (slot,))
+
+    def is_ready(self, slot: Slot, stage: Stage) -> bool:
+        """Whether the stage is neither done nor leased for this slot, and all columns that it needs exist."""
+        started = slot.done & self._bits[stage.name] or stage.name in slot.leases
+        return not started and all(map(slot.has, stage.needs))

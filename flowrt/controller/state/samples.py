@@ -1,0 +1,149 @@
+"""Slots, groups and leases: which columns of a sample exist, who holds them, who works on it. Data without policy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from types import MappingProxyType
+from typing import cast
+
+from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
+from flowrt.protocol.records import LaneTurn
+
+NO_STEP = -1
+NO_LEASE = -1
+"""The lease of a grant that closes a stream."""
+NO_TENSORS: Mapping[str, "ColumnLocation"] = MappingProxyType({})
+NO_NUMBERS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to work on one stage of the slots of one grant until a deadline."""
+
+    id: LeaseId
+    stage: str
+    worker: WorkerId
+    deadline_s: float
+    version: int | None  # policy version the worker had applied when it was granted; None: the stage generates nothing
+    step: int  # optimiser step it is for; NO_STEP outside training
+    slots: "dict[SlotId, Slot]"  # neither committed nor given back yet
+    longer: bool = False  # than others: it may end after leases that were granted later
+
+
+@dataclass(slots=True)
+class ColumnLocation:
+    """A tensor column of one slot or group: its length in elements and its holders.
+
+    ``owners`` can serve it. A receiver becomes one when it commits something that needed the column; until then
+    it is only known which turn of which lane is to bring it a copy.
+    """
+
+    length: int
+    owners: set[WorkerId]
+    sent: dict[WorkerId, LaneTurn] = field(default_factory=dict)  # by receiver
+
+    @property
+    def holders(self) -> set[WorkerId]:
+        """Owners and receivers of copies, arrived or not: the workers that have to free it."""
+        return self.owners | self.sent.keys()
+
+
+class Group:
+    """The slots of one prompt, over which advantages are computed."""
+
+    __slots__ = ("at_least", "epoch", "flow", "id", "prompt", "slots", "tensors")
+
+    def __init__(self, group_id: GroupId, flow: str, prompt: int, epoch: int, at_least: int) -> None:
+        self.id = group_id
+        self.flow = flow
+        self.prompt = prompt
+        self.epoch = epoch
+        self.at_least = at_least
+        self.slots: list[Slot] = []
+        self.tensors = NO_TENSORS
+
+    def keep(self, column: str, holding: ColumnLocation) -> None:
+        """Whether this column of the group exists."""
+        self.tensors = {**self.tensors, column: holding}
+
+    def oldest_version(self) -> int | None:
+        """Oldest version of any finished member, or that a running member may have started with."""
+        oldest: int | None = None
+        for slot in self.slots:
+            if slot.spans:
+                version = min(slot.spans[::2])
+                oldest = version if oldest is None or version < oldest else oldest
+            elif slot.leases:
+                for lease in slot.leases.values():
+                    if lease.version is not None and (oldest is None or lease.version < oldest):
+                        oldest = lease.version
+        return oldest
+
+
+class Slot:
+    """The controller's row for one sample.
+
+    Hot path: no dataclass (five times slower to create), and no dict before it has an entry.
+    """
+
+    __slots__ = (
+        *("attempt", "done", "group", "id", "inline", "leases", "member", "overdue", "spans", "spans_of", "tensors"),
+    )
+
+    def __init__(self, slot_id: SlotId, group: Group, member: int) -> None:
+        self.id = slot_id
+        self.group = group
+        self.member = member
+        self.attempt = 0
+        self.overdue = 0  # leases that expired
+        self.tensors = NO_TENSORS
+        self.inline = NO_NUMBERS
+        self.spans: tuple[int, ...] = ()  # version, tokens, version, tokens, …
+        self.spans_of = ""  # the stage that generated
+        self.done = 0  # one bit a stage, see Flows.bits
+        self.leases: dict[str, Lease] = {}  # by stage
+
+    def has(self, column: str) -> bool:
+        return column in self.tensors or column in self.inline or column in self.group.tensors
+
+    def keep(self, column: str, holding: ColumnLocation) -> None:
+        """Whether this column exists."""
+        self.tensors = {**self.tensors, column: holding}
+
+    def forget(self, column: str) -> ColumnLocation | None:
+        """Remove a column; returns its location if it was a tensor."""
+        self.inline = {name: value for name, value in self.inline.items() if name != column}
+        held = self.tensors.get(column)
+        self.tensors = {name: one for name, one in self.tensors.items() if name != column}
+        return held
+
+    def holding(self, column: str) -> ColumnLocation | None:
+        """The location of a tensor column of this slot or its group; None if it is inline or absent."""
+        return self.tensors.get(column) or self.group.tensors.get(column)
+
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that generated a token of this sample; None before there is one."""
+        return min(self.spans[::2], default=None)
+
+
+def new_groups(
+    flow: str, prompts: Sequence[int], epoch: int, members: int, at_least: int, group_id: int, slot_id: int
+) -> tuple[list[Group], list[Slot]]:
+    """One group of ``members`` slots for each prompt, numbered from the given ids on; returns groups and slots."""
+    if len(prompts) == 1:  # fast path: one prompt
+        group = Group(group_id=GroupId(group_id), flow=flow, prompt=prompts[0], epoch=epoch, at_least=at_least)
+        group.slots = [Slot(SlotId(slot_id + member), group, member) for member in range(members)]
+        return [group], [*group.slots]
+    rows = len(prompts) * members
+    group_ids = cast(Sequence[GroupId], range(group_id, group_id + len(prompts)))
+    slot_ids = cast(Sequence[SlotId], range(slot_id, slot_id + rows))
+    groups = [
+        Group(group_id=one, flow=flow, prompt=prompt, epoch=epoch, at_least=at_least)
+        for one, prompt in zip(group_ids, prompts, strict=True)
+    ]
+    slots = [
+        Slot(one, group, member) for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
+    ]
+    for group, start in zip(groups, range(0, rows, members), strict=True):
+        group.slots = slots[start : start + members]
+    return groups, slots

@@ -1,0 +1,130 @@
+"""The state of a run: one object of tables. Transitions change it only through the tables' own methods."""
+
+from dataclasses import dataclass
+
+from flowrt.controller.diagnostics.counters import BoundedCounter
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import Command, EndRun, PreemptRun
+from flowrt.controller.state.membership import Membership
+from flowrt.controller.state.parked_requests import ParkedRequests
+from flowrt.controller.state.recovery import Recovery
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.step_plan import StepPlan
+from flowrt.controller.state.training_window import TrainingWindow
+from flowrt.controller.state.transfers import Lanes, RendezvousLimits
+from flowrt.controller.state.weights import Models
+from flowrt.controller.state.worklist import Worklist
+from flowrt.errors import EXIT_OK
+
+TERM_BITS = 40
+"""Bits of an id below its controller's term: ids of two controllers of a run never coincide."""
+
+
+@dataclass(slots=True)
+class Preemption:
+    """The order to preempt the run, if there is one, and how far it has been carried out."""
+
+    order: PreemptRun | None = None
+    until_s: float = 0.0
+    steps: int | None = None
+    """Number of steps when the run ends; None before the trainers are told."""
+    is_saved: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.order is not None
+
+    def begin(self, order: PreemptRun, until_s: float) -> None:
+        """Take an order. A second one gives no more time: schedulers signal every process of a job."""
+        if self.order is None:
+            self.until_s = until_s
+        self.order = order
+
+    def stop_after(self, steps: int) -> None:
+        """The trainers leave when this number of steps is completed."""
+        self.steps = steps
+
+    def save(self) -> None:
+        """All that was trained is saved."""
+        self.is_saved = True
+
+    def end_of(self, reason: str, code: int) -> EndRun:
+        """The end of the run for this reason, which names the preemption if its work is lost."""
+        if self.order is None or self.is_saved or code == EXIT_OK:
+            return EndRun(reason, code)
+        return EndRun(
+            f"{self.order.reason}, and what was trained since the last checkpoint is not saved: {reason}",
+            self.order.code,
+        )
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that the controller of a run keeps."""
+
+    work: Worklist
+    membership: Membership
+    table: SampleTable
+    window: TrainingWindow
+    plan: StepPlan
+    requests: ParkedRequests
+    models: Models
+    lanes: Lanes
+    key_limits: RendezvousLimits
+    recovery: Recovery
+    preemption: Preemption
+    dropped: BoundedCounter
+    """Lost samples and dropped groups by reason."""
+    ended: EndRun | None = None
+    progress_s: float | None = None
+    """Time of the last progress; None before the first event."""
+
+    @classmethod
+    def of(cls, env: Environment, term: int) -> "State":
+        """The state at the start of the controller with the number ``term``, counted from 1."""
+        settings, flow = env.settings, env.flow
+        first = (term - 1) << TERM_BITS
+        after_window = [stage.name for stage in flow.stages if stage.generates or stage.name == flow.train_stage]
+        work = Worklist([stage.name for stage in flow.stages], after_window)
+        table = SampleTable(flow.columns, flow.stages, env.policies.dispatch.queue, work)
+        table.begin_at(first)
+        return cls(
+            work=work,
+            membership=Membership(settings.worker_timeout_s, work),
+            table=table,
+            window=TrainingWindow(
+                groups_per_step=settings.groups_per_step,
+                steps=settings.steps,
+                strict_issue_order=settings.strict_issue_order,
+                step=settings.position.step,
+                work=work,
+            ),
+            plan=StepPlan(),
+            requests=ParkedRequests(table.stages),
+            models=Models((settings.model, *settings.more_models)),
+            lanes=Lanes(settings.lanes, first),
+            key_limits=RendezvousLimits(),
+            recovery=Recovery(),
+            preemption=Preemption(),
+            dropped=BoundedCounter(),
+        )
+
+    def note_progress(self, now: float) -> None:
+        """Something has happened that brings the run nearer to its end."""
+        self.progress_s = now
+
+    def begin(self, now: float) -> None:
+        """Count the time without progress from the first event on."""
+        if self.progress_s is None:
+            self.progress_s = now
+
+    def end(self, reason: str, code: int) -> list[Command]:
+        """End the run; later reasons are ignored."""
+        if self.ended is not None:
+            return []
+        self.ended = self.preemption.end_of(reason, code)
+        return [self.ended]
+
+    def reopen(self) -> None:
+        """Let a run that ended end again, for another reason."""
+        self.ended = None

@@ -1,0 +1,264 @@
+"""The training window: which groups belong to the optimiser step in progress.
+
+A step takes a fixed number of groups. Finished groups are taken oldest first, but places are kept for groups that
+would be too old for the next step. Giving those places to fast answers would drop the slow ones, which are the
+long ones.
+"""
+
+import itertools
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flowrt.controller.policies.admission import Admission
+from flowrt.controller.policies.batching import Batcher
+from flowrt.controller.state.samples import Group
+from flowrt.controller.state.worklist import Worklist
+from flowrt.ids import GroupId, WorkerId
+
+
+@dataclass(slots=True)
+class TrainingWindow:
+    """State of the step in progress; ``waiting`` are the live groups that no trainer has taken."""
+
+    groups_per_step: int
+    steps: int
+    strict_issue_order: bool  # take groups in issue order (deterministic runs)
+    step: int = 0
+    taken: dict[GroupId, Group] = field(default_factory=dict)
+    waiting: list[GroupId] = field(default_factory=list)
+    exhausted: bool = False  # no further prompts will come
+    ender: WorkerId | None = None
+    """The source that reported the end of the prompts."""
+    share_ended_step: int = -1
+    """The last step of which a trainer was told that no micro-batch is left."""
+    last: int | None = None
+    """The last step before the run ends; None: it does not end early."""
+    work: Worklist = field(default_factory=Worklist)  # where changes are reported
+    oldest_versions: dict[GroupId, int | None] = field(default_factory=dict)  # of each waiting group
+    _versions: Counter[int | None] = field(default_factory=Counter)  # waiting groups by oldest version
+
+    @property
+    def live(self) -> int:
+        return len(self.taken) + len(self.waiting)
+
+    @property
+    def over(self) -> bool:
+        """No step is left to train."""
+        return self.step >= self.steps or (self.exhausted and self.live == 0)
+
+    @property
+    def quota(self) -> int:
+        """Groups of this step; the last one may be smaller when the prompts run out."""
+        return min(self.groups_per_step, self.live) if self.exhausted else self.groups_per_step
+
+    @property
+    def places(self) -> int:
+        return self.quota - len(self.taken)
+
+    def enough_opened(self) -> bool:
+        """The live groups complete all remaining steps: no more prompts are needed."""
+        return self.live >= (self.steps - self.step) * self.groups_per_step
+
+    def enter(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._wait(group)
+        self.work.add_window()
+
+    def exhaust(self, source: WorkerId) -> None:
+        """The source has no further prompts."""
+        self.exhausted = True
+        self.ender = source
+        self.work.add_window()
+
+    def lose_source(self, source: WorkerId) -> None:
+        """A source is lost before it completed: if it had reported the end, its prompts may come again."""
+        if source == self.ender:
+            self.exhausted = False
+            self.ender = None
+            self.work.add_window()
+
+    def is_past(self, step: int) -> bool:
+        """Whether the step is closed."""
+        return step < self.step and not self.over
+
+    def is_beyond(self, step: int) -> bool:
+        """Whether the step will not be begun."""
+        return self.last is not None and step > self.last
+
+    def end_share(self) -> None:
+        """A trainer is told that no micro-batch of this step is left for it."""
+        self.share_ended_step = self.step
+
+    def stop(self) -> int:
+        """Begin no further step; returns the last one.
+
+        The step in training is completed if a rank may be at its end already, where the ranks wait for each other.
+        Otherwise no rank completes it.
+        """
+        if self.over:
+            return self.step - 1
+        self.last = self.step - (self.share_ended_step < self.step and self.places > 0)
+        return self.last
+
+    def restore(self, step: int, groups: Iterable[Group]) -> None:
+        """Continue where an earlier controller was: at this step, with these groups waiting."""
+        self.step = step
+        self.enter(groups)
+
+    def leave(self, group: Group) -> None:
+        """Remove a dropped group."""
+        self.work.add_window()
+        if self.taken.pop(group.id, None) is None:
+            self._stop_waiting(group)
+
+    def take(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._stop_waiting(group)
+            self.taken[group.id] = group
+        self.work.add_window()
+
+    def put_back(self, group: Group) -> None:
+        if self.taken.pop(group.id, None) is not None:
+            self._wait(group)
+        self.work.add_window()
+
+    def expected_step(self, group: Group) -> int:
+        """The step that trains this group if all groups ahead of it are trained first."""
+        if group.id in self.taken:
+            return self.step
+        ahead = len(self.taken) + bisect_left(self.waiting, group.id)
+        return self.step + ahead // self.groups_per_step
+
+    def close(self) -> list[Group]:
+        """Begin the next step; returns the groups that were trained."""
+        trained = list(self.taken.values())
+        self.taken.clear()
+        self.step += 1
+        self.work.add_window()
+        return trained
+
+    def wait_reason(self, step: int, ready: int) -> str:
+        """What a trainer at ``step`` waits for, given the number of ready groups."""
+        if step > self.step:
+            return f"the end of step {self.step}"
+        return f"a full micro-batch of step {self.step}: {ready} of {self.places} groups complete"
+
+    def note_versions(self, groups: Iterable[Group]) -> None:
+        """Update the oldest versions of those of these groups that wait."""
+        for group in groups:
+            if group.id in self.oldest_versions:
+                self._forget_version(group)
+                self._add_version(group)
+
+    def choose(
+        self,
+        ready: Mapping[GroupId, Group],
+        admission: Admission,
+        batcher: Batcher,
+        tokens_of: Callable[[Group], int],
+    ) -> list[Group]:
+        """The next micro-batch of this step, of waiting groups that are ready; empty while it is not full yet.
+
+        Costs O(ready groups + distinct oldest versions), however many groups wait that are not ready.
+        """
+        if len(ready) < self.places and not _MicroBatch(batcher, tokens_of).fill(ready.values()):
+            return []
+        deadlines = {version: self._deadline(version, admission) for version in self._versions}
+        by_deadline: Counter[int] = Counter()
+        for version, count in self._versions.items():
+            if (last := deadlines[version]) is not None:
+                by_deadline[last] += count
+        last_step = {one: deadlines[self.oldest_versions[one]] for one in ready}
+        candidates = sorted(ready, key=lambda one: (last_step[one] != self.step, one))
+        if self.strict_issue_order:
+            candidates = self._unbroken(ready)
+        batch = _MicroBatch(batcher, tokens_of)
+        refused: set[int | None] = set()  # a deadline without room has none after further places are taken
+        for one in candidates:
+            if len(batch.groups) == self.places or batch.is_full:
+                break
+            mine = last_step[one]
+            if not self.strict_issue_order:
+                if mine in refused:
+                    continue
+                if not self._leaves_room(mine, len(batch.groups), by_deadline):
+                    refused.add(mine)
+                    continue
+            if mine is not None:
+                by_deadline[mine] -= 1
+            batch.add(ready[one])
+        return batch.groups if len(batch.groups) == self.places or batch.is_full else []
+
+    def _deadline(self, oldest: int | None, admission: Admission) -> int | None:
+        """The last step that may train a group of this oldest version, as far as steps ahead matter.
+
+        None while nothing of the group is generated, or when its deadline lies beyond all live groups.
+        """
+        if oldest is None:
+            return None
+        horizon = self.step + self.live // self.groups_per_step + 1
+        return next((s for s in range(self.step, horizon) if not admission.may_train(s + 1, oldest)), None)
+
+    def _leaves_room(self, mine: int | None, chosen: int, others: Mapping[int, int]) -> bool:
+        """Whether all other groups can be trained by their deadlines if this one takes a place of this step.
+
+        ``mine`` is its deadline; ``others`` counts the waiting groups that are not chosen by theirs.
+        """
+        free = self.places - chosen - 1
+        due = 0
+        for last in sorted(others):
+            if mine is not None and last >= mine:
+                break
+            due += others[last]
+            if others[last] and due > free + (last - self.step) * self.groups_per_step:
+                return False
+        return True
+
+    def _wait(self, group: Group) -> None:
+        insort(self.waiting, group.id)
+        self._add_version(group)
+
+    def _stop_waiting(self, group: Group) -> None:
+        del self.waiting[bisect_left(self.waiting, group.id)]
+        self._forget_version(group)
+
+    def _add_version(self, group: Group) -> None:
+        oldest = self.oldest_versions[group.id] = group.oldest_version()
+        self._versions[oldest] += 1
+
+    def _forget_version(self, group: Group) -> None:
+        oldest = self.oldest_versions.pop(group.id)
+        self._versions[oldest] -= 1
+        if not self._versions[oldest]:
+            del self._versions[oldest]
+
+    def _unbroken(self, ready: Mapping[GroupId, Group]) -> list[GroupId]:
+        """The waiting groups in issue order, up to the first one that is not ready."""
+        return list(itertools.takewhile(lambda one: one in ready, self.waiting))
+
+
+class _MicroBatch:
+    """A micro-batch that is being filled."""
+
+    def __init__(self, batcher: Batcher, tokens_of: Callable[[Group], int]) -> None:
+        self._batcher = batcher
+        self._tokens_of = tokens_of
+        self.groups: list[Group] = []
+        self._tokens = self._rows = 0
+        self.is_full = batcher.full(0, 0, 0)
+
+    def add(self, group: Group) -> None:
+        self.groups.append(group)
+        self._tokens += self._tokens_of(group)
+        self._rows += len(group.slots)
+        self.is_full = self._batcher.full(len(self.groups), self._tokens, self._rows)
+
+    def fill(self, groups: Iterable[Group]) -> bool:
+        """Add groups until the batch is full; returns whether it is."""
+        for group in groups:
+            if self.is_full:
+                break
+            self.add(group)
+        return self.is_full

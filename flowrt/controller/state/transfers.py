@@ -1,0 +1,193 @@
+"""Lanes and their turns: who sends what to whom, in which order.
+
+A lane is a (sender, receiver, kind) pair with its own order; the controller numbers its transfers, so both ends
+issue the same sequence. A lane that failed is never used again: the next transfer opens a new incarnation. Which
+transport an incarnation uses is decided here, from what its two ends said they can do.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from flowrt.controller.diagnostics.counters import TokenBucket
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import ColumnLocation, Slot
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import AUTO, GroupId, SlotId, WorkerId
+from flowrt.protocol.records import Incoming, Ints, LaneTurn, Part
+
+LaneKey = tuple[WorkerId, WorkerId, str]
+EVERYWHERE = "gloo"
+"""The transport that every pair of workers supports."""
+MAX_REASON_CHARS = 500
+WORKER_KEY_BYTES, WORKER_KEY_BYTES_PER_S = 8 << 20, 1 << 20
+"""Rate limit of the rendezvous keys of one worker: burst in bytes, and bytes per second."""
+ALL_KEY_BYTES, ALL_KEY_BYTES_PER_S = 64 << 20, 8 << 20
+"""The same for all workers together. Keys above it are dropped, and the lane is opened again."""
+
+
+class Lanes:
+    """The current incarnation, next sequence number and transport of every lane."""
+
+    def __init__(self, forced: str = AUTO, first: int = 0) -> None:
+        self._forced = forced
+        self._able: dict[WorkerId, tuple[str, ...]] = {}
+        self._state: dict[LaneKey, tuple[int, int, str]] = {}
+        self._failed: Counter[tuple[str, str]] = Counter()
+        self._incarnations = itertools.count(first)
+        self.last_failure = ""
+
+    def note_failure(self, what: str, worker: WorkerId, reason: str) -> None:
+        """Remember the last failed transfer, for the reason of a stall."""
+        self.last_failure = f"{what} did not reach {worker}: {reason[:MAX_REASON_CHARS]}"
+
+    def fault(self, lanes: Sequence[str]) -> str:
+        """Why a worker with these transports cannot join; empty if it can."""
+        if self._forced == AUTO:
+            return ""
+        forced = [one for one in lanes if _name(one) == self._forced]
+        if not forced:
+            return f"lanes are forced to be {self._forced}, and it can only do {', '.join(map(_name, lanes))}"
+        if any(forced[0] not in able for able in self._able.values()):
+            return f"lanes are forced to be {self._forced}, and it is not on the host of the others; use lanes = 'auto'"
+        return ""
+
+    def join(self, worker: WorkerId, lanes: tuple[str, ...]) -> None:
+        """Add a worker and its transports, best first; a worker that moves no tensors has none."""
+        if lanes:
+            self._able[worker] = lanes
+
+    def next_turn(self, sender: WorkerId, receiver: WorkerId, kind: str) -> LaneTurn:
+        key = (sender, receiver, kind)
+        incarnation, sequence, transport = self._state.get(key) or (
+            next(self._incarnations),
+            0,
+            self._choose(sender, receiver),
+        )
+        self._state[key] = (incarnation, sequence + 1, transport)
+        return LaneTurn(
+            sender=sender, receiver=receiver, kind=kind, incarnation=incarnation, sequence=sequence, transport=transport
+        )
+
+    def _choose(self, sender: WorkerId, receiver: WorkerId) -> str:
+        theirs = self._willing(receiver)
+        both = [_name(one) for one in self._willing(sender) if one in theirs]
+        return next((name for name in both if self._forced in (AUTO, name)), EVERYWHERE)
+
+    def _willing(self, worker: WorkerId) -> tuple[str, ...]:
+        """Transports that a worker offers by default: those that it lists before the universal one."""
+        able = self._able.get(worker, ())
+        return able[: able.index(EVERYWHERE)] if self._forced == AUTO and EVERYWHERE in able else able
+
+    def best(self, owners: Collection[WorkerId], receiver: WorkerId, serving: Collection[WorkerId]) -> WorkerId:
+        """The owner to serve from: fewest failed lanes to the receiver, then one that serves it already."""
+        return min(owners, key=lambda owner: (self._failed[owner, receiver], owner not in serving, owner))
+
+    def abandon(self, turn: LaneTurn) -> None:
+        """Close the broken lane of this turn; the next turn opens a new incarnation."""
+        key = (WorkerId(turn.sender), WorkerId(turn.receiver), turn.kind)
+        state = self._state.get(key)
+        if state is not None and state[0] == turn.incarnation:
+            self._failed[turn.sender, turn.receiver] += 1
+            del self._state[key]
+
+    def forget(self, worker: WorkerId) -> list[WorkerId]:
+        """Remove a worker and its lanes; returns the workers at the other ends."""
+        self._able.pop(worker, None)
+        for pair in [pair for pair in self._failed if worker in pair]:
+            del self._failed[pair]
+        keys = [key for key in self._state if worker in key[:2]]
+        for key in keys:
+            del self._state[key]
+        return sorted({end for key in keys for end in key[:2] if end != worker})
+
+
+class RendezvousLimits:
+    """Rate limits of the rendezvous keys that workers send to each other, of each worker and of all together."""
+
+    def __init__(self) -> None:
+        self._of: dict[WorkerId, TokenBucket] = {}
+        self._all = TokenBucket(ALL_KEY_BYTES, ALL_KEY_BYTES_PER_S)
+
+    def check(self, worker: WorkerId, size: int, now: float) -> None:
+        """Count a key of ``size`` bytes. Raises RemoteProtocolError if the worker exceeds its rate."""
+        limit = self._of.setdefault(worker, TokenBucket(WORKER_KEY_BYTES, WORKER_KEY_BYTES_PER_S))
+        if not limit.take(size, now):
+            raise RemoteProtocolError(
+                f"{worker} sends other workers more rendezvous keys than lanes need: over {WORKER_KEY_BYTES} bytes"
+            )
+
+    def take(self, size: int, now: float) -> bool:
+        """Count a key in the rate of all workers; returns False if it is to be dropped."""
+        return self._all.take(size, now)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Remove a worker."""
+        self._of.pop(worker, None)
+
+
+def _name(lane: str) -> str:
+    return lane.partition(":")[0]
+
+
+def check_receiver(worker: WorkerId, turn: LaneTurn) -> None:
+    """Raises RemoteProtocolError if the worker is not the receiver of this turn."""
+    if turn.receiver != worker:
+        raise RemoteProtocolError(f"{worker} gave up a lane to {turn.receiver!r}; a worker can only give up its own")
+
+
+def find_holding(table: SampleTable, column: str, item: int) -> ColumnLocation | None:
+    """The location of a column of a slot or group; None if there is none."""
+    spec = table.columns.get(column)
+    if spec is None:
+        return None
+    row = table.groups.get(GroupId(item)) if spec.scope == "group" else table.slots.get(SlotId(item))
+    return row.tensors.get(column) if row is not None else None
+
+
+def lose_copies(tensors: Mapping[str, ColumnLocation], worker: WorkerId) -> None:
+    """Remove ``worker`` from the holders of these columns."""
+    for holding in tensors.values():
+        holding.owners.discard(worker)
+        holding.sent.pop(worker, None)
+
+
+def plan(
+    table: SampleTable, lanes: Lanes, receiver: WorkerId, columns: Iterable[str], slots: Sequence[Slot], ids: Ints
+) -> tuple[tuple[Part, ...], tuple[Incoming, ...]]:
+    """The tensor columns of these slots, one part a column (a group column once per group), and how they come.
+
+    There is one packed transfer per owner for whatever ``receiver`` neither holds nor is being sent.
+    """
+    parts = []
+    one_of = {ids: ids}
+    wanted: dict[WorkerId, dict[str, list[tuple[int, ColumnLocation]]]] = defaultdict(lambda: defaultdict(list))
+    shared: list[tuple[str, int, ColumnLocation]] = []  # several owners: prefer one that serves anyway
+    for name in columns:
+        if table.columns[name].scope == "group":
+            holdings = {int(slot.group.id): slot.group.tensors[name] for slot in slots}
+        else:
+            holdings = {int(slot.id): slot.tensors[name] for slot in slots}
+        parts.append(_part(name, list(holdings.items()), one_of))
+        for item, holding in holdings.items():
+            if receiver not in holding.owners and receiver not in holding.sent:
+                if len(holding.owners) == 1:
+                    wanted[next(iter(holding.owners))][name].append((item, holding))
+                else:
+                    shared.append((name, item, holding))
+    for name, item, holding in shared:
+        wanted[lanes.best(holding.owners, receiver, wanted)][name].append((item, holding))
+    incoming = []
+    for owner, packed in wanted.items():
+        turn = lanes.next_turn(owner, receiver, "samples")
+        for rows in packed.values():
+            for _, holding in rows:
+                holding.sent[receiver] = turn
+        incoming.append(Incoming(turn, tuple(_part(name, rows, one_of) for name, rows in packed.items())))
+    return tuple(parts), tuple(incoming)
+
+
+def _part(column: str, rows: Sequence[tuple[int, ColumnLocation]], one_of: dict[Ints, Ints]) -> Part:
+    """The rows of a column; equal ids are one object, which a message encodes only once."""
+    ids = tuple([item for item, _ in rows])
+    return Part(column, one_of.setdefault(ids, ids), tuple([holding.length for _, holding in rows]))

@@ -1,0 +1,403 @@
+"""The versions of a model: which worker holds which, and who fetches what from whom.
+
+Receivers fetch the latest version, the newest that a connected worker holds completely. A version that was skipped, or
+lost with its publisher, is never waited for. A worker that is still receiving a version already relays it, so n
+receivers form a chain and cost little more than one.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flowrt.controller.policies.weight_sync import Receiver, WeightSyncPolicy
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+
+FIRST_BACK_OFF_S = 0.1
+MAX_BACK_OFF_S = 5.0
+
+
+class SourceRank(NamedTuple):
+    """Order of sources: not suspected of failing, least loaded, publisher last (all receivers share its link)."""
+
+    suspect: bool
+    load: int
+    publisher: bool
+    worker: WorkerId
+
+
+def pick_source(heap: list[SourceRank], receiver: WorkerId) -> WorkerId:
+    """Take the first source and count its load; the receiver becomes a source too."""
+    first = heap[0]
+    heapq.heapreplace(heap, first._replace(load=first.load + 1))
+    heapq.heappush(heap, SourceRank(False, 0, False, receiver))
+    return first.worker
+
+
+class Fetching(NamedTuple):
+    """A transfer of weights under way."""
+
+    receiver: WorkerId
+    holder: WorkerId
+    weights: Weights
+
+
+Form = tuple[int, int]
+"""A version and the base of its delta; NO_BASE for the whole version."""
+
+
+@dataclass(slots=True)
+class VersionTable:
+    """The versions of one named model."""
+
+    model: str
+    latest: int = 0  # newest version that a connected worker holds completely
+    newest: int = 0  # newest version ever published; numbers are never reused
+    publisher: WorkerId | None = None
+    published: dict[int, tuple[Weights, ...]] = field(default_factory=dict)
+    holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
+    receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
+    fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
+    entry: dict[WorkerId, int] = field(default_factory=dict)  # version that a late receiver needs before it may start
+    divergence: dict[int, float] = field(default_factory=dict)  # KL of earlier versions from the latest
+    orphaned: set[WorkerId] = field(default_factory=set)  # receivers whose source will not get the whole version
+    suspects: set[tuple[WorkerId, int]] = field(default_factory=set)  # holders that did not deliver a version
+    failures: Counter[WorkerId] = field(default_factory=Counter)  # fetches of a receiver that failed in a row
+    whole_next: set[WorkerId] = field(default_factory=set)  # receivers that could not apply a delta
+    behind: dict[WorkerId, None] = field(default_factory=dict)  # without the latest version, and not fetching
+    serving: Counter[tuple[WorkerId, int]] = field(default_factory=Counter)  # fetches from a holder, by version
+    evictable: set[WorkerId] = field(default_factory=set)  # holders that may have versions to evict
+    held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
+    _changed: bool = False  # since `take_changed` was last called
+
+    def restore(self, newest: int) -> None:
+        """Continue the numbering of an earlier controller."""
+        self.newest = newest
+
+    def recheck(self) -> None:
+        """Find again which receivers have to fetch."""
+        self._changed = True
+
+    def take_changed(self) -> bool:
+        """Whether something has changed since this was last called."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    # ---- messages of workers
+
+    def publish(self, worker: WorkerId, forms: tuple[Weights, ...], divergence: dict[int, float]) -> None:
+        if not forms or forms[0].base != NO_BASE or len({(form.model, form.version) for form in forms}) != 1:
+            raise RemoteProtocolError(f"{worker} published {forms}, which is not one version that begins with it whole")
+        version = forms[0].version
+        if version <= self.newest:
+            raise RemoteProtocolError(
+                f"{worker} published version {version} after {self.newest}; "
+                f"publish {self.newest + 1} or later, a number is never used again"
+            )
+        self._changed = True
+        self.newest, self.publisher = version, worker
+        self.published[version] = forms
+        for form in forms:
+            self._hold(worker, version, form.base)
+        self.divergence = divergence
+
+    def regain(self, worker: WorkerId, held: Sequence[Weights]) -> None:
+        """Versions that the worker held under an earlier controller."""
+        for weights in held:
+            forms = {one.base: one for one in (*self.published.get(weights.version, ()), weights)}
+            self.published[weights.version] = tuple(forms[base] for base in sorted(forms))
+            self._hold(worker, weights.version, weights.base)
+        newest = max((one.version for one in held if one.base == NO_BASE), default=0)
+        self.newest = max(self.newest, newest)
+        self._changed = True
+        if (receiver := self.receivers.get(worker)) is None:
+            self.publisher = worker
+        else:
+            self.entry[worker] = 0  # it rejoined with its weights and need not catch up
+            self._received(receiver._replace(staged=max(receiver.staged, newest)))
+
+    def applied(self, worker: WorkerId, version: int) -> None:
+        if not 0 <= version <= self.newest:
+            raise RemoteProtocolError(
+                f"{worker} generates with version {version}, but {self.newest} is the newest of {self.model}"
+            )
+        self._changed = True
+        if worker not in self.receivers:
+            self.entry[worker] = self.latest if self.latest in self.published else version
+        before = self.receivers.get(worker, Receiver(worker, version, version))
+        self._received(Receiver(worker, version, max(before.staged, version)))
+
+    def _received(self, receiver: Receiver) -> None:
+        self.receivers[receiver.worker] = receiver
+        if receiver.staged < self.latest and receiver.worker not in self.fetching:
+            self.behind[receiver.worker] = None
+        else:
+            self.behind.pop(receiver.worker, None)
+
+    def _hold(self, worker: WorkerId, version: int, base: int) -> None:
+        self.holders.setdefault((version, base), set()).add(worker)
+        self.held[worker].add((version, base))
+        self.evictable.add(worker)
+        self._find_latest()
+
+    def _find_latest(self) -> None:
+        """Update the latest version, and which receivers are behind, after a change of holders."""
+        latest = max((version for version, base in self.holders if base == NO_BASE), default=0)
+        if latest == self.latest:
+            return
+        self.latest, self.divergence = latest, {}  # it was measured from another version
+        self.entry = {worker: min(version, latest) for worker, version in self.entry.items()}
+        self.behind = {
+            worker: None
+            for worker, receiver in self.receivers.items()
+            if receiver.staged < latest and worker not in self.fetching
+        }
+
+    def applied_version(self, worker: WorkerId) -> int:
+        """The version that a worker generates with; 0 before its first report."""
+        receiver = self.receivers.get(worker)
+        return receiver.applied if receiver else 0
+
+    def is_late(self, worker: WorkerId) -> bool:
+        """Whether the worker joined during the run and has not caught up with the version that was the latest then."""
+        return self.applied_version(worker) < self.entry.get(worker, 0)
+
+    def staged(self, worker: WorkerId, version: int) -> None:
+        if worker not in self.receivers:
+            raise RemoteProtocolError(f"{worker} staged version {version}, but has never said which one it uses")
+        if not 0 <= version <= self.newest:
+            raise RemoteProtocolError(
+                f"{worker} staged version {version}, but {self.newest} is the newest of {self.model}"
+            )
+        fetch = self._end_fetch(worker, version)
+        receiver = self.receivers[worker]
+        self._received(Receiver(worker, receiver.applied, max(receiver.staged, version)))
+        self.whole_next.discard(worker)
+        self.failures.pop(worker, None)
+        # Even if this fetch was thought to be over: only known holders are told to evict a version.
+        for base in {NO_BASE, NO_BASE if fetch is None else fetch.weights.base}:
+            self._hold(worker, version, base)
+
+    def failed(self, worker: WorkerId, holder: WorkerId, weights: Weights) -> None:
+        """End a failed fetch; a late message about another fetch changes nothing."""
+        fetch = self.fetching.get(worker)
+        if fetch is None or (fetch.holder, fetch.weights) != (holder, weights):
+            return
+        if worker not in self.orphaned:
+            self.suspects.add((holder, weights.version))
+            self.failures[worker] += 1
+        self._end_fetch(worker, weights.version)
+        self._orphan_downstream(worker, weights)
+        if weights.base != NO_BASE:
+            self.whole_next.add(worker)
+
+    def _end_fetch(self, worker: WorkerId, version: int) -> Fetching | None:
+        self._changed = True
+        fetch = self.fetching.get(worker)
+        if fetch is None or fetch.weights.version != version:
+            return None
+        self.orphaned.discard(worker)
+        self.evictable.add(fetch.holder)
+        del self.fetching[worker]
+        self.serving[fetch.holder, version] -= 1
+        if not self.serving[fetch.holder, version]:
+            del self.serving[fetch.holder, version]
+        if worker in self.receivers and self.receivers[worker].staged < self.latest:
+            self.behind[worker] = None
+        return fetch
+
+    def _orphan_downstream(self, worker: WorkerId, weights: Weights) -> None:
+        """Mark all receivers downstream of a failed fetch: they will not get the whole version.
+
+        Each reports its failure itself. Until then it is no relay, and its own receivers do not blame it.
+        """
+        broken = [worker]
+        while broken:
+            one = broken.pop()
+            for fetch in self.fetching.values():
+                if fetch.holder == one and fetch.weights == weights and fetch.receiver not in self.orphaned:
+                    self.orphaned.add(fetch.receiver)
+                    broken.append(fetch.receiver)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Remove a worker with what it holds and fetches."""
+        self._changed = True
+        self.receivers.pop(worker, None)
+        self.entry.pop(worker, None)
+        self.behind.pop(worker, None)
+        self.whole_next.discard(worker)
+        self.failures.pop(worker, None)
+        ended = [fetch for fetch in self.fetching.values() if worker in (fetch.receiver, fetch.holder)]
+        for fetch in ended:
+            self._end_fetch(fetch.receiver, fetch.weights.version)
+        for fetch in ended:
+            self._orphan_downstream(fetch.receiver, fetch.weights)
+        for form in self.held.pop(worker, set()):
+            self._drop_form(worker, form)
+        self.evictable.discard(worker)
+        self._forget_unheld()
+
+    def _drop_form(self, worker: WorkerId, form: Form) -> None:
+        self.holders[form].discard(worker)
+        if not self.holders[form]:
+            del self.holders[form]
+            self._find_latest()
+
+    def _forget_unheld(self) -> None:
+        """Forget versions without a holder, except those newer than what some receiver has staged.
+
+        Such a receiver may be about to report one of them, which may then be the latest.
+        """
+        held = {version for version, _ in self.holders}
+        oldest = min((one.staged for one in self.receivers.values()), default=self.latest)
+        self.published = {
+            version: forms
+            for version, forms in self.published.items()
+            if version in held or version > min(oldest, self.latest)
+        }
+
+    # ---- who fetches what from whom
+
+    def begin_fetches(
+        self, refresh: WeightSyncPolicy, outdated: Collection[WorkerId], resting: Collection[WorkerId] = ()
+    ) -> list[Fetching]:
+        """Start the fetches that the policy wants and those of outdated receivers; receivers that back off wait."""
+        if self.latest not in self.published or not self.behind:
+            return []
+        idle = [
+            receiver._replace(divergence=self.divergence.get(receiver.applied))
+            for receiver in self.receivers.values()
+            if receiver.worker not in self.fetching and receiver.worker not in resting
+        ]
+        due = dict.fromkeys(refresh.due(self.latest, idle, len(self.fetching)))
+        due |= dict.fromkeys(worker for worker in outdated if worker in self.behind and worker not in resting)
+        if not due:
+            return []
+        sources = {weights.base: self._sources(weights) for weights in self.published[self.latest]}
+        started = []
+        for worker in due:
+            for weights in reversed(self.published[self.latest]):
+                if sources[weights.base] and self._can_use(worker, weights):
+                    fetch = Fetching(worker, pick_source(sources[weights.base], worker), weights)
+                    self.fetching[worker] = fetch
+                    self.serving[fetch.holder, weights.version] += 1
+                    self.behind.pop(worker, None)
+                    started.append(fetch)
+                    break
+        return started
+
+    def _can_use(self, worker: WorkerId, weights: Weights) -> bool:
+        """Whether a receiver can use these weights: a delta needs its base."""
+        if weights.base == NO_BASE:
+            return True
+        return weights.base == self.receivers[worker].staged and worker not in self.whole_next
+
+    def _sources(self, weights: Weights) -> list[SourceRank]:
+        """A heap of the workers that hold these weights or receive them through an unbroken chain from a holder."""
+        behind: dict[WorkerId, list[WorkerId]] = defaultdict(list)
+        load: Counter[WorkerId] = Counter()
+        for fetch in self.fetching.values():
+            load[fetch.holder] += 1
+            if fetch.weights == weights and fetch.receiver not in self.orphaned:
+                behind[fetch.holder].append(fetch.receiver)
+        found = list(self.holders.get((weights.version, weights.base), ()))
+        for holder in found:  # grows during the loop
+            found += behind.pop(holder, [])
+        heap = [
+            SourceRank((one, weights.version) in self.suspects, load[one], one == self.publisher, one) for one in found
+        ]
+        heapq.heapify(heap)
+        return heap
+
+    def retire(self) -> list[tuple[WorkerId, int]]:
+        """(holder, version) pairs to evict: the holder has a newer version, and no receiver fetches the old one."""
+        if not self.evictable:
+            return []
+        retired = set()
+        for worker in self.evictable:
+            newest = max((version for version, _ in self.held.get(worker, ())), default=0)
+            for form in [
+                one for one in self.held.get(worker, ()) if one[0] < newest and not self.serving[worker, one[0]]
+            ]:
+                self.held[worker].remove(form)
+                self._drop_form(worker, form)
+                retired.add((worker, form[0]))
+        self.evictable.clear()
+        if retired:
+            self._forget_unheld()
+        self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
+        return sorted(retired)
+
+
+class Models:
+    """The versions of every named model, and the fetches of them that were ordered.
+
+    The first model is the policy, whose staleness admission bounds.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.of = {name: VersionTable(name) for name in names}
+        self.policy = self.of[names[0]]
+        self.outdated: dict[WorkerId, None] = {}
+        """Workers whose version of the policy is too old for the slots that are ready."""
+        self.backing_off: dict[str, dict[WorkerId, float]] = {name: {} for name in names}
+        """Receivers of each model whose fetches keep failing, and until when each waits."""
+        self._turns: dict[tuple[str, WorkerId], LaneTurn] = {}  # of the last order to each receiver
+        self._ordered_s: dict[tuple[str, WorkerId], float] = {}  # time of that order
+
+    def named(self, worker: WorkerId, model: str) -> VersionTable:
+        """The versions of a model that the worker names. Raises RemoteProtocolError if there is none."""
+        found = self.of.get(model)
+        if found is None:
+            raise RemoteProtocolError(f"{worker} speaks of model {model!r}; this run has {sorted(self.of)}")
+        return found
+
+    def note_order(self, model: str, receiver: WorkerId, turn: LaneTurn, now: float) -> None:
+        """The receiver was ordered to fetch."""
+        self._turns[model, receiver] = turn
+        self._ordered_s[model, receiver] = now
+
+    def last_turn(self, model: str, receiver: WorkerId) -> LaneTurn | None:
+        """The turn of the last fetch that the receiver was ordered; None if there was none."""
+        return self._turns.get((model, receiver))
+
+    def ordered_s(self, model: str, receiver: WorkerId) -> float | None:
+        """The time of the last order to fetch; None if there was none."""
+        return self._ordered_s.get((model, receiver))
+
+    def update_back_off(self, versions: VersionTable, now: float) -> dict[WorkerId, float]:
+        """Find the receivers whose fetches keep failing, and until when each waits."""
+        until_s = {
+            worker: self._ordered_s[versions.model, worker] + back_off_s(failures)
+            for worker, failures in versions.failures.items()
+            if worker not in versions.fetching
+        }
+        found = {worker: end_s for worker, end_s in until_s.items() if now < end_s}
+        self.backing_off[versions.model] = found
+        return found
+
+    def mark_outdated(self, worker: WorkerId) -> None:
+        """The worker needs newer weights: it fetches the latest version whatever the policy says."""
+        if worker not in self.outdated:
+            self.policy.recheck()
+        self.outdated[worker] = None
+
+    def clear_outdated(self, worker: WorkerId) -> None:
+        """The worker does not need newer weights to start what is ready."""
+        self.outdated.pop(worker, None)
+
+    def forget(self, worker: WorkerId) -> None:
+        """Remove a worker."""
+        self.clear_outdated(worker)
+        for name, versions in self.of.items():
+            versions.forget(worker)
+            self._turns.pop((name, worker), None)
+            self._ordered_s.pop((name, worker), None)
+
+
+def back_off_s(failures: int) -> float:
+    """Seconds between two orders to fetch. After a first failure another holder is asked at once."""
+    return 0.0 if failures < 2 else min(FIRST_BACK_OFF_S * 2 ** min(failures - 2, 30), MAX_BACK_OFF_S)

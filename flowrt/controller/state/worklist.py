@@ -1,0 +1,85 @@
+"""Worklist: the parked requests that an event has made worth trying again.
+
+The tables report here what became possible; `transitions.pulls.serve_worklist` empties it. No other flag exists.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from flowrt.ids import WorkerId
+
+
+class Worklist:
+    """Workers and stages whose parked pulls may be served now, and whether parked offers may.
+
+    Args:
+        order: names of all stages in the order of the dataflow. Stages are served in it, so that the commands of an
+            event do not depend on how a set is ordered.
+        after_window: stages whose pulls depend on the training window.
+    """
+
+    def __init__(self, order: Sequence[str] = (), after_window: Iterable[str] = ()) -> None:
+        self._order = tuple(order)
+        self._after_window = tuple(after_window)
+        self._workers: dict[WorkerId, None] = {}
+        self._stages: dict[str, None] = {}
+        self._offers = False
+        self._window = False
+        self._members = False
+
+    def __bool__(self) -> bool:
+        """Whether parked requests have to be tried."""
+        return self._offers or self._window or bool(self._stages) or bool(self._workers)
+
+    def add_worker(self, worker: WorkerId) -> None:
+        """The weights or the capacity of a worker have changed: its pulls of generating stages may be served."""
+        self._workers[worker] = None
+
+    def add_stages(self, names: Iterable[str]) -> None:
+        """Slots have become ready for these stages, or no more will."""
+        self._stages.update(dict.fromkeys(names))
+
+    def add_all(self) -> None:
+        """All parked requests may be served."""
+        self._workers.clear()
+        self.add_stages(self._order)
+        self._offers = self._window = True
+
+    def add_offers(self) -> None:
+        """Rows were freed, or an offer was withdrawn: later offers may fit into the budget."""
+        self._offers = True
+
+    def add_window(self) -> None:
+        """The training window has changed: admission may open or start more."""
+        self._window = True
+
+    def add_members(self) -> None:
+        """A worker has joined, left or completed its role."""
+        self._members = True
+
+    def take_workers(self) -> list[WorkerId]:
+        """The workers whose pulls have to be tried, in the order in which they were added."""
+        if not self._workers:  # nearly always
+            return []
+        due = list(self._workers)
+        self._workers.clear()
+        return due
+
+    def take_offers(self) -> bool:
+        """Whether the offers have to be tried."""
+        if self._window:
+            self.add_stages(self._after_window)
+        due = self._window or self._offers
+        self._window = self._offers = False
+        return due
+
+    def take_stages(self) -> list[str]:
+        """The stages whose pulls have to be tried, in the order of the dataflow."""
+        due = [name for name in self._order if name in self._stages]
+        self._stages.clear()
+        return due
+
+    def take_members(self) -> bool:
+        """Whether the members have changed."""
+        due = self._members
+        self._members = False
+        return due

@@ -1,0 +1,182 @@
+"""Checks of a ledger's files before they are opened for writing. They change nothing.
+
+SQLite silently ignores a write-ahead log (WAL) from its first damaged frame on, and then overwrites it. The checks find
+such damage first.
+"""
+
+import logging
+import sqlite3
+import struct
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from flowrt.controller.storage.pending_writes import apply_pending, read_pending
+from flowrt.controller.storage.schema import check_version, is_empty
+from flowrt.errors import FlowError
+
+log = logging.getLogger(__name__)
+LEDGER = "ledger.sqlite"
+"""File name of the ledger in the run directory."""
+BUSY_TIMEOUT_S = 5.0
+_WAL_HEADER_BYTES = 32
+_FRAME_HEADER_BYTES = 24
+_BYTE_ORDERS = {0x377F0682: "<", 0x377F0683: ">"}
+"""Byte order of the words that the WAL's checksums add up, by its magic number."""
+_IF_LOCKED = "another process has it locked: stop that process"
+_IF_DAMAGED = "it was not changed: restore it from a copy, or start in another run directory"
+
+
+def check_integrity(path: Path) -> None:
+    """Raises FlowError for an existing file that is damaged or has another schema version."""
+    if path.exists():
+        try:
+            open_read_only(path).close()
+        except (sqlite3.Error, FlowError) as error:
+            raise open_error(path, error) from error
+
+
+def open_error(path: Path, error: Exception) -> FlowError:
+    """The error for a ledger that cannot be opened, with its fix."""
+    is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+    return FlowError(f"ledger {path} cannot be opened: {error}; {_IF_LOCKED if is_busy else _IF_DAMAGED}")
+
+
+def check_not_behind_checkpoint(path: Path, steps: int, *, require_intact_wal: bool) -> None:
+    """Check that the ledger has all steps up to the newest checkpoint.
+
+    Args:
+        path: the ledger.
+        steps: number of trained steps in the checkpoint.
+        require_intact_wal: also refuse damage after those steps. Otherwise it is logged, and those steps are repeated.
+
+    Raises: FlowError.
+    """
+    damage = wal_corruption(path)
+    if missing := missing_steps(last_step(path), steps):
+        raise FlowError(f"ledger {path} {missing}" + (f" (its write-ahead log is damaged: {damage})" if damage else ""))
+    if damage and require_intact_wal:
+        raise FlowError(
+            f"the write-ahead log of ledger {path} is damaged: {damage}; flowrt resume {path.parent} goes back to the "
+            "newest checkpoint, which does not need the damaged part"
+        )
+    if damage:
+        log.warning("the write-ahead log of ledger %s is damaged: %s; those steps are repeated", path, damage)
+
+
+def missing_steps(last: int | None, steps: int) -> str:
+    """Describe the steps that a ledger lacks; empty if none.
+
+    Args:
+        last: the last trained step in the ledger; None if it has none.
+        steps: number of trained steps in the newest checkpoint.
+    """
+    known = 0 if last is None else last + 1
+    if known >= steps:
+        return ""
+    return f"has {known} steps, and there is a checkpoint after {steps}: a part of it is missing; {_IF_DAMAGED}"
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """Open and check the whole file. Raises sqlite3.Error, and FlowError for another schema version."""
+    # A writer has a WAL next to the file. Without one there is no writer, and `immutable` leaves no files behind.
+    immutable = "" if wal_path(path).exists() else "&immutable=1"
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
+    database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    try:
+        [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
+        check_version(database)
+        return database
+    except (sqlite3.Error, FlowError):
+        database.close()
+        raise
+
+
+def with_pending_writes(database: sqlite3.Connection) -> sqlite3.Connection:
+    """The same ledger with its pending writes applied, in a copy in memory if there are any; closes the original then.
+
+    Raises sqlite3.Error and FlowError.
+    """
+    if database.execute("SELECT 1 FROM pending_writes LIMIT 1").fetchone() is None:
+        return database
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    database.backup(copy)
+    database.close()
+    apply_pending(copy, read_pending(copy))
+    return copy
+
+
+def last_step(path: Path) -> int | None:
+    """The last trained step in the ledger; None if it has none. Raises FlowError if the ledger cannot be read."""
+    if not path.exists():
+        return None
+    try:
+        with closing(open_read_only(path)) as database:
+            if is_empty(database):
+                return None
+            with closing(with_pending_writes(database)) as complete:
+                [(last,)] = complete.execute("SELECT MAX(step) FROM prompts WHERE state = 'trained'").fetchall()
+    except (sqlite3.Error, FlowError) as error:
+        raise FlowError(f"ledger {path} cannot be read: {error}; {_IF_DAMAGED}") from error
+    return None if last is None else int(last)
+
+
+def wal_path(path: Path) -> Path:
+    """The write-ahead log that SQLite keeps next to the ledger."""
+    return path.with_name(f"{path.name}-wal")
+
+
+def wal_corruption(path: Path) -> str:
+    """Describe damage within the ledger's write-ahead log; empty if there is none.
+
+    A missing end is not damage: it is what a power failure leaves, and all frames before it are complete and in order.
+    """
+    try:
+        with wal_path(path).open("rb") as file:
+            header = file.read(_WAL_HEADER_BYTES)
+            frames = file.read()
+            file.seek(0)
+            if file.read(_WAL_HEADER_BYTES) != header:
+                return ""  # a live writer has just restarted it
+    except FileNotFoundError:
+        return ""
+    if not header:
+        return ""
+    if len(header) < _WAL_HEADER_BYTES or struct.unpack_from(">I", header)[0] not in _BYTE_ORDERS:
+        return "its header is not that of a write-ahead log"
+    magic, _, page_bytes, _, *salts = struct.unpack(">6I", header[:_FRAME_HEADER_BYTES])
+    order = _BYTE_ORDERS[magic]
+    sums = _checksum(order, header[:_FRAME_HEADER_BYTES], (0, 0))
+    if sums != struct.unpack(">2I", header[_FRAME_HEADER_BYTES:]):
+        return "its header is not that of a write-ahead log"
+    return _frame_corruption(frames, _FRAME_HEADER_BYTES + page_bytes, tuple(salts), order, sums)
+
+
+def _frame_corruption(
+    frames: bytes, frame_bytes: int, salts: tuple[int, ...], order: str, sums: tuple[int, int]
+) -> str:
+    """The checksum of a frame covers all frames before it. Frames left by an earlier log have other salts."""
+    first_bad = 0
+    for number in range(len(frames) // frame_bytes):
+        frame = frames[number * frame_bytes : (number + 1) * frame_bytes]
+        _, _, *frame_salts = struct.unpack_from(">4I", frame)
+        is_current = tuple(frame_salts) == salts
+        if first_bad and is_current:
+            return f"from frame {first_bad} on, and there are more after that"
+        if is_current:
+            sums = _checksum(order, frame[_FRAME_HEADER_BYTES:], _checksum(order, frame[:8], sums))
+        if not first_bad and not (is_current and sums == struct.unpack_from(">2I", frame, 16)):
+            first_bad = number + 1
+    return ""
+
+
+def _checksum(order: str, data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
+    """Source: "Checksum Algorithm" in SQLite's file format."""
+    first, second = sums
+    words = struct.unpack(f"{order}{len(data) // 4}I", data)
+    for even, odd in zip(words[::2], words[1::2], strict=True):
+        first = (first + even + second) & 0xFFFFFFFF
+        second = (second + odd + first) & 0xFFFFFFFF
+    return first, second

@@ -1,0 +1,340 @@
+"""The ledger: each prompt in exactly one state, across any crash. SQLite in the run directory, written in batches.
+
+- ``prompts`` has the current state of each prompt of each epoch, ``events`` its history, append only.
+- A run that goes back to a checkpoint rolls back what was trained after it: those prompts become ``unread`` again, with
+  an event that says why.
+- ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
+- SQLite's write-ahead log (WAL) is checkpointed on a thread. Within a commit, SQLite would sync the disk while all
+  workers wait: 30 to 60 ms for every 4 MB.
+"""
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from flowrt.controller.events import AppendLedger
+from flowrt.controller.state.replay import Entry, RecoveredState
+from flowrt.controller.storage import pending_writes
+from flowrt.controller.storage.integrity import BUSY_TIMEOUT_S, check_integrity, open_error, wal_path
+from flowrt.controller.storage.pending_writes import no_writes
+from flowrt.controller.storage.replay_log import ReplayLog
+from flowrt.controller.storage.schema import create_tables, is_empty
+from flowrt.errors import FlowError
+from flowrt.protocol.records import Passed, Position, pack
+from flowrt.runtime.waits import join_thread
+
+log = logging.getLogger(__name__)
+CHECKPOINT_AT_BYTES = 4 << 20
+CHECKPOINT_INTERVAL_S = 5.0  # the WAL file never shrinks, so its length does not tell whether it was checkpointed
+JOIN_TIMEOUT_S = 10.0
+MAX_WAL_PAGES = 16384  # of 4 KiB: beyond this, SQLite checkpoints within a commit
+DEFERRABLE_STATES = frozenset({"ready", "leased"})
+"""States on which no message depends: their records may be written with the next commit."""
+MAX_DEFERRED = 512
+
+
+_ROLLBACK = (
+    "INSERT INTO run_attempts SELECT COALESCE(MAX(id), 0), :step, :at_s, :unix_s FROM events",
+    "INSERT INTO events (at_s, epoch, prompt, state, step, reason) "
+    "SELECT :at_s, epoch, prompt, 'unread', :step, 'rolled back: ' || state || ' in step ' || step FROM prompts "
+    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
+    "UPDATE prompts SET reason = 'rolled back: ' || state || ' in step ' || step, state = 'unread', "
+    "at_s = :at_s, step = :step "
+    "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
+    # Evaluations before the first step stay valid, even if no step was trained.
+    "DELETE FROM summary_values WHERE step >= MAX(:step, 1)",
+    "DELETE FROM steps WHERE step >= :step",
+)
+_DROPPED = (
+    "SELECT reason FROM events WHERE (state = 'dropped' OR (state = 'unread' AND reason NOT LIKE 'rolled back%')) "
+    "AND id > (SELECT COALESCE(MAX(after_event), 0) FROM run_attempts)"
+)
+# Training that was rolled back does not count.
+_TRAINED_TWICE = """
+SELECT COUNT(*) FROM (
+    SELECT 1 FROM events LEFT JOIN
+        (SELECT epoch, prompt, MAX(id) AS last FROM events WHERE state = 'unread' GROUP BY epoch, prompt)
+        USING (epoch, prompt)
+    WHERE state = 'trained' AND id > COALESCE(last, 0) GROUP BY epoch, prompt HAVING COUNT(*) > 1
+)
+"""
+
+
+class WalCheckpointer:
+    """Checkpoints a long WAL on a thread with its own connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._wal = wal_path(path)
+        self._thread: threading.Thread | None = None
+        self._next_s = 0.0
+
+    def check(self) -> None:
+        """Start a checkpoint, unless the WAL is short or one is running."""
+        if monotonic() < self._next_s or (self._thread is not None and self._thread.is_alive()):
+            return
+        try:
+            if self._wal.stat().st_size < CHECKPOINT_AT_BYTES:
+                return
+            self._next_s = monotonic() + CHECKPOINT_INTERVAL_S
+            self._thread = threading.Thread(target=self._checkpoint, name="ledger", daemon=True)
+            self._thread.start()
+        except FileNotFoundError:
+            return
+        except (OSError, RuntimeError) as error:  # no more threads, for example: the next poll tries again
+            self._thread = None
+            log.warning("the write-ahead log of ledger %s was not checkpointed: %s", self._path, error)
+
+    def close(self) -> None:
+        """Wait for a running checkpoint."""
+        if self._thread is not None and not join_thread(self._thread, JOIN_TIMEOUT_S):
+            log.warning("the ledger's checkpoint has not ended after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
+
+    def _checkpoint(self) -> None:
+        """A failure loses nothing: all data stays in the WAL. The next commit raises if the disk is bad."""
+        try:
+            db = sqlite3.connect(self._path, isolation_level=None, timeout=0.0)
+        except sqlite3.Error as error:
+            log.warning("the write-ahead log of ledger %s was not checkpointed: %s", self._path, error)
+            return
+        try:
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:
+            log.warning("the write-ahead log of ledger %s was not checkpointed: %s", self._path, error)
+        finally:
+            db.close()
+
+
+class LedgerBusy(FlowError):
+    """Another process has the ledger locked. Nothing is lost, and the call can be repeated."""
+
+
+class Account(NamedTuple):
+    """Number of prompts by state; ``lost`` and ``trained_twice`` are 0 unless there is a bug."""
+
+    states: dict[str, int]
+    lost: int
+    trained_twice: int
+
+
+class Ledger:
+    """The ledger of one run. ``add`` only buffers; ``commit`` makes it durable, ``flush`` also fills the tables.
+
+    All methods that write raise LedgerBusy while another process has the ledger locked, and FlowError when the disk
+    refuses; what they were to write stays buffered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the ledger. Raises FlowError for one that is damaged, locked, or of another schema version."""
+        self._path = path
+        self._uncommitted = no_writes()
+        self._unapplied = no_writes()  # committed since the last flush
+        self._commit_needed = False
+        self._checkpointer = WalCheckpointer(path)
+        check_integrity(path)
+        with suppress(OSError):  # if this fails, SQLite fails too, and its error is reported below
+            path.touch(mode=0o600)  # SQLite would make it readable for all users; the WAL gets the rights of this file
+        self._file = (0, 0)
+        with suppress(OSError):
+            self._file = (path.stat().st_dev, path.stat().st_ino)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={MAX_WAL_PAGES}")
+            if is_empty(self._db):
+                create_tables(self._db)
+            self._db.execute("BEGIN IMMEDIATE")
+            pending_writes.apply_pending(self._db, pending_writes.read_pending(self._db))
+            self._db.execute("COMMIT")
+            self._replay = ReplayLog(self._db)
+            # From here on, the event loop must not wait for a lock of another process.
+            self._db.execute("PRAGMA busy_timeout=0")
+        except (sqlite3.Error, FlowError) as error:
+            raise open_error(path, error) from error
+
+    def add(self, record: AppendLedger, at_s: float) -> None:
+        """Buffer a change of a prompt's state."""
+        row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason)
+        self._uncommitted.records.append(row)
+        if record.state not in DEFERRABLE_STATES:
+            self._commit_needed = True
+
+    def needs_commit(self) -> bool:
+        """True if something buffered has to be durable before any message that follows from it is sent."""
+        return self._commit_needed or len(self._uncommitted.records) > MAX_DEFERRED
+
+    @property
+    def term(self) -> int:
+        """The number of controllers that this run has had."""
+        return self._replay.term
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The step from which the run was resumed, across restarts of the controller; None if it never was."""
+        return self._replay.resumed_from
+
+    def append_replay(self, entry: Entry) -> None:
+        """Buffer an entry of the replay log; it needs a commit."""
+        self._replay.append(entry, self._uncommitted)
+        self._commit_needed = True
+
+    def recover(self) -> RecoveredState | None:
+        """The state left by a controller that did not end its run, or None. Raises FlowError if it is damaged."""
+        try:
+            return self._replay.read(Counter(reason.split(";")[0] for (reason,) in self._db.execute(_DROPPED)))
+        except (sqlite3.Error, FlowError, IndexError) as error:
+            raise FlowError(
+                f"ledger {self._path} cannot be read: {error}; flowrt resume {self._path.parent} goes back to the "
+                "newest checkpoint"
+            ) from error
+
+    def compact(self) -> None:
+        """Flush, delete replay entries that no live group needs, and poll the checkpointer."""
+        self.flush()
+        self._checkpointer.check()
+
+    def clear_replay_log(self) -> None:
+        """Flush, and delete the replay log: the run has ended, and no controller will read it."""
+        self.flush()
+        try:
+            self._replay.clear()
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+
+    def add_summary_value(self, name: str, value: float, step: int) -> None:
+        """Buffer a number of the summary that was reported while ``step`` was in training."""
+        self._uncommitted.summary_values.append((name, value, step))
+
+    def add_step(self, step: int, line: str) -> None:
+        """Buffer the line of metrics.jsonl of a closed step, from which the file can be rewritten."""
+        self._uncommitted.steps.append((step, line))
+
+    def step_lines(self, steps: int) -> list[str]:
+        """The lines of metrics.jsonl of the first ``steps`` steps. Raises FlowError if one is missing."""
+        self.flush()
+        query = "SELECT step, line FROM steps WHERE step < ? ORDER BY step"
+        lines = dict(self._db.execute(query, (steps,)).fetchall())
+        missing = next((step for step in range(steps) if step not in lines), None)
+        if missing is not None:
+            raise FlowError(
+                f"ledger {self._path} has no metrics of step {missing}: it is damaged; restore it from a copy, or "
+                "start in another run directory"
+            )
+        return list(lines.values())
+
+    def check_present(self) -> None:
+        """Raises FlowError if the file was removed or replaced: what is written to it would be lost at exit."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._file:
+            raise FlowError(
+                f"ledger {self._path} was removed or replaced during the run; its content is lost: start in another "
+                "run directory"
+            )
+
+    def resume(self, step: int, at_s: float) -> Position:
+        """Roll back all that was done after ``step`` trained steps; returns the position to resume from."""
+        self.flush()
+        values = {"step": step, "at_s": at_s, "unix_s": time.time()}
+        try:
+            self._db.execute("BEGIN")
+            for statement in _ROLLBACK:
+                self._db.execute(statement, values)
+            self._replay.reset(step)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+        return self.position(step)
+
+    def position(self, step: int) -> Position:
+        """The position of the run after ``step`` trained steps."""
+        done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
+        numbers = self._db.execute("SELECT name, value FROM summary_values ORDER BY name").fetchall()
+        return Position(step, pack(done), tuple(numbers))
+
+    def passed(self) -> tuple[Passed, ...]:
+        """Prompts that a new source must not offer: all that were ever opened and are not unread again."""
+        self.flush()
+        try:
+            return pack(self._db.execute("SELECT epoch, prompt FROM prompts WHERE state != 'unread'"))
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+
+    def persist(self) -> None:
+        """Flush and sync the disk, so that a power failure cannot undo it."""
+        self.flush()
+        try:
+            # A commit that syncs the WAL also syncs all earlier commits in it.
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._replay.rewrite_term()
+            self._db.execute("PRAGMA synchronous=NORMAL")
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+
+    def commit(self) -> None:
+        """Make all that was buffered durable, in one transaction."""
+        if self._uncommitted.is_empty:
+            return
+        try:
+            pending_writes.append_pending(self._db, self._uncommitted)
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+        self._unapplied.extend(self._uncommitted)
+        self._uncommitted.clear()
+        self._commit_needed = False
+
+    def flush(self) -> None:
+        """Commit, and apply all pending writes to the tables, so that they can be queried."""
+        if self._uncommitted.is_empty and self._unapplied.is_empty:
+            return
+        entries = self._replay.needed([*self._unapplied.entries, *self._uncommitted.entries])
+        writes = no_writes()
+        writes.extend(self._unapplied)
+        writes.extend(self._uncommitted)
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            pending_writes.apply_pending(self._db, writes._replace(entries=entries))
+            self._replay.trim()  # same transaction: a group's closing is never deleted before its opening
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
+        self._unapplied.clear()
+        self._uncommitted.clear()
+        self._commit_needed = False
+
+    def _write_error(self, error: sqlite3.Error) -> FlowError:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            return LedgerBusy(f"ledger {self._path} is locked by another process")
+        return FlowError(
+            f"ledger {self._path} cannot be written: {error}; all earlier commits are intact: is the disk full?"
+        )
+
+    def account(self, live: Iterable[tuple[int, int]]) -> Account:
+        """Compare the ledger with the (epoch, prompt) pairs of the live groups.
+
+        A prompt is lost when the ledger has it in flight, ready or leased and no live group carries it.
+        """
+        self.flush()
+        states: dict[str, int] = dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
+        unfinished_query = "SELECT epoch, prompt FROM prompts WHERE state NOT IN ('trained', 'dropped', 'unread')"
+        unfinished = set(self._db.execute(unfinished_query).fetchall())
+        twice = self._db.execute(_TRAINED_TWICE).fetchone()[0]
+        return Account(states, len(unfinished - set(live)), int(twice))
+
+    def close(self) -> None:
+        """Close the database without a commit; wait for a running checkpoint."""
+        self._checkpointer.close()
+        self._db.close()

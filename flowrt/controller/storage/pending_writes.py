@@ -1,0 +1,92 @@
+"""Write-ahead buffer of the ledger: a commit inserts one row, and a later flush applies all rows to their tables.
+
+Commits happen thousands of times a second and block the messages that follow from them; to update three tables in each
+would cost several times as much. Opening a ledger applies the rows that its last writer left.
+"""
+
+import logging
+import math
+import sqlite3
+from typing import Any, NamedTuple, cast
+
+import msgpack
+
+from flowrt.errors import FlowError
+
+log = logging.getLogger(__name__)
+_ADD_EVENT = "INSERT INTO events (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
+_SET_PROMPT = "INSERT OR REPLACE INTO prompts (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
+_SET_SUMMARY_VALUE = "INSERT OR REPLACE INTO summary_values (name, value, step) VALUES (?, ?, ?)"
+_SET_STEP = "INSERT OR REPLACE INTO steps (step, line) VALUES (?, ?)"
+_ADD_ENTRY = "INSERT INTO replay_log (id, kind, entry) VALUES (?, ?, ?)"
+_SET_COUNTER = "INSERT OR REPLACE INTO counters (name, value) VALUES (?, ?)"
+_pack = msgpack.Packer(use_bin_type=True).pack
+
+
+class PendingWrites(NamedTuple):
+    """Rows in the layout of their tables, in the order in which they were added."""
+
+    records: list[tuple[float, int, int, str, int, str]]
+    entries: list[tuple[int, int, bytes]]
+    counters: list[tuple[str, int]]
+    members: list[tuple[str, str]]
+    """Worker and role; an empty role deletes the worker."""
+    summary_values: list[tuple[str, float, int]]
+    steps: list[tuple[int, str]]
+    """The line of metrics.jsonl of each closed step."""
+
+    def extend(self, other: "PendingWrites") -> None:
+        for mine, theirs in zip(self, other, strict=True):
+            cast(list[Any], mine).extend(cast(list[Any], theirs))
+
+    def clear(self) -> None:
+        for rows in self:
+            rows.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self)
+
+
+def no_writes() -> PendingWrites:
+    return PendingWrites(records=[], entries=[], counters=[], members=[], summary_values=[], steps=[])
+
+
+def append_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
+    """Insert the writes as one row. Raises sqlite3.Error."""
+    db.execute("INSERT INTO pending_writes (data) VALUES (?)", (_pack(writes),))
+
+
+def apply_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
+    """Apply the writes to their tables and delete all buffered rows, within the caller's transaction.
+
+    Raises sqlite3.Error.
+    """
+    db.executemany(_ADD_EVENT, writes.records)
+    db.executemany(_SET_PROMPT, {row[1:3]: row for row in writes.records}.values())
+    for name, value, step in writes.summary_values:
+        if math.isfinite(value):
+            db.execute(_SET_SUMMARY_VALUE, (name, value, step))
+        else:  # SQLite stores a NaN as NULL, which the table refuses
+            log.warning("number %r is %s, which is not finite: it is left out of the ledger", name, value)
+    db.executemany(_SET_STEP, writes.steps)
+    db.executemany(_ADD_ENTRY, writes.entries)
+    db.executemany(_SET_COUNTER, writes.counters)
+    for worker, role in writes.members:
+        if role:
+            db.execute("INSERT OR REPLACE INTO members (worker, role) VALUES (?, ?)", (worker, role))
+        else:
+            db.execute("DELETE FROM members WHERE worker = ?", (worker,))
+    db.execute("DELETE FROM pending_writes")
+
+
+def read_pending(db: sqlite3.Connection) -> PendingWrites:
+    """All buffered writes. Raises sqlite3.Error, and FlowError for a row that cannot be decoded."""
+    writes = no_writes()
+    for number, data in db.execute("SELECT id, data FROM pending_writes ORDER BY id").fetchall():
+        try:
+            fields: Any = msgpack.unpackb(data, use_list=False)
+            writes.extend(PendingWrites(*map(list, fields)))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise FlowError(f"pending write {number} of the ledger is damaged: {error}") from error
+    return writes

@@ -1,0 +1,96 @@
+"""Recorder of a run: writes the core's commands to the ledger and the run metrics."""
+
+import logging
+
+from flowrt.controller.diagnostics.counters import describe_non_finite, finite, validate_names
+from flowrt.controller.events import AppendLedger, AppendReplay, Command, StepClosed
+from flowrt.controller.storage.ledger import Ledger, LedgerBusy
+from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.errors import FlowError
+from flowrt.net.connection_guard import RateLimitedLog
+from flowrt.protocol.messages import Report
+
+log = logging.getLogger(__name__)
+
+
+class RunRecorder:
+    """Buffers what happens in a run; ``write`` makes it durable. A locked ledger is retried, a failed disk is final."""
+
+    def __init__(self, ledger: Ledger, metrics: RunMetrics) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._busy_since_s: float | None = None
+        self._warnings = RateLimitedLog()
+        self._ledger_error = ""  # why the ledger file cannot be relied on any more
+
+    def record(self, command: Command, now: float) -> None:
+        """Buffer a command that has to be stored; other commands are ignored."""
+        match command:
+            case AppendLedger():
+                self._ledger.add(command, now)
+                if command.state == "in_flight":
+                    self._metrics.on_training_started(now)
+            case AppendReplay(entry):
+                self._ledger.append_replay(entry)
+            case StepClosed():
+                if invalid := describe_non_finite((*command.inline_means, *command.metrics)):
+                    self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
+                self._ledger.add_step(command.step, self._metrics.write_step(command, now))
+
+    def record_report(self, worker: str, role: str, report: Report, step: int) -> None:
+        """Store a worker's report; its numbers are kept for a run resumed after ``step``."""
+        numbers = report.numbers
+        if invalid := validate_names(numbers, self._metrics.numbers):
+            self._warnings.warn("left out the numbers that %s has reported: %s", worker, invalid)
+            numbers = ()
+        if invalid := describe_non_finite(numbers):
+            self._warnings.warn("left out of the numbers that %s has reported: %s", worker, invalid)
+            numbers = tuple(finite(numbers))
+        self._metrics.write_report(worker, role, report.spans, numbers)
+        for name, value in numbers:
+            self._ledger.add_summary_value(name, value, step)
+
+    def compact(self, run_ended: bool = False) -> None:
+        """Delete what a restarted controller would not need: all of the replay log once the run has ended."""
+        try:
+            self._ledger.check_present()
+        except FlowError as error:
+            self._ledger_error = str(error)
+        try:
+            if run_ended:
+                self._ledger.clear_replay_log()
+            else:
+                self._ledger.compact()
+        except LedgerBusy:
+            pass  # `write` counts how long it has been locked
+        except FlowError as error:
+            log.warning("%s; rows that are no longer needed stay there for now", error)
+
+    def write(self, now: float, patience_s: float, sync: bool = False) -> bool:
+        """Commit what was recorded; returns False while another process has the ledger locked.
+
+        Args:
+            now: seconds on the run's clock.
+            patience_s: seconds for which the ledger may stay locked before this raises.
+            sync: also sync the disk, so that a power failure cannot undo the commit.
+
+        Raises: FlowError or OSError when the disk refuses a write or the ledger stays locked.
+        """
+        self._metrics.check()
+        if self._ledger_error:
+            raise FlowError(self._ledger_error)
+        try:
+            if sync:
+                self._ledger.persist()
+                self._metrics.persist()
+            else:
+                self._ledger.commit()
+        except LedgerBusy as error:
+            if self._busy_since_s is None:
+                self._busy_since_s = now
+            locked_s = now - self._busy_since_s
+            if locked_s < patience_s:
+                return False
+            raise FlowError(f"{error}, for {locked_s:.0f} s; stop that process, and start again") from error
+        self._busy_since_s = None
+        return True

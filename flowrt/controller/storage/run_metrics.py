@@ -1,0 +1,233 @@
+"""Run metrics: metrics.jsonl, timeline.jsonl, and the numbers of summary.json.
+
+A resumed run continues in the same files: the lines of steps that were rolled back are removed, and the summary counts
+the whole run.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from flowrt.controller.diagnostics.counters import finite
+from flowrt.controller.events import StepClosed
+from flowrt.controller.storage.ledger import Account
+from flowrt.errors import FlowError
+from flowrt.protocol.records import BusySpan, Position
+from flowrt.runtime.files import atomic_write
+from flowrt.runtime.timeline import Span, busy_fraction, is_span, is_step, read_lines
+
+RESERVED_FIELDS = frozenset(
+    ("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max")
+)
+"""Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+MAX_WINDOW_STEPS = 10
+"""Maximum number of steps in the means `reward_first` and `reward_last`; the two windows never overlap."""
+
+
+class RunMetrics:
+    """Writer of the metrics files. Its memory does not grow with the length of the run."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        start_s: float,
+        position: Position | None = None,
+        resumed_from: int | None = None,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Open the files of a new, resumed or restarted run.
+
+        Args:
+            run_dir: the run directory.
+            start_s: start of this controller on its own clock.
+            position: where the run continues; None for a new run.
+            resumed_from: the step from which the run was resumed, if that is not the step of ``position``, which is
+                later after a restart of the controller.
+            lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them.
+        """
+        position = position or Position()
+        metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
+        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        self._run_dir = run_dir
+        self._start_s = start_s - elapsed_s
+        self._first_step = position.step if resumed_from is None else resumed_from
+        _truncate_partial_line(timeline)
+        for path in (metrics, timeline):
+            path.touch(mode=0o600)  # the run directory may be readable for all users
+        self._metrics: TextIO = metrics.open("a", buffering=1)
+        self._timeline: TextIO = timeline.open("a", buffering=1)
+        self._timeline_start = self._timeline.tell()  # an earlier controller may have had another clock
+        self._training_start_s: float | None = None  # in this attempt of the run
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=MAX_WINDOW_STEPS)
+        self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
+        self._train_end_s = start_s
+        self._write_error = ""
+        self._earlier_training_s = 0.0  # in earlier attempts, for steps that were not rolled back
+        self._first_step_s: float | None = None  # from the start of the run to that of its first step
+        self.numbers: dict[str, float] = dict(position.numbers)
+        self.latest: dict[str, Any] = {}
+        for line in earlier_lines:
+            self._count(line)
+            step_s = line["samples"] / max(line["samples_per_s"], 0.001)
+            self._earlier_training_s += step_s
+            if self._first_step_s is None:
+                self._first_step_s = line["wall_s"] - step_s
+
+    def on_training_started(self, now: float) -> None:
+        """A prompt was opened for training. Training time starts at the first one of an attempt."""
+        if self._training_start_s is None:
+            self._training_start_s = self._train_end_s = now
+        if self._first_step_s is None:
+            self._first_step_s = now - self._start_s
+
+    def write_step(self, closed: StepClosed, now: float) -> str:
+        """Write the line of a closed step; returns it. NaN and infinity are left out: JSON has neither."""
+        means = dict(finite(closed.inline_means))
+        elapsed_s = max(now - self._train_end_s, 1e-9)
+        self._train_end_s = now
+        line = {
+            "step": closed.step,
+            "wall_s": round(now - self._start_s, 4),
+            **{name: round(value, 6) for name, value in means.items() if name not in RESERVED_FIELDS},
+            "samples": closed.samples,
+            "groups": closed.groups,
+            "tokens": closed.tokens,
+            "samples_per_s": round(closed.samples / elapsed_s, 3),
+            "staleness_mean": round(sum(closed.lags) / max(len(closed.lags), 1), 4),
+            "staleness_max": max(closed.lags, default=0),
+            **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
+        }
+        text = self._write(self._metrics, line)
+        self._count(line, sum(closed.lags))
+        return text
+
+    def _count(self, line: dict[str, Any], lag_sum: int | None = None) -> None:
+        """Add a step to the numbers of the summary."""
+        self.latest = line
+        totals = self._totals
+        totals["steps"] += 1
+        totals["samples"] += line["samples"]
+        totals["tokens"] += line["tokens"]
+        totals["lag_sum"] += round(line["staleness_mean"] * line["samples"]) if lag_sum is None else lag_sum
+        totals["lag_max"] = max(totals["lag_max"], line["staleness_max"])
+        if "reward" in line:
+            if len(self._first) < MAX_WINDOW_STEPS:
+                self._first.append(line["reward"])
+            self._last.append(line["reward"])
+
+    def write_report(
+        self, worker: str, role: str, spans: Iterable[BusySpan], numbers: Iterable[tuple[str, float]]
+    ) -> None:
+        """Write a worker's busy spans to the timeline; keep its numbers for the summary."""
+        for span in spans:
+            if not (math.isfinite(span.start_s) and math.isfinite(span.end_s)):
+                continue
+            line = {"worker": worker, "role": role, "kind": span.kind, "start_s": span.start_s, "end_s": span.end_s}
+            self._write(self._timeline, line)
+        self.numbers.update(numbers)
+
+    def _write(self, file: TextIO, line: Mapping[str, Any]) -> str:
+        """Write a line; returns its text. Nothing is written after a failure, which may have left a partial line."""
+        text = json.dumps(line, allow_nan=False)
+        if not self._write_error:
+            try:
+                file.write(text + "\n")
+            except OSError as error:
+                self._write_error = f"{file.name} cannot be written: {error.strerror}; is the disk full?"
+        return text
+
+    def check(self) -> None:
+        """Raises FlowError if an earlier write failed."""
+        if self._write_error:
+            raise FlowError(self._write_error)
+
+    def persist(self) -> None:
+        """Sync metrics.jsonl to disk, so that a power failure cannot undo it."""
+        os.fsync(self._metrics.fileno())
+
+    def close(self) -> None:
+        for file in (self._metrics, self._timeline):
+            # Closing retries a failed write, which fails again.
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
+        """The summary of the run; call after `close`.
+
+        Args:
+            account: counts of the ledger.
+            bound: maximum staleness of the configuration, in versions.
+            dropped: number of dropped prompts by reason.
+            now: seconds on the run's clock.
+        """
+        totals = self._totals
+        training_start_s = self._train_end_s if self._training_start_s is None else self._training_start_s
+        window = max(min(MAX_WINDOW_STEPS, totals["steps"] // 2), 1)
+        training_s = max(self._earlier_training_s + self._train_end_s - training_start_s, 1e-9)
+        return {
+            "steps": totals["steps"],
+            "resumed_from": self._first_step,
+            "wall_s": round(now - self._start_s, 3),
+            "first_step_s": round(self._first_step_s or 0.0, 3),
+            "training_s": round(training_s, 3),
+            "reward_window": window,
+            "reward_first": _mean(self._first[:window]),
+            "reward_last": _mean(list(self._last)[-window:]),
+            "eval_first": self.numbers.get("eval_first"),
+            "eval_last": self.numbers.get("eval_last"),
+            "samples": totals["samples"],
+            "samples_per_s": round(totals["samples"] / training_s, 3),
+            "tokens_per_s": round(totals["tokens"] / training_s, 3),
+            "staleness_bound": bound,
+            "staleness_max": totals["lag_max"],
+            "staleness_mean": round(totals["lag_sum"] / max(totals["samples"], 1), 4),
+            "prompts_lost": account.lost,
+            "prompts_trained_twice": account.trained_twice,
+            "prompts": account.states,
+            "dropped": dict(dropped),
+            "busy_fraction": self._busy_fraction(training_start_s, self._train_end_s),
+        }
+
+    def _busy_fraction(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Per role, the mean over its workers of the busy fraction of this attempt's training time."""
+        spans: dict[str, dict[str, list[Span]]] = {}
+        try:
+            lines, _ = read_lines(self._run_dir / "timeline.jsonl", is_span, self._timeline_start)
+        except OSError:
+            lines = []  # removed during the run
+        for line in lines:
+            workers = spans.setdefault(line["role"], {})
+            workers.setdefault(line["worker"], []).append(Span(line["kind"], line["start_s"], line["end_s"]))
+        return {
+            role: round(
+                sum(busy_fraction(of_worker, start_s, end_s) for of_worker in workers.values()) / len(workers), 4
+            )
+            for role, workers in sorted(spans.items())
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None
+
+
+def _truncate_partial_line(path: Path) -> None:
+    """Remove a partial last line, left by a full disk, so that the next line does not continue it."""
+    if path.is_file():
+        lines, newline, partial = path.read_bytes().rpartition(b"\n")
+        if partial:
+            os.truncate(path, len(lines) + len(newline))
+
+
+def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
+    """Rewrite metrics.jsonl from the ledger's lines; returns them parsed, and the run's elapsed seconds."""
+    found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
+    kept = [json.loads(text) for text in known]
+    if path.exists() or kept:
+        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept, max((line["wall_s"] for line in (*found, *kept)), default=0.0)

@@ -1,0 +1,231 @@
+"""Commits: validated before anything is changed, then their columns become visible; late rows are refused.
+
+While the controller recovers, commits that its predecessor applied are acknowledged again.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.state.dataflow import Makes
+from flowrt.controller.state.replay import StageCommitted
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import rollback
+from flowrt.controller.transitions.rollback import Lose
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import SlotId, WorkerId
+from flowrt.protocol.messages import Commit, Committed, Pull
+from flowrt.protocol.records import Part, Stage, Values, values_fault
+
+Value = TypeVar("Value")
+
+
+def commit(state: State, env: Environment, worker: WorkerId, message: Commit, now: float) -> list[Command]:
+    """Apply a commit. Raises RemoteProtocolError if it is malformed."""
+    table = state.table
+    stage = table.stages.get(message.stage)
+    if stage is None:
+        raise RemoteProtocolError(f"{worker} commits stage {message.stage!r}, which is not in this dataflow")
+    if fault := commit_fault(message, stage, table.flows.makes[stage.name], state.models.policy.newest):
+        raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
+    table.check_leases(set(message.leases), worker, stage.name)
+    commands: list[Command] = []
+    refused: list[int] = []
+    reasons: set[str] = set()
+    touched: dict[int, Group] = {}
+    for lease, rows in by_lease(table, worker, message, stage):
+        if lease is None:
+            late, why = _late(state, worker, message, stage, rows)
+            refused += late
+            reasons |= why
+            continue
+        slots = [lease.slots[SlotId(message.slots[row])] for row in rows]
+        lengths = {part.column: pick(part.lengths, rows) for part in message.parts}
+        inline = {one.column: pick(one.values, rows) for one in message.inline}
+        spans = pick(message.spans, rows) if message.spans else ()
+        table.commit(lease, slots, lengths, inline, spans)
+        if env.flow.train_stage:
+            commands.append(AppendReplay(committed_rows(worker, message, rows)))
+        for slot in slots:
+            if stage.generates:
+                table.ready[stage.name].on_generated(slot, sum(slot.spans[1::2]))
+                if rollback.is_over_age(state, env, slot):
+                    commands += rollback.roll_back(state, env, {slot: Lose("over-age")})
+                    refused.append(slot.id)
+                    reasons.add("older than the staleness bound")
+                    continue
+            touched[slot.group.id] = slot.group
+    commands.append(Send(worker, Committed(message.request, tuple(refused), "; ".join(sorted(reasons)))))
+    commands += _advance(state, env, touched.values())
+    state.membership.note_results(worker)
+    if stage.generates:
+        state.work.add_worker(worker)  # a dispatch policy may have waited for its capacity
+    return commands
+
+
+def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull) -> tuple[list[Command], list[int]]:
+    """Mark the leases of a pull as done; returns the commands, and the leases that had ended before."""
+    commands: list[Command] = []
+    late = []
+    for lease_id in pull.done:
+        lease = state.table.find_lease(lease_id, worker)
+        if lease is None or lease.stage != pull.stage:
+            late.append(lease_id)
+            continue
+        slots = state.table.finish(lease)
+        if env.flow.train_stage:
+            commands.append(AppendReplay(completed_lease(worker, lease, slots)))
+        commands += _advance(state, env, dict.fromkeys([slot.group for slot in slots]))
+    return commands, late
+
+
+def completion_fault(state: State, pull: Pull) -> str:
+    """Why a pull cannot report leases of its stage as done; empty if it can."""
+    stage = state.table.stages[pull.stage]
+    if stage.makes or stage.whole_groups:
+        return f"stage {stage.name} is not done by a pull: commit what it makes, or end its step"
+    return ""
+
+
+def _advance(state: State, env: Environment, groups: Iterable[Group]) -> list[Command]:
+    """Record the groups that are ready to train, and close those that are complete."""
+    commands: list[Command] = []
+    streamed = []
+    for group in groups:
+        if group.flow != env.flow.train_flow:
+            streamed.append(group)
+        elif group.id in state.table.ready_groups[env.flow.train_stage]:
+            commands += rollback.record(state, env, group, "ready")
+    if complete := state.table.flows.complete(streamed):
+        commands += rollback.close(state, env, complete)
+    return commands
+
+
+# ---- validation
+
+
+def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> str:
+    """What is wrong with a commit of this stage; empty when its columns fit the stage and each other."""
+    count = len(message.slots)
+    if stage.whole_groups:
+        return "what takes whole groups ends with its step"
+    tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
+    if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
+        return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
+    sizes = [len(message.leases), *(len(one.lengths) for one in message.parts)]
+    sizes += [len(one.values) for one in message.inline]
+    if any(size != count for size in sizes):
+        return f"its columns have {sizes} rows for {count} slots"
+    if len(set(message.slots)) != count:
+        return "it has a slot twice"
+    if any(part.ids != message.slots or min(part.lengths, default=0) < 0 for part in message.parts):
+        return "its parts are not of its slots, or of negative length"
+    if message.inline and (fault := values_fault(message.inline)):
+        return fault
+    if len(message.spans) != (count if stage.generates else 0):
+        return f"it has {len(message.spans)} spans for {count} slots"
+    return next((wrong for span in message.spans if (wrong := _span_fault(span, latest))), "")
+
+
+def _span_fault(span: Sequence[int], latest: int) -> str:
+    known = all(0 <= version <= latest for version in span[::2])
+    if not span or len(span) % 2 or not known or min(span[1::2]) < 0:
+        return f"span {span} is not pairs of a published version and its tokens"
+    return ""
+
+
+# ---- rows of a commit
+
+
+def by_lease(
+    table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
+) -> Iterator[tuple[Lease | None, list[int]]]:
+    """The rows of a commit by lease; None for rows without a valid lease of the worker."""
+    rows_of: dict[int, list[int]] = {}
+    for row, lease_id in enumerate(message.leases):
+        rows_of.setdefault(lease_id, []).append(row)
+    late: list[int] = []
+    for lease_id, rows in rows_of.items():
+        lease = table.find_lease(lease_id, worker)
+        if lease is None or lease.stage != stage.name:
+            late += rows
+            continue
+        valid = [row for row in rows if message.slots[row] in lease.slots]
+        if len(valid) < len(rows):
+            late += sorted(set(rows) - set(valid))
+        if valid:
+            yield lease, valid
+    if late:
+        yield None, late
+
+
+def _late(
+    state: State, worker: WorkerId, message: Commit, stage: Stage, rows: Sequence[int]
+) -> tuple[list[int], set[str]]:
+    """Rows without a lease that are refused, and why; rows that an earlier controller accepted are confirmed."""
+    late: list[int] = []
+    reasons: set[str] = set()
+    replayed = state.recovery.replayed
+    for row in rows:
+        slot_id, lease_id = SlotId(message.slots[row]), message.leases[row]
+        slot = state.table.slots.get(slot_id)
+        known = replayed is not None and replayed.commits.get((stage.name, slot_id)) == lease_id
+        if slot is not None and known:
+            for part in message.parts:
+                slot.tensors[part.column].owners.add(worker)
+            continue
+        late.append(slot_id)
+        old = lease_id < state.table.first_lease
+        reasons.add(
+            f"the lease on stage {stage.name} "
+            + ("was given by a controller that is gone, and was not renewed" if old else "had ended")
+        )
+    return late, reasons
+
+
+def pick(values: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
+    """The values of these rows; all rows: the same object."""
+    return values if len(rows) == len(values) else [values[row] for row in rows]
+
+
+# ---- entries of the replay log
+
+
+def committed_rows(worker: WorkerId, message: Commit, rows: Sequence[int]) -> StageCommitted:
+    """The replay entry of these rows of a commit."""
+    if len(rows) == len(message.slots):
+        return StageCommitted(
+            worker=worker,
+            stage=message.stage,
+            slots=message.slots,
+            leases=message.leases,
+            parts=message.parts,
+            inline=message.inline,
+            spans=message.spans,
+        )
+    slots = tuple(pick(message.slots, rows))
+    return StageCommitted(
+        worker=worker,
+        stage=message.stage,
+        slots=slots,
+        leases=tuple(pick(message.leases, rows)),
+        parts=tuple(Part(part.column, slots, tuple(pick(part.lengths, rows))) for part in message.parts),
+        inline=tuple(Values(one.column, tuple(pick(one.values, rows))) for one in message.inline),
+        spans=tuple(pick(message.spans, rows)) if message.spans else (),
+    )
+
+
+def completed_lease(worker: WorkerId, lease: Lease, slots: Sequence[Slot]) -> StageCommitted:
+    """The replay entry of a lease on a stage that makes no columns."""
+    return StageCommitted(
+        worker=worker,
+        stage=lease.stage,
+        slots=tuple([slot.id for slot in slots]),
+        leases=(lease.id,) * len(slots),
+        parts=(),
+        inline=(),
+        spans=(),
+    )

@@ -1,0 +1,84 @@
+"""Drain: a worker that is told to leave gets no new work, and leaves once nothing is lost with it."""
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import Command, Send
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import preemption, pulls, rollback
+from flowrt.errors import EXIT_OK, RemoteProtocolError
+from flowrt.ids import OBSERVER, WorkerId
+from flowrt.protocol.messages import Drain, Rejected, Stop
+
+MAX_NAME_CHARS = 200
+MAX_REASON_CHARS = 4000
+RELEASED = "it has left in order: nothing here needs it any more"
+
+
+def drain(state: State, env: Environment, worker: WorkerId, message: Drain, now: float) -> list[Command]:
+    """Order a worker to drain, or reject the order. Raises RemoteProtocolError for an order of another worker.
+
+    A worker's own wish to leave is never rejected; that of a trainer, without which the run cannot continue, preempts
+    the run. A replaceable role whose last worker drains is vacant from then on.
+    """
+    role = state.membership.role(worker)
+    if worker != message.worker:
+        if role != OBSERVER:
+            raise RemoteProtocolError(f"{worker} wants {message.worker!r} to leave; only an observer may")
+        return _drain_other(state, env, worker, message)
+    if role in env.settings.checkpointing_roles:
+        return preemption.terminated(state, env, worker, now)
+    commands: list[Command] = []
+    if not state.membership.is_leaving(worker):
+        commands = _begin(state, message, by_operator=False)
+        if role in env.settings.replaceable_roles and not state.membership.is_finished(worker):
+            state.membership.miss(role, f"{worker} was terminated, and leaves in order", now)
+    return commands
+
+
+def _drain_other(state: State, env: Environment, observer: WorkerId, message: Drain) -> list[Command]:
+    worker = WorkerId(message.worker)
+    if fault := _fault(state, env, worker):
+        return [Send(observer, Rejected(message.request, fault[:MAX_REASON_CHARS]))]
+    return [] if state.membership.is_leaving(worker) else _begin(state, message, by_operator=True)
+
+
+def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
+    worker = WorkerId(message.worker)
+    state.membership.drain(worker, by_operator)
+    state.models.clear_outdated(worker)
+    return [Send(worker, message), *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
+
+
+def _fault(state: State, env: Environment, worker: WorkerId) -> str:
+    """Why an operator may not drain this worker; empty if it may."""
+    members, settings = state.membership.members(), env.settings
+    role = next((member.role for member in members if member.id == worker), None)
+    if role is None:
+        names = ", ".join(sorted(member.id for member in members))
+        return f"there is no worker {worker[:MAX_NAME_CHARS]!r} in this run; there are {names}"
+    if role in settings.critical_roles or role in settings.completing_roles:
+        return f"{worker} cannot leave before the run ends: the work of a {role} cannot be passed on"
+    others = [one for one in members if one.role == role and not one.is_leaving]
+    if role in settings.replaceable_roles and len(others) < 2:
+        return f"{worker} is the only {role} worker; start another one first (flowrt worker {role})"
+    return ""
+
+
+def release(state: State) -> list[Command]:
+    """Release draining workers that neither hold nor do anything that is still needed."""
+    commands: list[Command] = []
+    for worker in state.membership.draining():
+        if not rollback.is_needed(state, worker) or _is_blocking(state, worker):
+            state.membership.release(worker)
+            commands.append(Send(worker, Stop(RELEASED, EXIT_OK)))
+    return commands
+
+
+def _is_blocking(state: State, worker: WorkerId) -> bool:
+    """Whether its role is vacant while work for it is ready: its replacement has to make again what it holds.
+
+    Trainers would wait for samples that need that role, and this worker for the trainers.
+    """
+    if not state.membership.is_vacant(state.membership.role(worker)) or rollback.has_lease(state, worker):
+        return False
+    pullers = state.requests.pullers
+    return any(worker in pullers[stage] and len(queue) for stage, queue in state.table.ready.items())

@@ -1,0 +1,120 @@
+"""Members: workers that join, report, complete their roles, leave or are lost, and what they send to each other."""
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Dismiss, Send, WorkerConnected
+from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import rollback
+from flowrt.errors import EXIT_FAILED, EXIT_OK, RemoteProtocolError
+from flowrt.ids import OBSERVER, WorkerId
+from flowrt.protocol import messages as m
+
+MAX_REASON_CHARS = 4000
+"""Maximum length of a reason that a worker gives."""
+MAX_EXIT_CODE = 255
+KEY_OVERHEAD_BYTES = 100
+
+
+def connected(state: State, event: WorkerConnected, now: float) -> list[Command]:
+    """Add a worker that was admitted."""
+    worker = event.worker
+    state.membership.join(worker, event.role, event.host, now)
+    state.lanes.join(worker, event.lanes)
+    state.recovery.join(worker, event.term)
+    if event.role == OBSERVER:
+        return []
+    state.note_progress(now)
+    return [AppendReplay(WorkerJoined(worker, event.role))]
+
+
+def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
+    """Remove a worker that left, or was lost for this reason; its work is given to others."""
+    member = state.membership.leave(worker)
+    if member is None or state.ended is not None:  # after the end all workers leave
+        return []
+    commands: list[Command] = [] if member.role == OBSERVER else [AppendReplay(WorkerLeft(worker))]
+    commands += _forget(state, env, worker)
+    roles = env.settings
+    if member.is_leaving or (not reason and member.finished):
+        if member.role in roles.replaceable_roles and not member.finished:
+            state.membership.miss(member.role, f"{worker} was told to leave, and has left", now)
+        return commands
+    state.window.lose_source(worker)
+    why = f"{worker}: {reason or 'left before its part was complete; see its log'} (on host {member.host!r})"
+    if member.role in roles.critical_roles:
+        commands += state.end(why, EXIT_FAILED)
+    elif member.role in roles.replaceable_roles:
+        state.membership.miss(member.role, why, now)
+    return commands
+
+
+def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:
+    """Remove a worker from all tables, with its requests, its leases, and what it alone held."""
+    state.key_limits.forget(worker)
+    state.requests.forget(worker)
+    state.work.add_offers()  # its parked offers are gone: later ones may fit
+    commands = rollback.forget_worker(state, env, worker)
+    state.plan.forget(worker)
+    state.models.forget(worker)
+    return commands
+
+
+def dismiss(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
+    """Dismiss a worker: its work is lost as if it had crashed."""
+    return [Dismiss(worker, reason), *disconnected(state, env, worker, reason, now)]
+
+
+def dismiss_silent(state: State, env: Environment, now: float) -> list[Command]:
+    """Dismiss the workers that have been silent for too long."""
+    commands: list[Command] = []
+    for member in state.membership.silent(now):
+        commands += dismiss(state, env, member.id, f"not heard of for {now - member.seen_s:.0f} s; see its log", now)
+    return commands
+
+
+# ---- messages
+
+
+def leave(state: State, env: Environment, worker: WorkerId, message: m.Leave, now: float) -> list[Command]:
+    """A worker leaves, because of an error or with its role completed."""
+    return disconnected(state, env, worker, message.error[:MAX_REASON_CHARS], now)
+
+
+def role_completed(
+    state: State, env: Environment, worker: WorkerId, message: m.RoleCompleted, now: float
+) -> list[Command]:
+    """A worker has completed its role."""
+    state.membership.finish(worker)
+    return []
+
+
+def heartbeat(state: State, env: Environment, worker: WorkerId, message: m.Heartbeat, now: float) -> list[Command]:
+    """Answer a sign of life."""
+    return [Send(worker, message)]
+
+
+def report(state: State, env: Environment, worker: WorkerId, message: m.Report, now: float) -> list[Command]:
+    """Store the waits that a worker reports; the server records the rest of the report."""
+    state.membership.report(worker, message.waits, now)
+    return []
+
+
+def stop(state: State, env: Environment, worker: WorkerId, message: m.Stop, now: float) -> list[Command]:
+    """An observer cancels the run."""
+    fault = state.membership.role_fault(worker, (OBSERVER,), "ends the run")
+    if not fault and not EXIT_OK < message.code <= MAX_EXIT_CODE:
+        fault = f"{worker} cancels the run with exit code {message.code}; use 1 to {MAX_EXIT_CODE}"
+    if fault:
+        raise RemoteProtocolError(fault)
+    return state.end(message.reason[:MAX_REASON_CHARS], message.code)
+
+
+def rendezvous_key(
+    state: State, env: Environment, worker: WorkerId, message: m.RendezvousKey, now: float
+) -> list[Command]:
+    """Forward a rendezvous key. Raises RemoteProtocolError when the worker exceeds its rate limit."""
+    size = len(message.value) + len(message.key) + len(message.lane) + KEY_OVERHEAD_BYTES
+    state.key_limits.check(worker, size, now)
+    if message.peer not in state.membership or not state.key_limits.take(size, now):
+        return []
+    return [Send(WorkerId(message.peer), m.RendezvousKey(worker, message.lane, message.key, message.value))]

@@ -1,0 +1,239 @@
+"""Offers of prompts: bounded by admission in the train flow, and by a budget of rows and bytes in all others."""
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.state.parked_requests import FULL, ParkedRequest
+from flowrt.controller.state.replay import GroupsOpened, ReplayedSamples
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import Group
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import rollback
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import GroupId, WorkerId
+from flowrt.protocol.messages import EndOfData, Offer, OfferAccepted, Rejected, ReleaseTensors
+from flowrt.protocol.records import ITEM_BYTES, prompts_fault, values_fault
+
+MAX_OFFER_ROWS = 1_000_000
+"""Maximum rows of one offer to the train flow; each takes memory in the controller."""
+
+
+def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now: float) -> list[Command]:
+    """Open an offer, or park it until there is room."""
+    if fault := state.membership.role_fault(worker, env.settings.source_roles, "offers prompts"):
+        return [Send(worker, Rejected(message.request, fault))]
+    requests = state.requests
+    requests.check_new(worker, message.request)
+    replayed = state.recovery.replayed
+    if replayed is not None and (answer := confirm(state, worker, message, replayed)):
+        return answer
+    if fault := FULL if requests.is_full(worker) else offer_fault(state, env, message):
+        return [Send(worker, Rejected(message.request, fault))]
+    requests.note_offerer(worker)
+    parked, is_first = ParkedRequest(worker, message, now), not requests.has_offers
+    if is_first and replayed is None and (answer := open_offer(state, env, parked)):
+        return answer
+    requests.park_offer(parked)
+    return [] if is_first or replayed is not None else serve_offers(state, env)
+
+
+def serve_offers(state: State, env: Environment) -> list[Command]:
+    """Open the parked offers for which there is room."""
+    return state.requests.serve_offers(lambda parked: open_offer(state, env, parked))
+
+
+def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> list[Command]:
+    """Open an offer and answer it; nothing if it has to wait."""
+    offer, worker, window = parked.request, parked.worker, state.window
+    if wait_reason(state, env, offer):
+        return []
+    is_training = offer.flow == env.flow.train_flow
+    if is_training and window.over:
+        return [Send(worker, OfferAccepted(offer.request, -1))]
+    state.membership.note_results(worker)
+    groups = state.table.open(
+        flow=offer.flow,
+        prompts=offer.prompts,
+        epoch=offer.epoch,
+        members=offer.members,
+        at_least=window.step if offer.at_least < 0 else offer.at_least,
+        owner=worker,
+        lengths={one.column: one.lengths for one in offer.lengths},
+        tags={one.column: one.values for one in offer.tags},
+    )
+    commands: list[Command] = []
+    if env.flow.train_stage:
+        commands.append(AppendReplay(_opened(offer, worker, groups[0])))
+    if is_training:
+        window.enter(groups)
+        for group in groups:
+            commands += rollback.record(state, env, group, "in_flight")
+    commands.append(Send(worker, OfferAccepted(offer.request, groups[0].id)))
+    return commands
+
+
+def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:
+    """The replay entry of an opened offer, by its first group."""
+    return GroupsOpened(
+        owner=worker,
+        request=offer.request,
+        flow=offer.flow,
+        prompts=offer.prompts,
+        epoch=offer.epoch,
+        members=offer.members,
+        at_least=first.at_least,
+        lengths=offer.lengths,
+        tags=offer.tags,
+        group=first.id,
+        slot=first.slots[0].id,
+    )
+
+
+def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamples) -> list[Command]:
+    """Answer an offer again that an earlier controller opened; nothing if it did not."""
+    opened = replayed.offers.get((worker, offer.request))
+    if opened is None or (opened.flow, opened.epoch, opened.prompts) != (offer.flow, offer.epoch, offer.prompts):
+        return []
+    commands: list[Command] = [Send(worker, OfferAccepted(offer.request, opened.group))]
+    gone = []
+    for number in range(opened.group, opened.group + len(opened.prompts)):
+        group = state.table.groups.get(GroupId(number))
+        if group is None:
+            gone.append(number)
+            continue
+        for holding in group.tensors.values():
+            holding.owners.add(worker)
+    if gone:
+        commands.append(Send(worker, ReleaseTensors((), (), tuple(gone))))
+    return commands
+
+
+# ---- offers that are rejected
+
+
+def offer_fault(state: State, env: Environment, offer: Offer) -> str:
+    """Why this offer is rejected; empty if it is valid."""
+    flows = state.table.flows
+    columns = {one.column: one.lengths for one in offer.lengths}
+    tags = {one.column: one.values for one in offer.tags}
+    count, rows = len(offer.prompts), len(offer.prompts) * offer.members
+    if not flows.is_known(offer.flow):
+        return f"{_name(offer)}: {_unknown(state.table, offer.flow)}"
+    if fault := prompts_fault(offer.prompts):
+        return f"offer to flow {offer.flow[:80]!r}: {fault}"
+    if rows < 1 or columns.keys() != flows.group_columns.keys() or tags.keys() != env.tags:
+        return (
+            f"{_name(offer)} has {rows} rows, columns {sorted(columns)} and tags {sorted(tags)}; the dataflow "
+            f"wants columns {sorted(flows.group_columns)} and tags {sorted(env.tags)}"
+        )
+    if len(columns) != len(offer.lengths) or len(tags) != len(offer.tags):
+        return f"{_name(offer)} names a column twice"
+    sizes_fit = not columns or all(len(one) == count and min(one) >= 0 for one in columns.values())
+    if not sizes_fit or any(len(one) != rows for one in tags.values()):
+        return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
+    if fault := values_fault(offer.tags):
+        return f"{_name(offer)}: {fault}"
+    if is_exhausted(state, env, offer.flow):
+        return f"{_name(offer)} came after the flow was said to be exhausted"
+    passed = env.passed.get(offer.epoch) if offer.flow == env.flow.train_flow else None
+    if passed and (again := sorted(passed.intersection(offer.prompts))):
+        return f"{_name(offer)} brings prompts {again[:3]} of epoch {offer.epoch}, which the run is done with"
+    return _size_fault(state, env, offer)
+
+
+def _size_fault(state: State, env: Environment, offer: Offer) -> str:
+    count = len(offer.prompts)
+    rows = count * offer.members
+    if offer.flow == env.flow.train_flow:
+        if rows > MAX_OFFER_ROWS:
+            return f"{_name(offer)} has {rows} rows, over {MAX_OFFER_ROWS}; offer fewer at a time"
+        if not env.policies.admission.may_open(count - 1, env.settings.groups_per_step):
+            return f"{_name(offer)} has {count} groups, more than admission ever lets live at once; offer fewer"
+        return ""
+    size = _offered_bytes(state.table, offer)
+    limit_rows, limit_bytes = env.settings.budget_rows, env.settings.budget_bytes
+    if rows > limit_rows or (limit_bytes and size > limit_bytes):
+        return (
+            f"{_name(offer)} has {rows} rows and {size} bytes, over the whole budget of {limit_rows} rows and "
+            f"{limit_bytes or 'any number of'} bytes; offer fewer, or raise budget_rows or budget_bytes"
+        )
+    return ""
+
+
+def _offered_bytes(table: SampleTable, offer: Offer) -> int:
+    """Bytes of the tensors that come with the offer."""
+    columns = table.flows.group_columns
+    return sum(sum(one.lengths) * ITEM_BYTES[columns[one.column].dtype] for one in offer.lengths)
+
+
+def _name(offer: Offer) -> str:
+    return f"offer of prompts {offer.prompts[:3]} to flow {offer.flow[:80]!r}"
+
+
+def _unknown(table: SampleTable, flow: str) -> str:
+    return f"no stage is for flow {flow[:80]!r}; there are {table.flows.named or 'those with a name'}"
+
+
+# ---- offers that wait
+
+
+def wait_reason(state: State, env: Environment, offer: Offer) -> str:
+    """What an offer waits for; empty if it can be opened or answered now."""
+    if offer.flow != env.flow.train_flow:
+        return _budget_reason(state, env, offer)
+    window = state.window
+    if window.over:
+        return ""
+    if window.exhausted:
+        return "the end of the last step: the prompts are exhausted"
+    if window.enough_opened():
+        return "a free place: enough prompts are open to complete the run"
+    last, size = window.live + len(offer.prompts) - 1, env.settings.groups_per_step
+    # Groups without which the step in training cannot be filled are opened even if admission would let some wait.
+    if window.live >= size and not env.policies.admission.may_open(last, size):
+        return f"admission: {window.live} groups live, step {window.step} in training"
+    return ""
+
+
+def _budget_reason(state: State, env: Environment, offer: Offer) -> str:
+    table, train_flow = state.table, env.flow.train_flow
+    rows = sum(table.rows.values()) - (table.rows[train_flow] if train_flow else 0)
+    limit_rows, limit_bytes = env.settings.budget_rows, env.settings.budget_bytes
+    if rows and rows + len(offer.prompts) * offer.members > limit_rows:
+        return f"room: {rows} of {limit_rows} rows live"
+    if rows and limit_bytes:
+        size = sum(table.bytes.values()) - (table.bytes[train_flow] if train_flow else 0)
+        if size + _offered_bytes(table, offer) > limit_bytes:
+            return f"room: {size} of {limit_bytes} bytes live"
+    return ""
+
+
+# ---- the end of a stream
+
+
+def end_of_data(state: State, env: Environment, worker: WorkerId, message: EndOfData, now: float) -> list[Command]:
+    """A source has no more prompts for the flow. Raises RemoteProtocolError for an unknown flow."""
+    if fault := state.membership.role_fault(worker, env.settings.source_roles, "says that prompts are exhausted"):
+        raise RemoteProtocolError(fault)
+    if not state.table.flows.is_known(message.flow):
+        raise RemoteProtocolError(
+            f"{worker} says that prompts are exhausted, but {_unknown(state.table, message.flow)}"
+        )
+    if message.flow == env.flow.train_flow:
+        state.window.exhaust(worker)
+    else:
+        state.table.exhaust(message.flow, worker)
+    return []
+
+
+def is_exhausted(state: State, env: Environment, flow: str) -> bool:
+    """Whether all sources of the flow have reported its end."""
+    return len(state.table.exhausted.get(flow, ())) >= env.settings.sources
+
+
+def is_over(state: State, env: Environment, stage: str) -> bool:
+    """Whether nothing will ever become ready for this stage again."""
+    flows, train_flow = state.table.exhausted, env.flow.train_flow
+    flow = state.table.stages[stage].flow
+    if not flows or state.table.undone[stage] or (train_flow and flow in ("", train_flow)):
+        return False
+    return all(is_exhausted(state, env, one) for one in ([flow] if flow else flows))

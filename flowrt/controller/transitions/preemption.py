@@ -1,0 +1,67 @@
+"""Preemption: a run that has to end (a time limit, a signal) saves what it has trained, to be resumed later.
+
+The controller decides after which step the trainers leave, so all ranks leave after the same one: each completes it,
+saves, and reports that its role is completed. Any failure in between ends the run as it would without preemption.
+"""
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import Command, PreemptRun, Send
+from flowrt.controller.state.membership import Member
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import pulls
+from flowrt.errors import EXIT_FAILED
+from flowrt.ids import WorkerId
+from flowrt.protocol.messages import Drain
+
+
+def preempt(state: State, env: Environment, order: PreemptRun, now: float) -> list[Command]:
+    """Begin preemption; `advance` carries it out."""
+    state.preemption.begin(order, now + env.settings.preemption_save_timeout_s)
+    return []
+
+
+def terminated(state: State, env: Environment, trainer: WorkerId, now: float) -> list[Command]:
+    """A trainer is terminated, without which the run cannot continue: preempt the run."""
+    if state.preemption.is_ordered:
+        return []
+    return preempt(state, env, PreemptRun(f"{trainer} was terminated (SIGTERM)", EXIT_FAILED), now)
+
+
+def advance(state: State, env: Environment, now: float) -> list[Command]:
+    """Tell the trainers to leave; end the run when they have saved or their time is over."""
+    preemption = state.preemption
+    order = preemption.order
+    if order is None:
+        return []
+    if preemption.steps is None:
+        return _stop_trainers(state, env, order)
+    unsaved = _unsaved(state, env)
+    if not unsaved:
+        preemption.save()
+        return state.end(f"{order.reason}; saved after {preemption.steps} steps", order.code)
+    if now < preemption.until_s:
+        return []
+    waits = "; ".join(f"{one.id} has not saved" for one in unsaved)
+    return state.end(
+        f"no end of it within {env.settings.preemption_save_timeout_s:.0f} s "
+        f"(checkpoint.preemption_save_timeout_s): {waits}",
+        order.code,
+    )
+
+
+def _stop_trainers(state: State, env: Environment, order: PreemptRun) -> list[Command]:
+    steps = state.window.stop() + 1
+    state.preemption.stop_after(steps)
+    trainers = _unsaved(state, env)
+    if steps <= order.kept or not trainers:
+        # Ranks that have nothing to save, or have not joined yet, are not waited for.
+        state.preemption.save()
+        return state.end(order.reason, order.code)
+    drains: list[Command] = [Send(trainer.id, Drain(0, trainer.id)) for trainer in trainers]
+    return drains + pulls.reject_beyond_end(state, env)
+
+
+def _unsaved(state: State, env: Environment) -> list[Member]:
+    """Workers that save a checkpoint, and have not completed their role."""
+    roles = env.settings.checkpointing_roles
+    return [one for one in state.membership.members() if one.role in roles and not one.finished]

@@ -1,0 +1,341 @@
+"""Pulls: granted at once, or parked until slots are ready for the stage and admission lets the worker start.
+
+The puller is sent a grant with a lease on its slots, and each owner of a tensor that it lacks an order to send.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import Command, Send
+from flowrt.controller.policies.dispatch.base import Puller, Start
+from flowrt.controller.state.parked_requests import FULL, ParkedRequest
+from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
+from flowrt.controller.state.state import State
+from flowrt.controller.state.transfers import plan
+from flowrt.controller.transitions import commits, offers, rollback, training
+from flowrt.ids import WorkerId
+from flowrt.protocol.messages import CancelRequest, Grant, Offer, Pull, Rejected, SendSamples
+from flowrt.protocol.records import Ints, Values
+
+STOPPED = "no step is begun any more, what is trained is to be saved"
+NEVER_APPLIED = (
+    "{} pulls slots of {!r} and has never said which version of {!r} it generates with, so it is sent no newer one; "
+    "call session.params.applied(MODEL, VERSION) before the first pull"
+)
+
+# ---- messages
+
+
+def pull(state: State, env: Environment, worker: WorkerId, message: Pull, now: float) -> list[Command]:
+    """Complete the leases that a pull reports as done, then grant slots or park it."""
+    is_training = message.stage == env.flow.train_stage
+    if is_training:
+        what = f"trains (stage {message.stage})"
+        if fault := state.membership.role_fault(worker, env.settings.checkpointing_roles, what):
+            return [Send(worker, Rejected(message.request, fault))]
+    if message.done:
+        state.table.check_leases(message.done, worker, message.stage)
+    state.requests.check_new(worker, message.request, message.stage)
+    if fault := _pull_fault(state, worker, message, is_training):
+        return [Send(worker, Rejected(message.request, fault))]
+    parked = ParkedRequest(worker, message, now)
+    commands: list[Command] = []
+    if message.done:
+        commands, late = commits.complete_leases(state, env, worker, message)
+        parked = ParkedRequest(worker, message, now, tuple(late))
+    if answer := _serve(state, env, parked, now):
+        return commands + answer if commands else answer
+    # What is ready could not serve the requests that are parked already, so they need not be tried.
+    state.requests.park_pull(parked)
+    return commands
+
+
+def _pull_fault(state: State, worker: WorkerId, message: Pull, is_training: bool) -> str:
+    """Why this pull is rejected; empty if it is valid."""
+    window = state.window
+    if message.stage not in state.table.stages:
+        return f"there is no stage {message.stage[:80]!r} in this dataflow"
+    if is_training and window.is_past(message.step):
+        return f"step {message.step} is closed, step {window.step} is in training"
+    if is_training and window.is_beyond(message.step):
+        return STOPPED
+    if state.membership.is_leaving(worker):
+        return f"{worker} is leaving the run"
+    if state.requests.is_full(worker):
+        return FULL
+    if not is_training and message.slots < 1:
+        return f"a pull of {message.slots} slots of {message.stage}"
+    return commits.completion_fault(state, message) if message.done else ""
+
+
+def cancel_request(
+    state: State, env: Environment, worker: WorkerId, message: CancelRequest, now: float
+) -> list[Command]:
+    """Cancel a parked request; a request that has been answered already is ignored."""
+    parked = state.requests.take_out(worker, message.request)
+    if parked is None:
+        return []
+    if isinstance(parked.request, Offer):
+        state.work.add_offers()  # later offers may fit
+    reason = f"withdrawn after {now - parked.since_s:.1f} s of waiting for {wait_reason(state, env, parked)}"
+    if parked.refused:
+        reason += f"; the leases {parked.refused}, said to be done, had ended before"
+    return [Send(worker, Rejected(message.request, reason))]
+
+
+# ---- parked pulls
+
+
+def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
+    """Try parked requests until the worklist is empty."""
+    commands: list[Command] = []
+    work = state.work
+    while work:
+        for worker in work.take_workers():
+            commands += _serve_worker(state, env, worker, now)
+        if work.take_offers() and state.requests.has_offers:
+            commands += offers.serve_offers(state, env)
+        for stage in work.take_stages():
+            if state.requests.has_pulls(stage):
+                commands += _serve_stage(state, env, stage, now)
+    return commands
+
+
+def _serve_worker(state: State, env: Environment, worker: WorkerId, now: float) -> list[Command]:
+    """Try the parked pulls of a worker whose weights or capacity have changed."""
+    commands: list[Command] = []
+    for parked in state.requests.of(worker):
+        request = parked.request
+        if isinstance(request, Pull) and request.stage in state.table.flows.generating:
+            again = ParkedRequest(worker, request, parked.since_s, parked.refused)
+            if answer := _serve(state, env, again, now):
+                state.requests.take_out(worker, request.request)
+                commands += answer
+    return commands
+
+
+def _serve_stage(state: State, env: Environment, stage: str, now: float) -> list[Command]:
+    """Try the parked pulls of a stage, each version of the weights only until it finds nothing that it may start."""
+    queue, weights, models = state.table.ready.get(stage), state.models.policy, state.models
+    is_over, generates = offers.is_over(state, env, stage), state.table.stages[stage].generates
+    refused = -1  # newest version for which nothing in the queue may start
+
+    def serve(parked: ParkedRequest[Pull]) -> list[Command]:
+        nonlocal refused
+        version = weights.applied_version(parked.worker)
+        if version <= refused:
+            if generates and parked.worker not in models.outdated:
+                models.mark_outdated(parked.worker)  # it is to fetch newer weights, like the one before it
+            return []
+        answer = _serve(state, env, parked, now)
+        if not answer and queue is not None and queue.is_impartial and not weights.is_late(parked.worker):
+            refused = version
+        return answer
+
+    def more() -> bool:
+        return queue is None or is_over or (len(queue) > 0 and refused < weights.newest)
+
+    return state.requests.serve_pulls(stage, serve, more)
+
+
+def reject_pulls(state: State, worker: WorkerId, reason: str) -> list[Command]:
+    """Reject all parked pulls of a worker."""
+    commands: list[Command] = []
+    for parked in state.requests.of(worker):
+        if isinstance(parked.request, Pull):
+            state.requests.take_out(worker, parked.request.request)
+            commands.append(Send(worker, Rejected(parked.request.request, reason)))
+    return commands
+
+
+def reject_beyond_end(state: State, env: Environment) -> list[Command]:
+    """Reject pulls for steps that will not be begun."""
+    commands: list[Command] = []
+    for parked in list(state.requests.all()):
+        request = parked.request
+        if isinstance(request, Pull) and request.stage == env.flow.train_stage and state.window.is_beyond(request.step):
+            state.requests.take_out(parked.worker, request.request)
+            commands.append(Send(parked.worker, Rejected(request.request, STOPPED)))
+    return commands
+
+
+# ---- one pull
+
+
+def _serve(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
+    """Answer a pull with a grant; nothing if it has to wait."""
+    if state.recovery.is_active:
+        return []
+    if parked.request.stage == env.flow.train_stage:
+        return _serve_trainer(state, env, parked)
+    return _serve_slots(state, env, parked, now)
+
+
+def _serve_trainer(state: State, env: Environment, parked: ParkedRequest[Pull]) -> list[Command]:
+    message, worker, window = parked.request, parked.worker, state.window
+    groups = training.next_batch(state, env, worker, message.step)
+    if groups is None:
+        return [Send(worker, closing_grant(message))]
+    if not groups:
+        return []
+    window.take(groups)
+    slots = [slot for group in groups for slot in group.slots]
+    # No deadline: samples in a gradient cannot be taken back. A lost trainer gives them back.
+    lease = state.table.lease(message.stage, slots, worker, float("inf"), 0, window.step)
+    commands: list[Command] = []
+    for group in groups:
+        commands += rollback.record(state, env, group, "leased")
+    return commands + grant(state, message, slots, lease, training.kept_tokens(state, env, slots))
+
+
+def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
+    message, worker, table, weights = parked.request, parked.worker, state.table, state.models.policy
+    stage, queue, generates = message.stage, table.ready[message.stage], table.stages[message.stage].generates
+    version = weights.applied_version(worker)
+    held_bytes = partial(env.sizes.held_bytes, columns=table.flows.fetched[stage], worker=worker)
+    may_start = _start_check(state, env, worker, version) if generates else None
+    chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes))
+    if generates:
+        if not chosen and len(queue):
+            state.models.mark_outdated(worker)
+        else:
+            state.models.clear_outdated(worker)
+    if not chosen:
+        if worker in state.models.outdated and worker not in weights.receivers and weights.newest:
+            state.models.clear_outdated(worker)
+            return [Send(worker, Rejected(message.request, NEVER_APPLIED.format(worker, stage, weights.model)))]
+        if offers.is_over(state, env, stage):
+            return [Send(worker, closing_grant(message, parked.refused))]
+        return []
+    # Each expiry doubles the lease: work that takes longer than a lease is completed eventually.
+    overdue = chosen[0].overdue if len(chosen) == 1 else max([slot.overdue for slot in chosen])
+    deadline_s = now + env.settings.lease_s * 2**overdue
+    lease = table.lease(stage, chosen, worker, deadline_s, version, longer=overdue > 0)
+    return grant(state, message, chosen, lease, refused=parked.refused)
+
+
+def _start_check(state: State, env: Environment, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
+    """Whether the worker may start a slot with this version of the policy."""
+    is_late = state.models.policy.is_late(worker)
+
+    def may_start(slot: Slot) -> Start:
+        if is_late:
+            return Start.NOT_YET
+        if version < slot.group.at_least:
+            return Start.ELSEWHERE
+        if slot.group.flow != env.flow.train_flow:
+            return Start.NOW
+        is_admitted = env.policies.admission.may_start(state.window.expected_step(slot.group), version)
+        return Start.NOW if is_admitted else Start.NOT_YET
+
+    return may_start
+
+
+# ---- grants
+
+
+def grant(
+    state: State,
+    message: Pull,
+    slots: Sequence[Slot],
+    lease: Lease,
+    more: tuple[Values, ...] = (),
+    refused: Ints = (),
+) -> list[Command]:
+    """The grant for the puller, and an order for each owner of tensors that the puller lacks."""
+    table = state.table
+    fetched, columns = table.flows.fetched[message.stage], table.flows.inline[message.stage]
+    if len(slots) == 1:  # fast path: one slot
+        (slot,) = slots
+        group = slot.group
+        ids: Ints = (slot.id,)
+        inline = more + tuple([Values(column, (slot.inline[column],)) for column in columns]) if columns else more
+        flows: tuple[str, ...] = (group.flow,)
+        groups: Ints = (group.id,)
+        members: Ints = (slot.member,)
+        prompts: Ints = (group.prompt,)
+        epochs: Ints = (group.epoch,)
+        attempts: Ints = (slot.attempt,)
+        spans: tuple[Ints, ...] = (slot.spans,) if slot.spans else ()
+    else:
+        of_slots = [slot.group for slot in slots]
+        ids = tuple([slot.id for slot in slots])
+        inline = more + tuple([Values(column, tuple([slot.inline[column] for slot in slots])) for column in columns])
+        flows = tuple([group.flow for group in of_slots])
+        flows = flows if len(set(flows)) > 1 else flows[:1]
+        groups = tuple([group.id for group in of_slots])
+        members = tuple([slot.member for slot in slots])
+        prompts = tuple([group.prompt for group in of_slots])
+        epochs = tuple([group.epoch for group in of_slots])
+        attempts = tuple([slot.attempt for slot in slots])
+        spans = tuple([slot.spans for slot in slots])
+        spans = spans if any(spans) else ()
+    parts, incoming = plan(table, state.lanes, lease.worker, fetched, slots, ids) if fetched else ((), ())
+    answer = Grant(
+        request=message.request,
+        lease=lease.id,
+        slots=ids,
+        flows=flows,
+        groups=groups,
+        members=members,
+        prompts=prompts,
+        epochs=epochs,
+        attempts=attempts,
+        spans=spans,
+        inline=inline,
+        parts=parts,
+        incoming=incoming,
+        closed=False,
+        refused=refused,
+    )
+    commands: list[Command] = [Send(lease.worker, answer)]
+    for one in incoming:
+        commands.append(Send(WorkerId(one.turn.sender), SendSamples(one.turn, one.parts)))
+    return commands
+
+
+def closing_grant(message: Pull, refused: Ints = ()) -> Grant:
+    """The grant that closes a stream or a step: no further one follows."""
+    return Grant(
+        request=message.request,
+        lease=NO_LEASE,
+        slots=(),
+        flows=(),
+        groups=(),
+        members=(),
+        prompts=(),
+        epochs=(),
+        attempts=(),
+        spans=(),
+        inline=(),
+        parts=(),
+        incoming=(),
+        closed=True,
+        refused=refused,
+    )
+
+
+# ---- what parked requests wait for
+
+
+def waiting(state: State, env: Environment) -> list[tuple[WorkerId, str, float]]:
+    """(worker, what it waits for, since when) of each parked request."""
+    return [(one.worker, wait_reason(state, env, one), one.since_s) for one in state.requests.all()]
+
+
+def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | ParkedRequest[Offer]) -> str:
+    """What a parked request waits for."""
+    request = parked.request
+    if isinstance(request, Offer):
+        return offers.wait_reason(state, env, request) or "the offers before it"
+    if request.stage == env.flow.train_stage:
+        return state.window.wait_reason(request.step, len(state.table.ready_groups[request.stage]))
+    count, weights = len(state.table.ready[request.stage]), state.models.policy
+    if not count:
+        return f"slots ready for {request.stage}"
+    version = weights.applied_version(parked.worker)
+    why = f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
+    if version >= weights.latest < weights.newest:
+        why += f", and version {weights.newest} is gone with who published it: the next one has to be published"
+    return why

@@ -1,0 +1,186 @@
+"""Rejoin: a restarted controller waits for the workers of its predecessor and learns what they still hold.
+
+Until all of them have rejoined, or `rejoin_timeout_s` is over, nothing is served. A worker first renews its leases,
+then repeats unanswered requests, and last sends its inventory. Columns without a holder are made again.
+"""
+
+from collections.abc import Sequence
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.state.replay import LATEST, STEP, CounterSet, RecoveredState, ReplayedSamples
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.state import State
+from flowrt.controller.state.transfers import find_holding
+from flowrt.controller.transitions import rollback
+from flowrt.errors import EXIT_FAILED, RemoteProtocolError
+from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
+from flowrt.protocol.messages import Inventory, ReleaseTensors, RenewLease
+from flowrt.protocol.records import LaneTurn, Weights
+
+REJOINED = "the controller came back"
+
+
+def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
+    """Begin with the state of a controller that crashed."""
+    replayed = ReplayedSamples(state.table.flows, recovered.entries)
+    groups = list(replayed.groups.values())
+    state.recovery.begin(replayed, recovered.members)
+    state.table.restore(groups)
+    step = recovered.numbers.get(STEP, env.settings.position.step)
+    state.window.restore(step, (group for group in groups if group.flow == env.flow.train_flow))
+    state.plan.restart(step)
+    for name, versions in state.models.of.items():
+        versions.restore(recovered.numbers.get(LATEST + name, 0))
+    state.membership.restore_roles(recovered.members.values())
+    for reason, times in recovered.dropped.items():
+        state.dropped.count(reason, times)
+
+
+# ---- messages of rejoining workers
+
+
+def renew_lease(state: State, env: Environment, worker: WorkerId, message: RenewLease, now: float) -> list[Command]:
+    """Renew a lease of an earlier controller for slots that no other worker works on."""
+    _check_returned(state, worker, message)
+    table = state.table
+    stage = table.stages.get(message.stage)
+    # It must carry a number of an earlier controller: a number of this one will be granted to another worker.
+    used = message.lease in table.leases or message.lease >= table.first_lease
+    if stage is None or len(message.slots) != len(message.attempts) or used:
+        raise RemoteProtocolError(f"{worker} renews lease {message.lease} on stage {message.stage!r}: malformed")
+    if stage.whole_groups:
+        return _renew_step(state, worker, message) if message.slots else []
+    version = state.models.policy.applied_version(worker)
+    slots = [
+        slot
+        for slot_id, attempt in zip(message.slots, message.attempts, strict=True)
+        if (slot := table.slots.get(SlotId(slot_id))) is not None
+        and slot.attempt == attempt
+        and stage.generates
+        and version >= slot.group.at_least
+        and table.is_ready(slot, stage)
+    ]
+    if slots:
+        for slot in slots:
+            table.ready[stage.name].discard(slot)
+        deadline_s = now + env.settings.lease_s
+        table.lease(stage.name, slots, worker, deadline_s, version, number=LeaseId(message.lease))
+    return []
+
+
+def _renew_step(state: State, worker: WorkerId, message: RenewLease) -> list[Command]:
+    table, window = state.table, state.window
+    if message.step < window.step:
+        return []  # of a closed step
+    ready = table.ready_groups[message.stage]
+    slots = [table.slots.get(SlotId(slot_id)) for slot_id in message.slots]
+    found = [slot for slot in slots if slot is not None]
+    groups = list({slot.group.id: slot.group for slot in found}.values())
+    whole = sum(len(group.slots) for group in groups) == len(found) == len(slots)
+    fits = len(groups) <= window.places and message.step == window.step
+    if not (whole and fits and all(group.id in ready for group in groups)):
+        # Its gradient contains samples that another rank may train too, and they cannot be taken out.
+        reason = f"{worker}: it came back too late, its work on step {message.step} is not its own"
+        return state.end(reason, EXIT_FAILED)
+    window.take(groups)
+    table.lease(message.stage, found, worker, float("inf"), 0, message.step, number=LeaseId(message.lease))
+    return []
+
+
+def inventory(state: State, env: Environment, worker: WorkerId, message: Inventory, now: float) -> list[Command]:
+    """Take a worker's inventory; it frees what it should not hold."""
+    _check_returned(state, worker, message)
+    table = state.table
+    for part in message.parts:
+        if part.column not in table.columns or len(part.ids) != len(part.lengths):
+            raise RemoteProtocolError(f"{worker} holds column {part.column!r}, which does not exist here")
+    publishers = env.settings.checkpointing_roles
+    may_publish = not publishers or state.membership.role(worker) in publishers
+    _check_versions(state, worker, message.weights, may_publish=may_publish)
+    wrong: dict[str, list[int]] = {}
+    for part in message.parts:
+        for item, length in zip(part.ids, part.lengths, strict=True):
+            holding = find_holding(table, part.column, item)
+            fits = holding is not None and holding.length == length
+            if holding is not None and fits and worker in state.recovery.claims.get((part.column, item), ()):
+                holding.owners.add(worker)
+            elif holding is not None and fits and _works_with(table, worker, part.column, item):
+                # A copy that came with its grant: not served to others, but freed in the end.
+                holding.sent[worker] = LaneTurn(
+                    sender=worker, receiver=worker, kind="samples", incarnation=0, sequence=0, transport=""
+                )
+            elif holding is None or worker not in holding.owners:
+                wrong.setdefault(part.column, []).append(item)
+    commands: list[Command] = [
+        Send(worker, ReleaseTensors((column,), tuple(items), tuple(items))) for column, items in wrong.items()
+    ]
+    commands += _regain_versions(state, worker, message.weights)
+    state.recovery.complete(worker)
+    return commands
+
+
+def _check_returned(state: State, worker: WorkerId, message: RenewLease | Inventory) -> None:
+    """Raises RemoteProtocolError for a worker that did not rejoin from an earlier controller."""
+    if not state.recovery.has_returned(worker):
+        name = type(message).__name__
+        raise RemoteProtocolError(f"{worker} says {name}, but did not come back from an earlier controller")
+
+
+def _check_versions(state: State, worker: WorkerId, held: Sequence[Weights], *, may_publish: bool) -> None:
+    """Raises RemoteProtocolError for weights of an unknown model, or newer than all published versions."""
+    for one in held:
+        newest = state.models.named(worker, one.model).newest
+        if one.version > newest and not may_publish:
+            raise RemoteProtocolError(
+                f"{worker} holds version {one.version} of {one.model}, but {newest} is the newest"
+            )
+
+
+def _regain_versions(state: State, worker: WorkerId, held: Sequence[Weights]) -> list[Command]:
+    """Take over the weights that a rejoining worker holds."""
+    commands: list[Command] = []
+    for name in dict.fromkeys(one.model for one in held):
+        versions = state.models.named(worker, name)
+        before = versions.newest
+        versions.regain(worker, [one for one in held if one.model == name])
+        if versions.newest != before:
+            commands.append(AppendReplay(CounterSet(LATEST + name, versions.newest)))
+    return commands
+
+
+def _works_with(table: SampleTable, worker: WorkerId, column: str, item: int) -> bool:
+    """Whether a lease that the worker has renewed needs this column."""
+    if table.columns[column].scope == "group":
+        group = table.groups.get(GroupId(item))
+        slots = [] if group is None else group.slots
+    else:
+        slot = table.slots.get(SlotId(item))
+        slots = [] if slot is None else [slot]
+    leases = [lease for slot in slots for lease in slot.leases.values()]
+    return any(lease.worker == worker and column in table.flows.fetched[lease.stage] for lease in leases)
+
+
+# ---- the end of recovery
+
+
+def end_recovery(state: State, env: Environment, now: float) -> list[Command]:
+    """Serve again: what an absent worker held is made again, and all parked requests are tried."""
+    commands: list[Command] = []
+    settings = env.settings
+    for worker, role in state.recovery.end().items():
+        why = f"{worker} did not come back within {settings.rejoin_timeout_s:.0f} s of the controller"
+        if role in settings.critical_roles:
+            reason = f"{why}: what it had is lost, go back to the last checkpoint (flowrt resume)"
+            commands += state.end(reason, EXIT_FAILED)
+        elif role in settings.replaceable_roles:
+            state.membership.miss(role, why, now)
+    commands += rollback.make_unowned_again(state, env)
+    for group in state.table.groups.values():
+        if group.flow == env.flow.train_flow and group.id not in state.window.taken:
+            is_ready = group.id in state.table.ready_groups[env.flow.train_stage]
+            commands += rollback.record(state, env, group, "ready" if is_ready else "in_flight", REJOINED)
+    state.work.add_all()
+    for versions in state.models.of.values():
+        versions.recheck()
+    return commands

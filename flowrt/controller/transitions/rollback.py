@@ -1,0 +1,369 @@
+"""Rollback of lost work: leases are given back, lost columns are made again, samples over age are dropped.
+
+- What a loss leads to is a recommendation: the next action for a slot or a group. `roll_back` applies recommendations
+  until none is left.
+- Recommendations that follow from an action are applied before those that were there already; those for a slot or group
+  that is no longer live are dropped.
+- Afterwards every affected slot is ready for the stage that has to run again.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
+from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.replay import GroupsClosed, StageUndone
+from flowrt.controller.state.sample_table import SampleTable
+from flowrt.controller.state.samples import Group, Lease, Slot
+from flowrt.controller.state.state import State
+from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import SlotId, WorkerId
+from flowrt.protocol.messages import ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
+from flowrt.protocol.records import GONE
+
+MIN_GROUP_SAMPLES = 2
+"""Samples below which a group is not trained without its lost ones: an advantage needs a comparison."""
+
+
+class Action(Enum):
+    """The next action for a slot or a group."""
+
+    MAKE_AGAIN = "make again"
+    """Of a slot: undo the stages whose tensors have no owner, unless a trainer may be receiving them."""
+    GIVE_BACK = "give back"
+    """Of a group in training: end the leases of its trainer."""
+    CHECK_SOURCE = "check source"
+    """Of a group: give it up if its prompt has no owner, unless a trainer may be receiving it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Of a slot: count its sample as lost; `Settings.on_lost_sample` decides what happens to its group."""
+
+    reason: str
+    failed: bool = False
+    """A worker could not make the sample; after `Settings.attempts` failures its group is dropped."""
+
+
+Recommendations = dict[Slot | Group, Action | Lose]
+"""The next action for each slot and group, in the order in which they are applied."""
+
+
+def roll_back(state: State, env: Environment, first: Recommendations) -> list[Command]:
+    """Apply recommendations, and those that follow from them, until none is left."""
+    commands: list[Command] = []
+    pending = list(reversed(first.items()))
+    while pending:
+        subject, action = pending.pop()
+        if _is_live(state.table, subject):
+            pending += reversed(_apply(state, env, subject, action, commands).items())
+    return commands
+
+
+def _is_live(table: SampleTable, subject: Slot | Group) -> bool:
+    return subject.id in table.slots if isinstance(subject, Slot) else subject.id in table.groups
+
+
+def _apply(
+    state: State, env: Environment, subject: Slot | Group, action: Action | Lose, commands: list[Command]
+) -> Recommendations:
+    """Carry out one action; returns what follows from it."""
+    if isinstance(subject, Slot):
+        if isinstance(action, Lose):
+            return _lose(state, env, subject, action, commands)
+        return _make_again(state, env, subject, commands)
+    if action is Action.GIVE_BACK:
+        return _give_back_group(state, env, subject, commands)
+    commands += _check_source(state, env, subject)
+    return {}
+
+
+def _give_back_group(state: State, env: Environment, group: Group, commands: list[Command]) -> Recommendations:
+    stage = env.flow.train_stage
+    if group.id not in state.window.taken:
+        return {}
+    for slot in group.slots:
+        if stage in slot.leases:
+            state.table.release(slot, stage)
+    state.window.put_back(group)
+    commands += record(state, env, group, "ready", "lease given back")
+    follows: Recommendations = dict.fromkeys(group.slots, Action.MAKE_AGAIN)
+    follows[group] = Action.CHECK_SOURCE
+    return follows
+
+
+def _make_again(state: State, env: Environment, slot: Slot, commands: list[Command]) -> Recommendations:
+    stage = _lost_stage(state, env, slot)
+    if not stage:
+        return {}
+    if stage == slot.spans_of and env.settings.on_lost_sample is not OnLostSample.REGENERATE:
+        return {slot: Lose("its holder left")}
+    if slot.group.id in state.window.taken:
+        return {slot.group: Action.GIVE_BACK}  # which makes all its slots again
+    commands += _undo(state, env, slot, stage)
+    return {slot: Action.MAKE_AGAIN}
+
+
+def _lost_stage(state: State, env: Environment, slot: Slot) -> str:
+    """The first stage of the slot one of whose tensors has no owner; empty if there is none."""
+    if state.recovery.is_active:
+        return ""  # a worker that rejoins may have it
+    training = slot.leases.get(env.flow.train_stage)
+    for column, holding in slot.tensors.items():
+        stage = state.table.flows.makers.get(column)
+        if holding.owners or (training is not None and training.worker in holding.sent):
+            continue
+        if stage is not None and state.table.is_done(slot, stage):
+            return stage
+    return ""
+
+
+def _check_source(state: State, env: Environment, group: Group) -> list[Command]:
+    is_owned = state.recovery.is_active or all(one.owners for one in group.tensors.values())
+    if is_owned or group.id in state.window.taken:
+        return []
+    state.dropped.count("its source left")
+    return _give_up(state, env, group, "its source left", "unread")
+
+
+def _lose(state: State, env: Environment, slot: Slot, loss: Lose, commands: list[Command]) -> Recommendations:
+    group, settings, reason = slot.group, env.settings, loss.reason
+    if group.id in state.window.taken:
+        return {group: Action.GIVE_BACK, slot: loss}
+    state.dropped.count(reason)
+    state.table.next_attempt(slot)
+    policy = settings.on_lost_sample
+    if policy is OnLostSample.TRAIN_REMAINING and len(group.slots) > MIN_GROUP_SAMPLES:
+        for worker in sorted({worker for holding in slot.tensors.values() for worker in holding.holders}):
+            commands.append(Send(worker, ReleaseTensors((), (slot.id,), ())))
+        commands += _replayed(env, GroupsClosed((), (slot.id,)))
+        state.table.remove(slot)
+        commands += _check_remaining(state, env, group)
+    elif policy is not OnLostSample.REGENERATE or (loss.failed and slot.attempt >= settings.attempts):
+        commands += _give_up(
+            state, env, group, f"{reason}; that was attempt {slot.attempt} at sample {slot.member}", "dropped"
+        )
+    else:
+        commands += record(state, env, group, "dropped", reason)
+        if slot.spans_of:
+            commands += _undo(state, env, slot, slot.spans_of)
+        else:
+            commands += _replayed(env, StageUndone(slot.id, "", slot.attempt))
+        commands += record(state, env, group, "in_flight", "offered again")
+    return {}
+
+
+def _check_remaining(state: State, env: Environment, group: Group) -> list[Command]:
+    """After the removal of a slot: the rest of its group may be ready to train, or complete."""
+    if group.flow == env.flow.train_flow:
+        if group.id in state.table.ready_groups[env.flow.train_stage]:
+            return record(state, env, group, "ready", "without a lost sample")
+    elif state.table.flows.complete([group]):
+        return close(state, env, [group])
+    return []
+
+
+def _undo(state: State, env: Environment, slot: Slot, stage: str) -> list[Command]:
+    """Undo a stage of a slot and all that depends on it; the holders of its columns free them."""
+    commands: list[Command] = []
+    train = env.flow.train_stage
+    if train and slot.group.id in state.table.ready_groups[train]:
+        commands += record(state, env, slot.group, "in_flight", f"{stage} runs again")
+    commands += _replayed(env, StageUndone(slot.id, stage, slot.attempt))
+    for worker, columns in sorted(state.table.undo(slot, stage).items()):
+        commands.append(Send(worker, ReleaseTensors(tuple(sorted(columns)), (slot.id,), ())))
+    return commands
+
+
+def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_state: str) -> list[Command]:
+    """Remove a prompt from the run untrained; an ``unread`` one may be offered again."""
+    commands: list[Command] = []
+    if group.flow == env.flow.train_flow:
+        commands += record(state, env, group, ledger_state, reason)
+        state.window.leave(group)
+    return commands + close(state, env, [group])
+
+
+# ---- what transitions use
+
+
+def close(state: State, env: Environment, groups: Sequence[Group]) -> list[Command]:
+    """Close groups that are trained, scored or dropped; all holders of their tensors free them."""
+    commands = _replayed(env, GroupsClosed(tuple([group.id for group in groups]), ()))
+    commands += [Send(worker, message) for worker, message in releases(groups).items()]
+    state.table.close(groups)
+    return commands
+
+
+def record(
+    state: State, env: Environment, group: Group, ledger_state: str, reason: str = "", step: int | None = None
+) -> list[Command]:
+    """Record the state of a prompt of the train flow in the ledger."""
+    if group.flow != env.flow.train_flow:
+        return []
+    step = state.window.step if step is None else step
+    return [AppendLedger(prompt=group.prompt, epoch=group.epoch, state=ledger_state, step=step, reason=reason)]
+
+
+def _replayed(env: Environment, entry: StageUndone | GroupsClosed) -> list[Command]:
+    """The command that keeps an entry for a restart; a stream cannot be recovered and keeps none."""
+    return [AppendReplay(entry)] if env.flow.train_stage else []
+
+
+def releases(groups: Iterable[Group]) -> dict[WorkerId, ReleaseTensors]:
+    """The message to each holder of tensors of these groups that frees them."""
+    of: dict[WorkerId, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for group in groups:
+        if group.tensors:
+            for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
+                of[worker][1].append(group.id)
+        for slot in group.slots:
+            if not slot.tensors:
+                continue
+            for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
+                of[worker][0].append(slot.id)
+    return {worker: ReleaseTensors((), tuple(slots), tuple(ids)) for worker, (slots, ids) in sorted(of.items())}
+
+
+def is_over_age(state: State, env: Environment, slot: Slot) -> bool:
+    """Whether the sample exceeds the staleness bound in the step that is in training."""
+    oldest = slot.oldest_version()
+    if oldest is None or slot.group.flow != env.flow.train_flow:
+        return False
+    return not env.policies.admission.may_train(state.window.step, oldest)
+
+
+def drop_over_age(state: State, env: Environment) -> list[Command]:
+    """Lose every finished sample that no step may train."""
+    commands: list[Command] = []
+    for group_id in list(state.window.waiting):
+        for slot in list(state.table.groups[group_id].slots):
+            if slot.id in state.table.slots and is_over_age(state, env, slot):
+                commands += roll_back(state, env, {slot: Lose("over-age")})
+    return commands
+
+
+# ---- leases that end without a result
+
+
+def release_lease(state: State, env: Environment, worker: WorkerId, message: ReleaseLease, now: float) -> list[Command]:
+    """A worker gives leases back, or reports that it cannot make these samples."""
+    if len(message.slots) != len(message.leases):
+        raise RemoteProtocolError(
+            f"{worker} gave back {len(message.slots)} slots of {len(message.leases)} leases; there is one for each"
+        )
+    state.table.check_leases(set(message.leases), worker)
+    commands: list[Command] = []
+    for slot_id, lease_id in zip(message.slots, message.leases, strict=True):
+        lease = state.table.find_lease(lease_id, worker)
+        slot = lease.slots.get(SlotId(slot_id)) if lease is not None else None
+        if lease is None or slot is None:
+            continue
+        commands += _give_back(state, env, slot, lease.stage)
+        if message.lost:
+            loss = Lose(f"{lease.stage} failed: {message.reason[:MAX_NAME_CHARS]}", failed=True)
+            commands += roll_back(state, env, {slot: loss})
+    return commands
+
+
+def expire_leases(state: State, env: Environment, now: float) -> list[Command]:
+    """Give expired leases back; the next lease of these slots lasts twice as long."""
+    expired = []
+    # Leases are in order of their deadlines, except longer ones and those of trainers, which have none.
+    for lease in state.table.leases.values():
+        if lease.deadline_s <= now:
+            expired.append(lease)
+        elif not (lease.longer or math.isinf(lease.deadline_s)):
+            break
+    commands: list[Command] = []
+    for lease in expired:
+        state.table.expire(lease)
+        commands += give_back_lease(state, env, lease)
+    return commands
+
+
+def give_back_lease(state: State, env: Environment, lease: Lease) -> list[Command]:
+    """End a lease on all its slots without a result."""
+    commands: list[Command] = []
+    while lease.slots:  # giving one back may end the lease on others
+        commands += _give_back(state, env, next(iter(lease.slots.values())), lease.stage)
+    return commands
+
+
+def _give_back(state: State, env: Environment, slot: Slot, stage: str) -> list[Command]:
+    """End a lease on a slot without a result; for a stage of whole groups, the leases on the group."""
+    if state.table.stages[stage].whole_groups:
+        return roll_back(state, env, {slot.group: Action.GIVE_BACK})
+    state.table.release(slot, stage)
+    return []
+
+
+# ---- lost tensors
+
+
+def transfer_failed(
+    state: State, env: Environment, worker: WorkerId, message: TransferFailed, now: float
+) -> list[Command]:
+    """A transfer failed: its receiver does not hold the tensors."""
+    incoming, table = message.incoming, state.table
+    unknown = [part.column for part in incoming.parts if part.column not in table.columns]
+    if unknown:
+        raise RemoteProtocolError(f"{worker} did not receive columns {unknown[:3]}, which do not exist")
+    check_receiver(worker, incoming.turn)
+    state.lanes.abandon(incoming.turn)
+    state.lanes.note_failure("samples", worker, message.reason)
+    commands: list[Command] = []
+    for part in incoming.parts:
+        for item in part.ids:
+            holding = find_holding(table, part.column, item)
+            if holding is not None and holding.sent.get(worker) == incoming.turn:
+                del holding.sent[worker]
+            slot = table.slots.get(SlotId(item))
+            if slot is not None and table.columns[part.column].scope == "slot":
+                commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
+    return commands
+
+
+def forget_worker(state: State, env: Environment, worker: WorkerId) -> list[Command]:
+    """A worker is gone: its leases are given back, and columns that no other worker holds are made again."""
+    commands: list[Command] = []
+    for peer in state.lanes.forget(worker):
+        commands.append(Send(peer, RendezvousKey(worker, "", GONE, b"")))
+    for lease in [lease for lease in state.table.leases.values() if lease.worker == worker]:
+        commands += give_back_lease(state, env, lease)
+    for slot in list(state.table.slots.values()):
+        if slot.tensors and slot.id in state.table.slots:
+            lose_copies(slot.tensors, worker)
+            commands += roll_back(state, env, {slot: Action.MAKE_AGAIN})
+    for group in list(state.table.groups.values()):
+        lose_copies(group.tensors, worker)
+        commands += roll_back(state, env, {group: Action.CHECK_SOURCE})
+    return commands
+
+
+def make_unowned_again(state: State, env: Environment) -> list[Command]:
+    """Make every column without an owner again."""
+    slots: Recommendations = {slot: Action.MAKE_AGAIN for slot in state.table.slots.values() if slot.tensors}
+    commands = roll_back(state, env, slots)
+    return commands + roll_back(state, env, dict.fromkeys(state.table.groups.values(), Action.CHECK_SOURCE))
+
+
+def has_lease(state: State, worker: WorkerId) -> bool:
+    """Whether the worker has a lease."""
+    return any(lease.worker == worker for lease in state.table.leases.values())
+
+
+def is_needed(state: State, worker: WorkerId) -> bool:
+    """Whether work would be lost if this worker left: its leases, and tensors that no other worker holds."""
+    if has_lease(state, worker):
+        return True
+    slots = (slot.tensors for slot in state.table.slots.values())
+    groups = (group.tensors for group in state.table.groups.values())
+    owner = {worker}
+    return any(holding.owners == owner for tensors in (*slots, *groups) for holding in tensors.values())

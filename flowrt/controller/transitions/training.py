@@ -1,0 +1,194 @@
+"""The train stage: micro-batches of whole groups, streamed as they become ready, or planned for a whole step.
+
+A step is planned as a whole where policies share it among ranks or cut it to a budget of tokens.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from flowrt.controller.diagnostics.counters import validate_names
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Persist, StepClosed
+from flowrt.controller.policies.batching import Batcher, GroupCount
+from flowrt.controller.state.recovery import Deferrable
+from flowrt.controller.state.replay import STEP, CounterSet
+from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import rollback
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol.messages import CheckpointWritten, StepCompleted
+from flowrt.protocol.records import KEPT_TOKENS, Values
+
+# ---- micro-batches
+
+
+def next_batch(state: State, env: Environment, worker: WorkerId, step: int) -> list[Group] | None:
+    """The next micro-batch for a trainer at ``step``; empty while it has to wait, None if none is left for it."""
+    window = state.window
+    if not window.over and step > window.step:
+        return []
+    groups: list[Group] | None = None
+    if not window.over and window.places:
+        is_planned = env.policies.sharing.whole_step or env.policies.cut is not None
+        groups = _planned(state, env, worker) if is_planned else _streamed(state, env, env.policies.batcher)
+    if groups is None:
+        window.end_share()
+    return groups
+
+
+def _streamed(state: State, env: Environment, batcher: Batcher) -> list[Group]:
+    """The next micro-batch of ready groups; empty while it is not full."""
+    state.window.note_versions(state.table.aged())
+    ready = state.table.ready_groups[env.flow.train_stage]
+    return state.window.choose(ready, env.policies.admission, batcher, env.sizes.tokens)
+
+
+def _planned(state: State, env: Environment, worker: WorkerId) -> list[Group] | None:
+    """The worker's next micro-batch of a planned step; None if its share is done."""
+    plan, window = state.plan, state.window
+    # A taken group that was dropped leaves a place that the plan does not include.
+    if not plan.is_valid(window.step, state.table.groups) or plan.left(window.taken) < window.places:
+        whole = _streamed(state, env, GroupCount(window.places))
+        if not whole:
+            return []
+        _plan_step(state, env, whole)
+        state.work.add_window()  # other ranks may wait for their shares
+    share = [group for group in plan.share_of(worker) if group.id not in window.taken]
+    if not share:
+        return None
+    # A group that was lost after planning is waited for, not replaced.
+    ready = state.table.ready_groups[env.flow.train_stage]
+    available = list(itertools.takewhile(lambda group: group.id in ready, share))
+    batch = _first_batch(env, available)
+    return batch if len(batch) < len(available) or len(available) == len(share) else []
+
+
+def _plan_step(state: State, env: Environment, groups: Sequence[Group]) -> None:
+    """Plan the step in training, all of whose groups are ready.
+
+    A second plan of the same step is not shared: some ranks may have been told that none of it is left for them.
+    """
+    plan, step, cut = state.plan, state.window.step, env.policies.cut
+    groups = sorted(groups, key=lambda group: group.id)
+    is_second = plan.step == step
+    tokens = [] if is_second else [env.sizes.tokens(group) for group in groups]
+    plan.fill(step, groups, None if is_second else env.policies.sharing.split(groups, tokens))
+    if cut is not None:
+        slots = [slot for group in groups for slot in group.slots]
+        kept = cut.kept([_generated_tokens(slot) for slot in slots], step)
+        plan.keep({slot.id: count for slot, count in zip(slots, kept, strict=True)})
+
+
+def _first_batch(env: Environment, groups: Sequence[Group]) -> list[Group]:
+    """The first of these groups that fill a micro-batch, or all of them."""
+    chosen: list[Group] = []
+    tokens = rows = 0
+    for group in groups:
+        if env.policies.batcher.full(len(chosen), tokens, rows):
+            break
+        chosen.append(group)
+        tokens += env.sizes.tokens(group)
+        rows += len(group.slots)
+    return chosen
+
+
+def kept_tokens(state: State, env: Environment, slots: Sequence[Slot]) -> tuple[Values, ...]:
+    """How many tokens of each sample are trained, as a column; none if steps are not cut.
+
+    A sample that was generated again after the step was planned keeps the number of the first one.
+    """
+    if env.policies.cut is None or not slots:
+        return ()
+    kept = [min(state.plan.kept.get(slot.id, 0), _generated_tokens(slot)) for slot in slots]
+    return (Values(KEPT_TOKENS, tuple(map(float, kept))),)
+
+
+def _generated_tokens(slot: Slot) -> int:
+    return sum(slot.spans[1::2])
+
+
+# ---- ends of steps and checkpoints
+
+
+def step_completed(
+    state: State, env: Environment, worker: WorkerId, message: StepCompleted, now: float
+) -> list[Command]:
+    """The optimiser has stepped; during recovery this is deferred."""
+    return _of_trainer(state, env, worker, message)
+
+
+def checkpoint_written(
+    state: State, env: Environment, worker: WorkerId, message: CheckpointWritten, now: float
+) -> list[Command]:
+    """A checkpoint was written; during recovery this is deferred."""
+    return _of_trainer(state, env, worker, message)
+
+
+def _of_trainer(state: State, env: Environment, worker: WorkerId, message: Deferrable) -> list[Command]:
+    """Check that the worker trains, then handle or defer its message."""
+    what = f"says {type(message).__name__}"
+    trainers, stage = env.settings.checkpointing_roles, env.flow.train_stage
+    fault = state.membership.role_fault(worker, trainers, what)
+    has_pulled = worker in state.requests.pullers.get(stage, {})
+    if not fault and not (trainers or has_pulled or state.recovery.has_returned(worker)):
+        fault = f"{worker} {what}, but has never pulled {stage!r}"
+    if fault:
+        raise RemoteProtocolError(fault)
+    if state.recovery.is_active:
+        state.recovery.defer(worker, message)
+        return []
+    return apply_deferrable(state, env, worker, message)
+
+
+def apply_deferrable(state: State, env: Environment, worker: WorkerId, message: Deferrable) -> list[Command]:
+    """Handle a message of a trainer outside recovery."""
+    if isinstance(message, CheckpointWritten):
+        return _publish_checkpoint(state, worker, message)
+    if state.recovery.has_returned(worker) and message.step < state.window.step:
+        return []  # an earlier controller has recorded the end of this step
+    return close_step(state, env, worker, message)
+
+
+def close_step(state: State, env: Environment, worker: WorkerId, message: StepCompleted) -> list[Command]:
+    """Close the step in training: all taken groups are trained."""
+    window = state.window
+    if message.step != window.step or window.places != 0 or window.over:
+        raise RemoteProtocolError(
+            f"{worker} ended step {message.step}, but step {window.step} is in training with {window.places} "
+            "places open"
+        )
+    if fault := validate_names(message.metrics, {}):
+        raise RemoteProtocolError(f"{worker} ended step {message.step}, and {fault}")
+    trained = window.close()
+    commands: list[Command] = []
+    for group in trained:
+        commands += rollback.record(state, env, group, "trained", step=message.step)
+    commands.append(_step_closed(env, message, trained))
+    commands.append(AppendReplay(CounterSet(STEP, window.step)))
+    commands += rollback.close(state, env, trained)
+    return commands + rollback.drop_over_age(state, env)
+
+
+def _step_closed(env: Environment, message: StepCompleted, trained: Sequence[Group]) -> StepClosed:
+    """The statistics of a completed step."""
+    slots = [slot for group in trained for slot in group.slots]
+    columns = sorted({column for slot in slots for column in slot.inline})
+    return StepClosed(
+        step=message.step,
+        groups=len(trained),
+        samples=len(slots),
+        tokens=sum(map(env.sizes.tokens, trained)),
+        lags=tuple(message.step - (slot.oldest_version() or 0) for slot in slots),
+        inline_means=tuple((name, sum(slot.inline[name] for slot in slots) / len(slots)) for name in columns),
+        metrics=message.metrics,
+    )
+
+
+def _publish_checkpoint(state: State, worker: WorkerId, message: CheckpointWritten) -> list[Command]:
+    """A checkpoint is published once the ledger is on disk."""
+    if message.step != state.window.step:
+        raise RemoteProtocolError(
+            f"{worker} saved its state after {message.step} steps, but {state.window.step} are closed"
+        )
+    return [Persist(worker, message.request)]

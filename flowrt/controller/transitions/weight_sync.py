@@ -1,0 +1,82 @@
+"""Weight synchronization: the versions of each named model move from holders to receivers."""
+
+import math
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.state.replay import LATEST, CounterSet
+from flowrt.controller.state.state import State
+from flowrt.controller.state.transfers import check_receiver
+from flowrt.controller.state.weights import VersionTable
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+
+
+def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish, now: float) -> list[Command]:
+    """A trainer has a new version. Raises RemoteProtocolError for an unknown model or an invalid version."""
+    fault = state.membership.role_fault(worker, env.settings.checkpointing_roles, "publishes weights")
+    if not fault and not all(math.isfinite(kl) and kl >= 0 for _, kl in message.divergence):
+        fault = f"{worker} publishes weights with a divergence that is no number of at least 0"
+    if fault:
+        raise RemoteProtocolError(fault)
+    versions = state.models.named(worker, message.forms[0].model if message.forms else "")
+    versions.publish(worker, message.forms, dict(message.divergence))
+    # Workers whose pulls wait for newer weights were not sent to fetch any while there were none.
+    state.work.add_stages(state.table.flows.generating)
+    return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest))]
+
+
+def weights_staged(
+    state: State, env: Environment, worker: WorkerId, message: m.WeightsStaged, now: float
+) -> list[Command]:
+    """A receiver has a whole version in its staging copy."""
+    state.models.named(worker, message.model).staged(worker, message.version)
+    return []
+
+
+def weights_activated(
+    state: State, env: Environment, worker: WorkerId, message: m.WeightsActivated, now: float
+) -> list[Command]:
+    """A receiver generates with a version: it may start more."""
+    state.models.named(worker, message.model).applied(worker, message.version)
+    state.work.add_worker(worker)
+    return []
+
+
+def fetch_failed(state: State, env: Environment, worker: WorkerId, message: m.FetchFailed, now: float) -> list[Command]:
+    """A fetch failed: the receiver is ordered to fetch again, from another holder if there is one."""
+    turn, weights = message.turn, message.weights
+    check_receiver(worker, turn)
+    versions = state.models.named(worker, weights.model)
+    state.lanes.note_failure(f"version {weights.version}", worker, message.reason)
+    if state.models.last_turn(weights.model, worker) == turn:  # otherwise another fetch has replaced it
+        versions.failed(worker, WorkerId(turn.sender), weights)
+    state.lanes.abandon(turn)
+    return []
+
+
+def order_fetches(state: State, env: Environment, now: float) -> list[Command]:
+    """Order the fetches that are due, and evict versions that no receiver will fetch."""
+    commands: list[Command] = []
+    for name, versions in state.models.of.items():
+        waiting = state.models.backing_off[name]
+        if versions.take_changed() or (waiting and now >= min(waiting.values())):
+            commands += _order(state, env, versions, now)
+    return commands
+
+
+def _order(state: State, env: Environment, versions: VersionTable, now: float) -> list[Command]:
+    commands: list[Command] = []
+    models = state.models
+    waiting = models.update_back_off(versions, now)
+    outdated = models.outdated if versions is models.policy else ()
+    for fetch in versions.begin_fetches(env.policies.refresh, outdated, waiting):
+        one = fetch.weights
+        turn = state.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
+        models.note_order(one.model, fetch.receiver, turn, now)
+        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one)))
+        commands.append(Send(fetch.holder, m.SendWeights(turn, one.model, one.version, one.base)))
+    for worker, version in versions.retire():
+        commands.append(Send(worker, m.EvictVersion(versions.model, version)))
+    return commands

@@ -1,0 +1,272 @@
+"""Protocols of rollout and training engines, and the records they exchange with the roles.
+
+A custom engine is any class with these methods. Shapes: N samples, L tokens of a prompt, T tokens of a response.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from flowrt.transport.weights.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One sequence to generate.
+
+    Attributes:
+        key: chosen by the caller, returned with the response; unique among running sequences.
+        tokens: [L] int32, on the CPU.
+        seed: of the sample's random numbers, in [0, 2^63).
+        greedy: take the most likely token instead of sampling.
+    """
+
+    key: int
+    tokens: torch.Tensor
+    seed: int
+    greedy: bool = False
+
+
+def sample_seed(run_seed: int, prompt: int, epoch: int, member: int, attempt: int) -> int:
+    """The seed of a sample, in [0, 2^63): the same on any worker, in any order, after any restart."""
+    key = struct.pack("<5q", run_seed, prompt, epoch, member, attempt)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One generated sequence.
+
+    Attributes:
+        key: of its prompt.
+        tokens: [T] int32, T >= 1, with the end token if it was generated.
+        logprobs: [T] float32, log-probabilities in nats at the sampling temperature.
+        spans: (version, count) pairs, flattened: the weight version that generated each run of tokens. The counts sum
+            to T.
+    """
+
+    key: int
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    spans: tuple[int, ...]
+
+
+class Interrupt(Protocol):
+    """A flag that another thread sets to make the engine return early; `threading.Event` satisfies it."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set, at most ``timeout`` seconds. Returns whether it is set."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Generates many sequences at a time. Called from one thread at a time."""
+
+    @property
+    def room(self) -> int:
+        """Number of sequences that `add` accepts now; 0 while the engine cannot start any."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that were added and not yet returned by `run`."""
+        ...
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Start sequences; they may advance only inside `run`, or in the background.
+
+        Args:
+            prompts: at most `room` of them.
+
+        Raises:
+            EngineError: if there are more prompts than `room`.
+        """
+        ...
+
+    def run(self, interrupt: Interrupt) -> list[Response]:
+        """Generate until at least one sequence finishes, none is running, or the interrupt is set.
+
+        Args:
+            interrupt: checked at least after every decode step, so that the call returns soon after it is set.
+
+        Returns:
+            The finished sequences; empty if interrupted before any finished.
+
+        Raises:
+            EngineError: if the engine failed and cannot continue.
+        """
+        ...
+
+    def swap(self, snapshot: Snapshot) -> None:
+        """Use these weights from now on.
+
+        Without in-flight updates this is called only while no sequence is running. With them, running sequences
+        continue with the new weights, and the spans of their responses record which version generated which tokens.
+
+        Args:
+            snapshot: the parameters in their published order and dtype, and their version.
+
+        Raises:
+            EngineError: if the weights cannot be loaded, or sequences are running and the engine does not support it.
+            TransferError: if the snapshot is of a model with other parameters.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsInFlightUpdate(Protocol):
+    """Optional method of a rollout engine: work that shortens an in-flight weight update, done while it generates."""
+
+    def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
+        """The next piece of background work before `swap`. Called between two calls of `run`.
+
+        The caller runs the work on another thread, concurrently with further calls of `run` and `add`, and calls
+        `prepare` again when it is complete.
+
+        Args:
+            snapshot: the weights that `swap` is going to be called with.
+
+        Returns:
+            The work, or None if it is time to swap. The work raises EngineError if it fails.
+
+        Raises:
+            EngineError: if the engine failed and cannot continue.
+        """
+        ...
+
+
+@runtime_checkable
+class ExternalEngine(Protocol):
+    """Optional methods of a rollout engine that generates in a process of its own."""
+
+    def start(self) -> None:
+        """Start or find the process; returns when it can generate. Called once, before all other methods.
+
+        Raises:
+            EngineError: if it did not start in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the process if this engine started it. Other calls that wait in this engine then return or raise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A micro-batch of N samples on the CPU. L and T differ from sample to sample.
+
+    Attributes:
+        prompts: N tensors [L] int32.
+        responses: N tensors [T] int32; T may be less than was generated, if the step is cut to a number of tokens.
+        rollout_logprobs: N tensors [T] float32, in nats, under the weights that generated the tokens.
+        reference_logprobs: N tensors [T] float32, in nats, under the reference model; None without a KL term.
+        advantages_N: [N] float32, one for all tokens of a sample.
+        weights_N: [N] float32, the factor of a sample's loss; 1 unless `loss.staleness_weight` is set.
+        groups_N: [N] int64, group of each sample; all samples of a group are in one batch.
+        ages: N tensors [T] int64, staleness of each token in versions: version being trained minus version that
+            generated it; None: no divergence by staleness is measured.
+    """
+
+    prompts: Sequence[torch.Tensor]
+    responses: Sequence[torch.Tensor]
+    rollout_logprobs: Sequence[torch.Tensor]
+    reference_logprobs: Sequence[torch.Tensor] | None
+    advantages_N: torch.Tensor
+    weights_N: torch.Tensor
+    groups_N: torch.Tensor
+    ages: Sequence[torch.Tensor] | None = None
+
+
+class TrainEngine(Protocol):
+    """Trains. The gradient must not depend on how the samples of a step are split over micro-batches or ranks.
+
+    Each data-parallel rank has an engine. All methods except `accumulate` are collective: every rank calls them, in the
+    same order.
+    """
+
+    def accumulate(self, batch: TrainingBatch) -> None:
+        """Add the gradient of the *sum* of the batch's token losses to that of the current step.
+
+        Args:
+            batch: on the CPU; each rank has its own batches, and any number of them.
+
+        Raises:
+            EngineError: if the batch cannot be trained on.
+            WaitExpired: if the passes of the ranks are in lock step and another rank is lost.
+        """
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Divide the gradient by the step's token count over all ranks, update the weights, start the next step.
+
+        Returns:
+            Metrics of the step by name: per-token means in nats (losses, KL), ``grad_norm`` before clipping, ``lr``,
+            ``response_length`` in tokens. Empty, and nothing is changed, if no rank accumulated a token.
+
+        Raises:
+            EngineError: if the gradient is not finite; the weights are then those before the step.
+            WaitExpired: if the passes of the ranks are in lock step and another rank is lost.
+        """
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The weights to publish.
+
+        Returns:
+            Floating-point tensors by name, in a fixed order, on any device. Only rank 0's are used. They may be live
+            parameters: the caller copies them before the next step.
+
+        Raises:
+            EngineError: if they cannot be assembled, such as adapters that cannot be merged.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write all state that later steps depend on: weights, optimiser, RNG, step count.
+
+        Args:
+            directory: exists and is empty; the same on all ranks. When the call returns on rank 0, the files of all
+                ranks are written.
+
+        Raises:
+            OSError, SafetensorError, CheckpointException: if writing fails; the caller reports it.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote; the following steps are bit-equal to those without the interruption.
+
+        Args:
+            directory: written by `save`, on the same number of ranks or, if the engine allows it, another.
+
+        Raises:
+            EngineError: if the directory has no state of this model, or it cannot be read.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Discard the gradient that was accumulated for the current step.
+
+        Raises:
+            WaitExpired: if the passes of the ranks are in lock step and another rank is lost.
+        """
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the model in the format of `from_pretrained`. Rank 0 writes.
+
+        Args:
+            directory: created by the call; its parent exists.
+
+        Raises:
+            OSError, SafetensorError: if writing fails; the caller reports it.
+        """
+        ...

@@ -1,0 +1,251 @@
+"""What an engine states about itself before it is built: its checks, devices, memory and constructor.
+
+- Descriptors import no torch at module level: the controller, the launcher and `flowrt doctor` read them too.
+- An engine's descriptor is in the engine's own package; `flowrt.engines.table` is the list of all.
+- No other module compares the name of an engine.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from flowrt.engines.options import Dtype, FsdpOptions, LoraOptions, SglangOptions, TrainOptions
+
+if TYPE_CHECKING:
+    from flowrt.algorithms.algorithm import Algorithm
+    from flowrt.engines.base import RolloutEngine, TrainEngine
+    from flowrt.transport.devices import Device
+
+FLOAT_BYTES = 4
+HALF_BYTES = 2
+ADAM_BYTES = 8
+"""Both moments of AdamW, in float32."""
+DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
+LAYER_TENSORS = 16
+"""Activations of about the model's width that a layer keeps for the backward pass."""
+DELTA_SNAPSHOTS = 2
+"""Versions that a trainer holds: the newest, and the one before, from which deltas are computed."""
+STAGED_VERSIONS = 2
+"""Versions that a rollout worker holds besides its model: the one that arrives, and the base of its delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a model that memory depends on."""
+
+    parameters: int
+    layers: int
+    hidden_size: int
+    kv_size: int
+    """Elements of the keys (or values) of one token in one layer."""
+    vocab_size: int
+    max_length: int
+    intermediate_size: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights in float32."""
+        return self.parameters * FLOAT_BYTES
+
+    @property
+    def logits_bytes(self) -> int:
+        """Size of one token's logits and their gradient (or softmax) in float32."""
+        return 2 * self.vocab_size * FLOAT_BYTES
+
+    def adapter_parameters(self, lora: LoraOptions) -> int:
+        """Upper bound of the number of adapter parameters: one adapter at each linear layer; 0 at rank 0."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        attention = 2 * (hidden + hidden) + 2 * (hidden + self.kv_size)
+        return lora.rank * self.layers * (attention + 3 * (hidden + wide))
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """What a version consists of: all weights, or the adapters of ``lora`` alone."""
+
+    dtype: Dtype = "float32"
+    lora: LoraOptions | None = None
+
+    def parameters(self, shape: ModelShape) -> int:
+        """Number of parameters of a version."""
+        return shape.adapter_parameters(self.lora) if self.lora else shape.parameters
+
+    def size_bytes(self, shape: ModelShape) -> int:
+        """Size of a version."""
+        return DTYPE_BYTES[self.dtype] * self.parameters(shape)
+
+
+class TrainerSettings(Protocol):
+    """What descriptors read of the trainer's configuration (`flowrt.recipes.config.TrainerConfig`)."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def forward_tokens(self) -> int: ...
+    @property
+    def fsdp(self) -> FsdpOptions: ...
+    @property
+    def lora(self) -> LoraOptions: ...
+
+
+class RolloutSettings(Protocol):
+    """What descriptors read of the rollout workers' configuration (`flowrt.recipes.config.RolloutConfig`)."""
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def max_running_requests(self) -> int: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def weight_update(self) -> Literal["between_sequences", "in_flight"]: ...
+    @property
+    def recompute_kv_on_update(self) -> bool: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def sglang(self) -> SglangOptions: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Estimated memory of a training rank at its peak, in bytes."""
+
+    model: int
+    """Parameters, gradients and optimiser state, on the rank's device."""
+    passes: int
+    """Activations and logits of one pass, on the rank's device."""
+    first_rank: int
+    """Host memory of rank 0 in addition: the model while it is read or written, or the versions it publishes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMemory:
+    """Estimated memory of a rollout worker at its peak, in bytes, without what a process needs to start."""
+
+    host: int
+    device: int = 0
+    """On an accelerator; in host memory where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """The arguments from which a training engine is built.
+
+    Attributes:
+        model: directory of the initial model.
+        device: of this rank, as `TrainEngineDescriptor.device` requested.
+        options: with the number of decay steps filled in.
+        settings: the trainer's configuration.
+        algorithm: the objective.
+        temperature: of sampling; log-probabilities are computed at it.
+        seed: of the run.
+    """
+
+    model: Path
+    device: "Device"
+    options: TrainOptions
+    settings: TrainerSettings
+    algorithm: "Algorithm"
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSetup:
+    """The arguments from which a rollout engine is built.
+
+    Attributes:
+        model: directory of the initial model and its tokenizer.
+        settings: the rollout workers' configuration.
+        published: what the trainer publishes, which the engine has to load.
+        deterministic: fix batch shapes, so that results do not depend on what runs together.
+        threads: CPU threads of a process that the engine starts.
+        log_path: log file of a process that the engine starts.
+    """
+
+    model: Path
+    settings: RolloutSettings
+    published: PublishedWeights
+    deterministic: bool
+    threads: int
+    log_path: Path
+
+
+class TrainEngineDescriptor(ABC):
+    """A training engine. The defaults describe one that holds the whole model in float32, on the CPU."""
+
+    needs_process_group = False
+    """Whether a single rank needs an initialised process group too."""
+
+    def check(self, trainer: TrainerSettings) -> None:  # noqa: B027 (by default all options are supported)
+        """Raise ConfigError for options that the engine does not support."""
+
+    def check_packages(self, trainer: TrainerSettings) -> None:  # noqa: B027
+        """Raise ConfigError if an optional package that these options need is not installed here."""
+
+    def device(self, trainer: TrainerSettings) -> str:  # noqa: ARG002 (part of the interface)
+        """The device of each rank: cpu, cuda, npu, or auto (an accelerator if present)."""
+        return "cpu"
+
+    def is_lock_step(self, trainer: TrainerSettings) -> bool:  # noqa: ARG002
+        """Whether the passes of a rank need the other ranks."""
+        return False
+
+    def published(self, trainer: TrainerSettings) -> PublishedWeights:  # noqa: ARG002
+        """What the engine publishes."""
+        return PublishedWeights()
+
+    def trained_parameters(self, trainer: TrainerSettings, shape: ModelShape) -> int:  # noqa: ARG002
+        """Number of parameters that the optimiser updates, and that a checkpoint contains."""
+        return shape.parameters
+
+    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
+        """Estimated memory of a rank."""
+        token = shape.logits_bytes + shape.layers * LAYER_TENSORS * shape.hidden_size * FLOAT_BYTES
+        return TrainerMemory(
+            model=shape.parameters * (3 * FLOAT_BYTES + ADAM_BYTES),  # a step concatenates the gradients
+            passes=trainer.forward_tokens * token,
+            first_rank=DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape),
+        )
+
+    @abstractmethod
+    def build(self, setup: TrainerSetup) -> "TrainEngine":
+        """Construct the engine. Raises EngineError if the model or the device is not supported."""
+
+
+class RolloutEngineDescriptor(ABC):
+    """A rollout engine. The defaults describe one that generates inside the worker, on the CPU."""
+
+    def check(  # noqa: B027
+        self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool
+    ) -> None:
+        """Raise ConfigError for options that the engine does not support, or weights that it cannot load."""
+
+    def device(self, rollout: RolloutSettings) -> str:  # noqa: ARG002
+        """Where the engine needs `RolloutMemory.device`: cpu, cuda, npu, or auto (an accelerator if present)."""
+        return "cpu"
+
+    def devices(self, rollout: RolloutSettings) -> int:  # noqa: ARG002
+        """Number of accelerators over which the engine of one worker is split."""
+        return 1
+
+    @abstractmethod
+    def memory(
+        self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
+    ) -> RolloutMemory:
+        """Estimated memory of a worker.
+
+        Args:
+            rollout: the configuration of the worker.
+            shape: of the model.
+            published: what arrives as a version.
+            cache_elements: of the KV cache, for as many sequences of the longest length as run at a time.
+        """
+
+    @abstractmethod
+    def build(self, setup: RolloutSetup) -> "RolloutEngine":
+        """Construct the engine. Raises EngineError if the model or an option is not supported."""

@@ -1,0 +1,175 @@
+"""A training engine on FSDP2: parameters, gradients and optimiser state are sharded over the ranks.
+
+Ranks pull micro-batches at their own pace, so their numbers of passes differ. In FSDP2 every forward pass is a
+collective, in which ranks with different numbers of passes deadlock. Two modes avoid that:
+
+* ``gather="step"``: all parameters are gathered once, right after an optimiser step, and kept until the next. Passes
+  are local and accumulate full gradients. `step` then makes one dummy pass on all ranks, over two tokens with a zero
+  gradient, which makes FSDP2 reduce the accumulated gradients. In addition to its shards each rank holds the full
+  parameters (4 bytes each, 2 in bfloat16) and their full gradients (4 bytes each).
+* ``gather="pass"``: parameters are gathered layer by layer and gradients reduced in each pass. Before each pass the
+  ranks agree whether any rank has work left; the others make a dummy pass. Only shards are kept. A rank that waits for
+  samples is exempt from the barrier (`RankBarrier`); the pull has its own deadline.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flowrt.algorithms.algorithm import Algorithm
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.fsdp import checkpoint, sharding
+from flowrt.engines.hf import disable_dropout, export_dtype
+from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
+from flowrt.engines.training.forward import apply_optimizations
+from flowrt.engines.training.lora import merge_adapters
+from flowrt.engines.training.loss_passes import LossPasses
+from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
+from flowrt.ranks.barrier import RankBarrier
+from flowrt.transport.devices import Device
+
+
+class FsdpTrainer:
+    """AdamW on the terms of an algorithm, over all ranks of `torch.distributed`, which must be initialised.
+
+    All methods but `accumulate` are collective: every rank calls them, in the same order.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        device: Device,
+        options: TrainOptions,
+        algorithm: Algorithm,
+        *,
+        fsdp: FsdpOptions | None = None,
+        lora: LoraOptions | None = None,
+        temperature: float,
+        seed: int = 0,
+    ) -> None:
+        device.use()
+        self._source = source
+        self._device = device
+        self._options = options
+        self._fsdp = fsdp or FsdpOptions()
+        self._lora = lora or LoraOptions()
+        self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
+        self.model = disable_dropout(sharding.load_sharded(source, device, self._fsdp, self._lora, seed)).train()
+        # The optimiser works on the shards, whether or not the modules hold gathered parameters at the moment.
+        self._shards = {name: shard for name, shard in self.model.named_parameters() if shard.requires_grad}
+        self._optimizer = adamw(list(self._shards.values()), options, device.kind)
+        self._steps = 0
+        self._barrier = RankBarrier("passes")
+        self._final_dtype = export_dtype(source, options.final_dtype)
+        self._start_step()
+        apply_optimizations(self.model, options)
+        if self._lock_step:  # the check of `enable_packing` may have failed with parameters gathered
+            sharding.scatter(self.model)
+
+    def accumulate(self, batch: TrainingBatch) -> None:
+        self._device.use()
+        for rows in self._passes.cut(self.model, batch):
+            if self._lock_step:
+                self._any_rank_has_work(has_work=True)
+            self._passes.loss_sum(self.model, batch, rows).backward()
+
+    def step(self) -> dict[str, float]:
+        self._device.use()
+        self._reduce()
+        sums = self._passes.global_sums()
+        if not sums["tokens"]:
+            self._start_step()
+            return {}
+        gradients = [sharding.local_shard(shard.grad) for shard in self._shards.values() if shard.grad is not None]
+        for gradient in gradients:
+            gradient /= sums[self._passes.denominator]
+        norm = check_finite(self._norm(gradients), self._steps)
+        if norm > self._options.max_grad_norm:
+            for gradient in gradients:
+                gradient *= self._options.max_grad_norm / norm
+        lr = optimizer_step(self._optimizer, self._options, self._steps)
+        self._steps += 1
+        self._start_step()
+        return self._passes.step_metrics(sums, norm, lr)
+
+    def discard(self) -> None:
+        self._device.use()
+        self._reduce()
+        self._start_step()
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """On rank 0, full weights or adapters alone, as configured; empty on the other ranks."""
+        self._device.use()
+        adapters_only = bool(self._lora.rank) and self._lora.publish == "adapters"
+        merging = bool(self._lora.rank) and not adapters_only
+        dtype = getattr(torch, self._fsdp.dtype)
+        tensors = {}
+        for name, tensor in sharding.full_tensors(self.model, trained_only=adapters_only):
+            if dist.get_rank() == 0:
+                # Temporary tensors go to the host one by one: the device may not have room for all of them.
+                tensors[name] = tensor.to("cpu", dtype) if self._lock_step or merging else tensor
+            del tensor
+        return merge_adapters(tensors, self._lora) if merging else tensors
+
+    def save(self, directory: Path) -> None:
+        self._device.use()
+        checkpoint.save(directory, self._shards, self._optimizer, self._steps)
+
+    def load(self, directory: Path) -> None:
+        self._device.use()
+        self._reduce()
+        self._steps = checkpoint.load(directory, self._shards, self._optimizer)
+        self._start_step()
+
+    def export(self, directory: Path) -> None:
+        self._device.use()
+        sharding.scatter(self.model)
+        tensors = sharding.full_state_on_rank0(self.model)
+        self._start_step()  # before rank 0 writes, so that the others do not wait for its disk inside a collective
+        if dist.get_rank() == 0:
+            sharding.export(tensors, self._source, directory, self._fsdp, self._lora, self._final_dtype)
+
+    @property
+    def _lock_step(self) -> bool:
+        return self._fsdp.gather == "pass"
+
+    def _start_step(self) -> None:
+        """Reset gradients and metrics; gather the parameters, in the mode that keeps them gathered."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._passes.reset()
+        if not self._lock_step:
+            self.model.set_requires_gradient_sync(False)
+            self.model.set_reshard_after_backward(False)
+            sharding.gather(self.model)
+
+    def _reduce(self) -> None:
+        """Reduce the gradients of all ranks into their shards, and free gathered parameters."""
+        if self._lock_step:
+            while self._any_rank_has_work(has_work=False):
+                self._dummy_pass()
+            return
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_reshard_after_backward(True)
+        self._dummy_pass()
+
+    def _dummy_pass(self) -> None:
+        """A forward and backward pass with a zero gradient, which runs FSDP2's hooks."""
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device.torch)
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits.backward(torch.zeros_like(logits))
+
+    def _any_rank_has_work(self, *, has_work: bool) -> bool:
+        """Whether any rank has work for the next pass. Collective."""
+        self._barrier.arrive("a pass")
+        count = torch.tensor([int(has_work)])
+        dist.all_reduce(count)
+        return bool(count)
+
+    @staticmethod
+    def _norm(gradients: list[torch.Tensor]) -> float:
+        """Global norm of gradients that are sharded over the ranks. Collective."""
+        squared = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())

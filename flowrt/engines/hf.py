@@ -1,0 +1,103 @@
+"""Hugging Face checkpoints: load with `from_pretrained`, write with `save_pretrained`."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from flowrt.errors import EngineError
+from flowrt.runtime.files import partial_path, replace_directory
+
+_loading = threading.Lock()
+"""Loading is serialised: transformers changes process-wide state of torch meanwhile."""
+
+
+def load_model(path: str | os.PathLike[str], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """Load a causal LM from a directory, with transformers' default attention (mostly SDPA).
+
+    Reads safetensors only: ``pytorch_model.bin`` is a pickle and is never opened.
+
+    Raises EngineError if transformers cannot load it.
+    """
+    try:
+        with _loading:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+    return model.to(device)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """Load a checkpoint's tokenizer. Raises EngineError if there is none or it has no end token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} has no tokenizer that transformers can load: {_first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise EngineError(f"the tokenizer in {path} has no end-of-sequence token; set eos_token in its configuration")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def save_model(model: Any, tokenizer: Any, path: Path) -> None:
+    """Write model and tokenizer to a temporary directory, then rename it: the write is atomic."""
+    partial = partial_path(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the run directory may be on another host
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    replace_directory(partial, path)
+
+
+def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:
+    """The dtype to export a model in: ``wanted``, or for "source" that of the checkpoint at ``path``.
+
+    The checkpoint's dtype is read from its config.json; float32 if it has none.
+    """
+    if wanted != "source":
+        dtype: torch.dtype = getattr(torch, wanted)
+        return dtype
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    return config.dtype or torch.float32
+
+
+def disable_dropout(model: Any) -> Any:
+    """Set every dropout to 0, so that the trained policy is the sampled one. Returns the model.
+
+    The model's configuration, and so the exported model, keeps its dropout settings.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Functional attention reads its dropout from an attribute.
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Trainable parameters by name, in the model's order; tied ones once, under their first name.
+
+    In a model with adapters, only the adapters are trainable.
+    """
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    """Shapes of `named_parameters` of the checkpoint's model, without loading its weights.
+
+    Raises EngineError if transformers does not know the model.
+    """
+    try:
+        with _loading, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            model.tie_weights()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EngineError(f"{path} is no causal LM that transformers can load: {_first_line(error)}") from error
+    return {name: parameter.shape for name, parameter in named_parameters(model).items()}

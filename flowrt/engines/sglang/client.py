@@ -1,0 +1,109 @@
+"""An HTTP client of one SGLang server: every request has a deadline, every error the server's message."""
+
+import json
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from flowrt.engines.sglang.protocol import Call
+from flowrt.errors import EngineError, EngineGone
+from flowrt.runtime.waits import pause, tracked
+
+PROBE_TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.25
+MAX_MESSAGE_CHARACTERS = 500
+SERVER_ERRORS = 500
+"""Status codes from here on mean that the server failed, not that the request is wrong."""
+
+
+class SglangClient:
+    """Requests to one server; used from the event loop in which it was constructed."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # A connection for each request: the server closes idle ones, which would look like its death.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._http = aiohttp.ClientSession(connector=connector, trust_env=False, headers=headers)
+
+    async def post(self, call: Call, deadline_s: float) -> Any:
+        """Send a request and decode the response.
+
+        Raises:
+            EngineGone: if the server does not respond in time, or fails.
+            EngineError: if the server refuses the request.
+        """
+        return await self._request("POST", call.route, call.body, deadline_s)
+
+    async def get(self, route: str, deadline_s: float = PROBE_TIMEOUT_S) -> Any:
+        """As `post`, for a GET request."""
+        return await self._request("GET", route, None, deadline_s)
+
+    async def wait_healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
+        """Wait until the server is healthy. Raises EngineGone if ``alive`` returns False before, or at the deadline."""
+        with tracked("an SGLang server to be ready", self.url, deadline_s):
+            await self._healthy(deadline_s, alive)
+
+    async def _healthy(self, deadline_s: float, alive: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + deadline_s
+        reason = ""
+        while time.monotonic() < end_s:
+            if not alive():
+                raise EngineGone(f"the SGLang server at {self.url} ended before it was ready")
+            try:
+                async with self._http.request("GET", self.url + "/health", timeout=_timeout(PROBE_TIMEOUT_S)) as answer:
+                    if answer.status == 200:
+                        return
+                    reason = f"it responds with HTTP {answer.status}"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
+            await pause(POLL_INTERVAL_S)
+        raise EngineGone(f"waited {deadline_s:.0f} s for the SGLang server at {self.url} to be ready: {reason}")
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def __aenter__(self) -> "SglangClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _request(self, method: str, route: str, body: Any, deadline_s: float) -> Any:
+        try:
+            with tracked(f"the answer of {route}", self.url, deadline_s):
+                async with self._http.request(
+                    method, self.url + route, json=body, timeout=_timeout(deadline_s)
+                ) as answer:
+                    status, text = answer.status, await answer.text()
+        except TimeoutError:
+            raise EngineGone(f"{self.url}{route} did not answer within {deadline_s:.0f} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineGone(f"{self.url}{route} broke off: {error or type(error).__name__}") from error
+        try:
+            found = json.loads(text) if text else {}
+        except json.JSONDecodeError:
+            found = {}
+        if status >= SERVER_ERRORS:
+            raise EngineGone(f"{self.url}{route} failed (HTTP {status}): {_message(found, text)}")
+        if status != 200 or (isinstance(found, dict) and found.get("success") is False):
+            raise EngineError(f"{self.url}{route} refused (HTTP {status}): {_message(found, text)}")
+        return found
+
+
+def _timeout(deadline_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=deadline_s)
+
+
+def _message(found: Any, text: str) -> str:
+    """The server's error message, on one line."""
+    message = found
+    for key in ("message", "error", "detail"):
+        while isinstance(message, dict) and key in message:
+            message = message[key]
+    return " ".join((message if isinstance(message, str) else text).split())[:MAX_MESSAGE_CHARACTERS]

@@ -1,0 +1,243 @@
+"""A rollout engine on an SGLang server, which it starts or which is already running.
+
+- Each sequence is a request, so the server batches as it does for any client, and generates between calls of `run`.
+- Sequences of a server that failed are sent again with the tokens received so far.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrt.engines.base import Interrupt, Prompt, Response
+from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang import protocol
+from flowrt.engines.sglang.server_process import SglangServer
+from flowrt.engines.sglang.supervisor import SglangSupervisor
+from flowrt.errors import EngineError, EngineGone, WaitExpired
+from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, queue_get, wait_until
+from flowrt.transport.weights.snapshot import Snapshot
+
+POLL_INTERVAL_S = 0.005
+CLOSE_TIMEOUT_S = 15.0
+SERVER_DEADLINES = BoundedElsewhere("the time limits of the server's start, its requests and weight updates")
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A running sequence and the response so far."""
+
+    prompt: Prompt
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[int] = field(default_factory=list)
+
+    def add(self, part: protocol.PartialResponse) -> None:
+        """Append tokens that the server returned."""
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
+        for version, count in zip(part.spans[::2], part.spans[1::2], strict=True):
+            if self.spans and self.spans[-2] == version:
+                self.spans[-1] += count
+            else:
+                self.spans += [version, count]
+
+    def response(self) -> Response:
+        """The complete response."""
+        return Response(
+            self.prompt.key,
+            torch.tensor(self.tokens, dtype=torch.int32),
+            torch.tensor(self.logprobs, dtype=torch.float32),
+            tuple(self.spans),
+        )
+
+
+class SglangRollout:
+    """Up to ``rows`` sequences at a time, in an event loop on a thread of its own.
+
+    Seeds are sent with every request; a server uses them if it was started with --enable-deterministic-inference.
+
+    Args:
+        options: of the server.
+        model: directory of the checkpoint.
+        eos_id: the token that ends a sequence.
+        rows: maximum number of running sequences.
+        max_new_tokens: maximum length of a response.
+        temperature: of sampling, above 0.
+        threads: CPU threads of a server that is started.
+        log_path: log file of a server that is started.
+
+    Raises:
+        EngineError: if the temperature is not above 0, or the server's Python does not exist.
+    """
+
+    def __init__(
+        self,
+        options: SglangOptions,
+        model: Path,
+        *,
+        eos_id: int,
+        rows: int,
+        max_new_tokens: int,
+        temperature: float,
+        threads: int,
+        log_path: Path,
+    ) -> None:
+        if temperature <= 0:
+            raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
+        self._rows = rows
+        self._sampling = protocol.Sampling(temperature, max_new_tokens, eos_id)
+        self._server = None
+        if not options.url:
+            self._server = SglangServer(options, model, rows=rows, threads=threads, log=log_path)
+        self._supervisor = SglangSupervisor(options, model, self._server)
+        self._finished: queue.SimpleQueue[Response] = queue.SimpleQueue()
+        self._running = 0
+        self._fatal: BaseException | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[Future[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Start the server, or reset the running one to the checkpoint's weights; returns when it can generate."""
+        self._run_in_loop(self._supervisor.start())
+
+    @property
+    def version(self) -> int:
+        """Version of the weights with which sequences start."""
+        return self._supervisor.version
+
+    @property
+    def room(self) -> int:
+        """Number of sequences that `add` accepts; 0 while the server is down or its weights are uncertain."""
+        return self._rows - self._running if self._supervisor.serving.is_set() else 0
+
+    @property
+    def running(self) -> int:
+        return self._running
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._supervisor.url
+
+    @property
+    def server_pid(self) -> int:
+        """Process group of the server that this engine started; 0 if there is none."""
+        return 0 if self._server is None else self._server.pid
+
+    @property
+    def server_key(self) -> str:
+        """API key of the server that this engine started; empty if there is none."""
+        return "" if self._server is None else self._server.key
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        free = self._rows - self._running
+        if len(prompts) > free:
+            raise EngineError(f"{len(prompts)} prompts for {free} free rows; add at most `room` prompts")
+        self._running += len(prompts)
+        for prompt in prompts:
+            self._loop.call_soon_threadsafe(self._start_sequence, prompt)
+
+    def run(self, interrupt: Interrupt) -> list[Response]:
+        finished: list[Response] = []
+        while self._running and not finished and not self._closed:
+            if self._fatal is not None:
+                raise self._fatal
+            try:
+                finished.append(queue_get(self._finished, POLL_INTERVAL_S, "the end of a sequence", self.url))
+            except WaitExpired:
+                if interrupt.is_set():
+                    break
+        while not self._finished.empty():
+            finished.append(self._finished.get_nowait())
+        self._running -= len(finished)
+        return finished
+
+    def prepare(self, snapshot: Snapshot) -> Callable[[], None] | None:
+        """Staging of the snapshot while the server generates (see `SupportsInFlightUpdate`); None once it was tried."""
+        if not self._running or self._supervisor.has_tried_staging(snapshot):
+            return None
+        return lambda: self._run_in_loop(self._supervisor.stage(snapshot))
+
+    def swap(self, snapshot: Snapshot) -> None:
+        self._run_in_loop(self._supervisor.swap(snapshot))
+
+    def close(self) -> None:
+        """End requests, connections and a server that was started. Threads that wait in this engine return."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for call in list(self._calls):
+                call.cancel()
+            self._run_in_loop(self._close())
+        finally:
+            if self._server is not None:
+                self._server.kill()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if join_thread(self._thread, CLOSE_TIMEOUT_S):
+                self._loop.close()
+
+    def _run_in_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the engine's loop and wait for it. Raises its exception, or EngineError after `close`."""
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._calls.add(call)
+        try:
+            blocking(call.result, SERVER_DEADLINES, "the engine's own thread", self.url or "the SGLang server")
+        except CancelledError:
+            raise EngineError("the engine was closed") from None
+        finally:
+            self._calls.discard(call)
+
+    def _start_sequence(self, prompt: Prompt) -> None:
+        task = self._loop.create_task(self._generate(_Sequence(prompt)))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_ended)
+
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fatal = self._fatal or task.exception()
+
+    async def _generate(self, sequence: _Sequence) -> None:
+        """Send requests until the sequence is complete, across updates and failures of the server."""
+        supervisor, prompt = self._supervisor, sequence.prompt
+        while True:
+            await wait_until(
+                supervisor.serving.wait(), SERVER_DEADLINES, "a server with all of its weights", supervisor.url
+            )
+            version, aborts, incarnation = supervisor.version, supervisor.aborts, supervisor.incarnation
+            call = protocol.generate(
+                [*prompt.tokens.tolist(), *sequence.tokens],
+                self._sampling,
+                generated=len(sequence.tokens),
+                seed=prompt.seed,
+                greedy=prompt.greedy,
+                version=version,
+            )
+            try:
+                answer = await supervisor.generate(call)
+            except EngineGone as gone:
+                await supervisor.replace(incarnation, gone)
+                continue
+            part = protocol.parse_generated(answer, supervisor.can, version)
+            sequence.add(part)
+            if not part.abort_reason or len(sequence.tokens) == self._sampling.max_new_tokens:
+                self._finished.put(sequence.response())
+                return
+            if (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
+                raise EngineError(f"the SGLang server aborted a sequence: {part.abort_reason}")
+
+    async def _close(self) -> None:
+        await self._supervisor.close()
+        await cancel_and_wait(list(self._tasks), CLOSE_TIMEOUT_S)

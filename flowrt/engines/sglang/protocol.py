@@ -1,0 +1,232 @@
+"""The HTTP protocol of SGLang servers: bodies of requests, and the content of responses.
+
+- Routes are the same in all supported versions, behaviour is not: from 0.5.19 on a response has the weight version of
+  each token, from 0.5.21 on weights in parts need a session, and 0.5.23 refuses unknown sampling settings.
+- Only fields that every supported version knows are used, so each request has one form.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowrt.engines.options import PauseMode
+from flowrt.errors import EngineError
+
+OLDEST = (0, 5, 12)
+SESSIONS_SINCE = (0, 5, 21)
+TOKEN_VERSIONS_SINCE = (0, 5, 19)
+_NUMBERS = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Differences between versions of the server."""
+
+    update_session: bool
+    """Weights in parts have to be sent between begin_weight_update and end_weight_update."""
+    token_versions: bool
+    """A response has the weight version of each token."""
+
+
+def capabilities(version: str) -> Capabilities:
+    """The capabilities of a version. Raises EngineError if it is too old or not a release number."""
+    found = _NUMBERS.match(version)
+    if found is None:
+        raise EngineError(f"the SGLang server reports version {version!r}; {_oldest()} or newer is needed")
+    numbers = tuple(int(number) for number in found.groups())
+    if numbers < OLDEST:
+        raise EngineError(f"the SGLang server has version {version}; {_oldest()} or newer is needed")
+    return Capabilities(update_session=numbers >= SESSIONS_SINCE, token_versions=numbers >= TOKEN_VERSIONS_SINCE)
+
+
+def _oldest() -> str:
+    return ".".join(map(str, OLDEST))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One POST request."""
+
+    route: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters, which all sequences share; only seeds differ."""
+
+    temperature: float
+    max_new_tokens: int
+    eos_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of the checkpoint; the dtype is torch's name without prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def generate(
+    tokens: Sequence[int], sampling: Sampling, *, generated: int, seed: int, greedy: bool, version: int
+) -> Call:
+    """Generate the rest of a response, with log-probabilities at the sampling temperature.
+
+    Args:
+        tokens: the prompt and the response so far.
+        sampling: parameters of all sequences.
+        generated: how many of the last tokens are the response so far.
+        seed: of the sequence.
+        greedy: take the most likely token.
+        version: of the weights. Requests share cached prefixes only within a version: after an update the server's
+            cache still has keys and values of the old weights.
+    """
+    settings: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens - generated,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 1 if greedy else -1,
+        "stop_token_ids": [sampling.eos_id],
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "sampling_seed": seed,
+    }
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": settings,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "extra_key": f"version {version}",
+    }
+    return Call("/generate", body)
+
+
+def pause(mode: PauseMode) -> Call:
+    """Stop generating: keep running sequences (in_place), requeue them (retract) or return them incomplete (abort)."""
+    return Call("/pause_generation", {"mode": mode})
+
+
+def resume() -> Call:
+    """Continue generating."""
+    return Call("/continue_generation", {})
+
+
+def load_from_disk(directory: str, version: int, *, flush: bool) -> list[Call]:
+    """Load a checkpoint; no version of the server needs a session for it."""
+    body = {"model_path": directory, "weight_version": str(version), "flush_cache": flush}
+    return [Call("/update_weights_from_disk", body)]
+
+
+def load_from_tensors(
+    can: Capabilities, buckets: Sequence[str], ranks: int, version: int, *, flush: bool
+) -> list[Call]:
+    """Load tensors that are serialized in the requests, one request a bucket, with a copy for each rank."""
+    bodies = [{"serialized_named_tensors": [bucket] * ranks} for bucket in buckets]
+    return _parts(can, "/update_weights_from_tensor", bodies, version, flush)
+
+
+def load_from_broadcast(
+    can: Capabilities, buckets: Sequence[Sequence[Parameter]], group: str, version: int, *, flush: bool
+) -> list[Call]:
+    """Receive buckets by broadcast from rank 0 of a group; the tensors of a bucket are contiguous bytes."""
+    bodies = [
+        {
+            "names": [one.name for one in bucket],
+            "dtypes": [one.dtype for one in bucket],
+            "shapes": [list(one.shape) for one in bucket],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
+        for bucket in buckets
+    ]
+    return _parts(can, "/update_weights_from_distributed", bodies, version, flush)
+
+
+def join_group(group: str, host: str, port: int, ranks: int) -> Call:
+    """Have the server's processes join a group as ranks 1 and up; gloo also supports tensors on a GPU."""
+    return Call(
+        "/init_weights_update_group",
+        {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": ranks,
+            "group_name": group,
+            "backend": "gloo",
+        },
+    )
+
+
+def leave_group(group: str) -> Call:
+    """Have the server's processes leave a group."""
+    return Call("/destroy_weights_update_group", {"group_name": group})
+
+
+def checksum() -> Call:
+    """Request a checksum of each tensor of the server."""
+    return Call("/weights_checker", {"action": "checksum"})
+
+
+def end_session() -> Call:
+    """End the session of a weight update."""
+    return Call("/end_weight_update", {})
+
+
+def _parts(can: Capabilities, route: str, bodies: Sequence[dict[str, Any]], version: int, flush: bool) -> list[Call]:
+    """Only the last part sets the version and flushes the cache, so that no token is labelled with half a version."""
+    last = len(bodies) - 1
+    calls = []
+    for index, body in enumerate(bodies):
+        end: dict[str, Any] = {"flush_cache": flush and index == last}
+        if index == last:
+            end["weight_version"] = str(version)
+        calls.append(Call(route, {**body, **end}))
+    return [Call("/begin_weight_update", {}), *calls, end_session()] if can.update_session else calls
+
+
+@dataclass(frozen=True, slots=True)
+class PartialResponse:
+    """What the server generated for one request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[int, ...]
+    """(version, tokens) pairs, flattened."""
+    abort_reason: str
+    """Why the sequence is incomplete; empty if it is complete."""
+
+
+def parse_generated(answer: Any, can: Capabilities, version: int) -> PartialResponse:
+    """Parse a response of /generate.
+
+    Args:
+        answer: the decoded JSON.
+        can: capabilities of the server.
+        version: of the weights when the request was sent. Where responses have no versions, weights never change
+            while a sequence runs, so all its tokens have this version.
+
+    Raises EngineError if the response does not have the expected form.
+    """
+    try:
+        meta = answer["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        tokens = tuple(int(entry[1]) for entry in entries)
+        logprobs = tuple(float(entry[0]) for entry in entries)
+        finish = meta["finish_reason"]
+        spans: list[int] = []
+        if not can.token_versions:
+            spans = [version, len(tokens)] if tokens else []
+        else:
+            for span in meta["weight_versions"] if tokens else ():
+                count = span["end"] - span["start"]
+                if count:
+                    spans += [int(span["version"]), count]
+        abort_reason = str(finish.get("message") or "aborted") if finish["type"] == "abort" else ""
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(f"the response of the SGLang server does not have the expected form: {error!r}") from error
+    if sum(spans[1::2]) != len(tokens):
+        raise EngineError(f"the SGLang server returned {len(tokens)} tokens with versions of {sum(spans[1::2])}")
+    return PartialResponse(tokens, logprobs, tuple(spans), abort_reason)

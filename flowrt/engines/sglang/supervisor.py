@@ -1,0 +1,295 @@
+"""Supervision of the server behind an engine: its availability, its weights, and its replacement after a failure.
+
+- A server that died, hung or failed during a weight update gets no requests until it is replaced, or has loaded all
+  of the current weights.
+- All methods run in one event loop.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrt.engines.hf import load_model, named_parameters, parameter_shapes
+from flowrt.engines.options import SglangOptions
+from flowrt.engines.sglang import protocol
+from flowrt.engines.sglang.checksums import ExpectedChecksums
+from flowrt.engines.sglang.client import SglangClient
+from flowrt.engines.sglang.layout import Layout
+from flowrt.engines.sglang.server_process import SglangServer, given_key
+from flowrt.engines.sglang.weights import Staged, WeightTransfer, weight_transfer
+from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired
+from flowrt.runtime.waits import BoundedElsewhere, locked, wait_until
+from flowrt.transport.weights.snapshot import Snapshot
+
+log = logging.getLogger("flowrt")
+LOCK = BoundedElsewhere("start_s, request_s or update_s of rollout.sglang, for each server that is tried")
+EARLIER_WORK = "earlier work on the SGLang server"
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedUpdate:
+    """A snapshot that is ready to be loaded, and the checksums of a server that has loaded it."""
+
+    snapshot: Snapshot
+    staged: Staged
+    checksums: ExpectedChecksums | None
+    """None if the server computes other checksums."""
+
+
+class SglangSupervisor:
+    """The current server, and its replacements.
+
+    ``incarnation`` counts servers, ``aborts`` how often running sequences were aborted: by these a caller finds out why
+    a request that it had sent before was not completed.
+
+    Args:
+        options: of the server.
+        model: directory of the checkpoint.
+        server: the server process; None for a running server that this worker did not start.
+    """
+
+    def __init__(self, options: SglangOptions, model: Path, server: SglangServer | None) -> None:
+        self._options = options
+        self._model = model
+        self._server = server
+        self._layout = Layout(parameter_shapes(model))
+        self.version = 0
+        self.incarnation = 0
+        self.aborts = 0
+        self.serving = asyncio.Event()
+        """Clear while the server is down, or its weights are uncertain or being updated."""
+        self.can = protocol.Capabilities(update_session=True, token_versions=True)
+        self._requests = 0
+        self._restarts_left = options.max_server_restarts
+        self._snapshot: Snapshot | None = None  # the weights it should have; None: the checkpoint
+        self._client: SglangClient | None = None
+        self._transfer: WeightTransfer | None = None
+        self._staged: _StagedUpdate | None = None
+        self._tried: Snapshot | None = None
+        self._has_checksums = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def url(self) -> str:
+        """Address of the server, which may change when it is replaced."""
+        return "" if self._client is None else self._client.url
+
+    async def start(self) -> None:
+        """Get a server that has the weights of the checkpoint. Raises EngineError if none becomes ready."""
+        async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
+            if self._server is None:
+                model = await asyncio.to_thread(load_model, self._model)
+                self._snapshot = await asyncio.to_thread(Snapshot.take, 0, named_parameters(model))
+            await self._reset()
+            self.serving.set()
+
+    async def generate(self, call: protocol.Call) -> Any:
+        """Send a request for a sequence. Raises EngineGone if the server fails."""
+        assert self._client is not None
+        self._requests += 1
+        try:
+            return await self._client.post(call, self._options.request_s)
+        finally:
+            self._requests -= 1
+
+    def has_tried_staging(self, snapshot: Snapshot) -> bool:
+        """Whether `stage` was called with this snapshot."""
+        return self._tried is snapshot
+
+    async def stage(self, snapshot: Snapshot) -> None:
+        """Prepare `swap` while the server generates. After an error `swap` tries again, and raises it."""
+        async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
+            self._tried = snapshot
+            try:
+                await self._ensure_staged(snapshot)
+            except EngineError as error:
+                log.debug("%s", error)
+
+    async def swap(self, snapshot: Snapshot) -> None:
+        """Load these weights, which running sequences continue with. Raises EngineError if no server can load them."""
+        async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
+            self.serving.clear()
+            self._snapshot = snapshot
+            try:
+                await self._update(snapshot)
+            except EngineError as failed:
+                await self._restore(failed)
+            self.version = snapshot.version
+            self.serving.set()
+
+    async def replace(self, incarnation: int, reason: EngineGone) -> None:
+        """Replace a lost server, unless an earlier call has done so.
+
+        Args:
+            incarnation: of the server that was lost.
+            reason: how it was lost.
+
+        Raises EngineError if no restart is left.
+        """
+        async with locked(self._lock, LOCK, EARLIER_WORK, "this worker"):
+            if self.incarnation == incarnation:
+                self.serving.clear()
+                await self._restore(reason)
+                self.serving.set()
+
+    async def close(self) -> None:
+        """Close the connections; the server keeps running."""
+        self._restarts_left = 0
+        self._unstage()
+        if self._client is not None:
+            if self._server is None and self._transfer is not None:
+                await self._transfer.close(self._client)
+            await self._client.close()
+
+    async def _restore(self, reason: EngineError) -> None:
+        """Start or reset servers until one has the current weights. Raises EngineError if no restart is left."""
+        while self._restarts_left > 0:
+            self._restarts_left -= 1
+            exit_summary = "" if self._server is None else f"; {self._server.exit_summary()}"
+            log.warning("the SGLang server failed: %s%s", reason, exit_summary)
+            try:
+                await self._reset()
+            except EngineError as error:
+                reason = error
+            else:
+                version = 0 if self._snapshot is None else self._snapshot.version
+                log.warning("the SGLang server is back, with version %d", version)
+                return
+        raise EngineError(
+            f"the SGLang server failed more often than rollout.sglang.max_server_restarts "
+            f"({self._options.max_server_restarts}) allows; last error: {reason}"
+        )
+
+    async def _reset(self) -> None:
+        """Start the server, or abort what a running one does, and load the current weights."""
+        self.incarnation += 1
+        self._unstage()  # it was staged for the previous server
+        if self._client is not None:
+            await self._client.close()
+        options, server = self._options, self._server
+        url, key = (options.url, given_key(os.environ)) if server is None else (server.start(), server.key)
+        self._client = SglangClient(url, key)
+        try:
+            await self._client.wait_healthy(options.start_s, (lambda: True) if server is None else server.alive)
+        except EngineGone as gone:
+            raise EngineGone(f"{gone}; {server.exit_summary()}" if server is not None else str(gone)) from None
+        await self._probe()
+        if server is not None:
+            server.on_ready()
+        else:
+            await self._client.post(protocol.pause("abort"), options.update_s)  # ends requests of an earlier worker
+            if self.can.update_session:
+                await self._end_session()
+        if self._snapshot is not None:
+            await self._load(self._snapshot, flush=True)
+        if server is None:
+            await self._client.post(protocol.resume(), options.update_s)
+
+    async def _end_session(self) -> None:
+        """End the session that an interrupted update, of this or an earlier worker, may have left open."""
+        assert self._client is not None
+        try:
+            await self._client.post(protocol.end_session(), self._options.update_s)
+        except EngineGone:
+            raise
+        except EngineError as refused:
+            log.debug("no session was open: %s", refused)
+
+    async def _probe(self) -> None:
+        """Find out the server's capabilities, its number of ranks, and whether its checksums can be computed here."""
+        assert self._client is not None
+        about = await self._client.get("/server_info")
+        self.can = protocol.capabilities(str(about.get("version")))
+        ranks = int(about.get("tp_size") or 1)
+        for name in ("dp_size", "pp_size"):
+            if int(about.get(name) or 1) > 1:
+                raise EngineError(
+                    f"the SGLang server at {self._client.url} has {name} {about[name]}: weights can be changed "
+                    "in one part only; use 1, and more rollout workers"
+                )
+        if about.get("device") == "npu" and self._options.weights == "broadcast":
+            raise ConfigError(
+                f"the SGLang server at {self._client.url} works on an NPU, and rollout.sglang.weights broadcast uses "
+                "gloo, which does not support NPUs; use disk or tensor"
+            )
+        self._transfer = weight_transfer(self._options, self._layout, ranks)
+        self._has_checksums = about.get("device") == "cpu" and ranks == 1 and about.get("dtype") == "float32"
+        log.info("SGLang %s on %s at %s", about.get("version"), about.get("device"), self._client.url)
+
+    async def _update(self, snapshot: Snapshot) -> None:
+        """Update the weights, with one deadline for all of it."""
+        what = f"version {snapshot.version} to be loaded"
+        try:
+            await wait_until(
+                self._update_weights(snapshot), self._options.update_s, what, f"the SGLang server at {self.url}"
+            )
+        except WaitExpired as late:
+            raise EngineGone(str(late)) from None
+
+    async def _update_weights(self, snapshot: Snapshot) -> None:
+        """Stage, pause running sequences, load, verify, resume."""
+        assert self._client is not None
+        await self._ensure_staged(snapshot)
+        deadline_s = self._options.update_s
+        # Without versions of tokens, running sequences are aborted, so that a response has only one version.
+        mode = self._options.pause if self.can.token_versions else "abort"
+        running = self._requests > 0
+        if running:
+            self.aborts += mode == "abort"
+            await self._client.post(protocol.pause(mode), deadline_s)
+        # Sequences that are paused in place still need their keys and values in the cache.
+        await self._load(snapshot, flush=not (running and mode == "in_place"))
+        if running:
+            await self._client.post(protocol.resume(), deadline_s)
+
+    async def _load(self, snapshot: Snapshot, *, flush: bool) -> None:
+        """Load all weights and compare their checksums."""
+        assert self._client is not None
+        client, deadline_s = self._client, self._options.update_s
+        update = await self._ensure_staged(snapshot)
+        with self._naming(snapshot):
+            try:
+                loading = update.staged.load(client, self.can, flush=flush)
+                await wait_until(loading, deadline_s, f"version {snapshot.version} to be loaded", client.url)
+                if update.checksums is not None:
+                    reported = await client.post(protocol.checksum(), deadline_s)
+                    await asyncio.to_thread(update.checksums.check, reported)
+            finally:
+                self._unstage()
+
+    async def _ensure_staged(self, snapshot: Snapshot) -> _StagedUpdate:
+        """The staged snapshot; stages it if necessary."""
+        if self._staged is None or self._staged.snapshot is not snapshot:
+            self._unstage()
+            what = f"version {snapshot.version} to be staged"
+            with self._naming(snapshot):
+                self._staged = await wait_until(self._stage(snapshot), self._options.update_s, what, self.url)
+        return self._staged
+
+    async def _stage(self, snapshot: Snapshot) -> _StagedUpdate:
+        assert self._client is not None
+        assert self._transfer is not None
+        checksums = ExpectedChecksums(self._layout, snapshot) if self._has_checksums else None
+        if checksums is not None:
+            await asyncio.to_thread(checksums.prepare)
+        return _StagedUpdate(snapshot, await self._transfer.stage(self._client, snapshot), checksums)
+
+    def _unstage(self) -> None:
+        if self._staged is not None:
+            self._staged.staged.close()
+            self._staged = None
+
+    @contextmanager
+    def _naming(self, snapshot: Snapshot) -> Iterator[None]:
+        """Add the version and the kind of transfer to errors."""
+        try:
+            yield
+        except WaitExpired as late:
+            raise EngineGone(str(late)) from None
+        except EngineError as error:
+            raise type(error)(f"version {snapshot.version} by {self._options.weights}: {error}") from error

@@ -1,0 +1,21 @@
+"""The engines that a configuration can name."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from flowrt.engines.descriptor import RolloutEngineDescriptor, TrainEngineDescriptor
+from flowrt.engines.fsdp.descriptor import FsdpTraining
+from flowrt.engines.sglang.descriptor import SglangGeneration
+from flowrt.engines.torch.descriptor import TorchGeneration, TorchTraining
+
+TrainEngineName = Literal["torch", "fsdp"]
+RolloutEngineName = Literal["torch", "sglang"]
+
+TRAIN_ENGINES: Mapping[TrainEngineName, TrainEngineDescriptor] = {
+    "torch": TorchTraining(),
+    "fsdp": FsdpTraining(),
+}
+ROLLOUT_ENGINES: Mapping[RolloutEngineName, RolloutEngineDescriptor] = {
+    "torch": TorchGeneration(),
+    "sglang": SglangGeneration(),
+}

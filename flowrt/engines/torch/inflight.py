@@ -1,0 +1,168 @@
+"""In-flight weight updates: recompute keys and values with new weights while sequences run with the old ones.
+
+After an in-flight update the KV cache of all running sequences has to be recomputed, which takes as long as many decode
+steps. So a second copy of the model gets the new weights and processes the tokens generated so far, on another thread.
+Once it is only a few tokens behind, the engine switches to it between two tokens; its first decode step also computes
+the missing ones.
+
+Shapes: R rows, L padded length of a prefill, T tokens per row of an extension, U positions whose logits are used,
+V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flowrt.engines.hf import named_parameters
+from flowrt.engines.torch.kv_cache import RowCache
+from flowrt.transport.weights.snapshot import Snapshot
+
+FEW_TOKENS = 2
+"""Lag at which the engine switches: one decode step can compute this many more tokens at little extra cost."""
+MAX_ROUNDS = 4
+"""Maximum catch-up rounds: generation may be as fast as catching up."""
+Step = Callable[[Any, RowCache, torch.Tensor], torch.Tensor]
+"""Decode step: logits [R, V] of a model after tokens [R] of the cache's first rows, at its current positions."""
+FIRST_ONLY = torch.zeros(1, dtype=torch.long)
+
+
+class CachedModel:
+    """A model and its KV cache, one row per running sequence."""
+
+    def __init__(self, model: Any, rows: int, step: Step | None = None) -> None:
+        self.model = model
+        self.cache = RowCache(model.config.num_hidden_layers, rows)
+        self.step = step
+        config = model.config.get_text_config()
+        self._adds_mask = (
+            model.config._attn_implementation == "eager"
+        )  # adds the mask to the scores, so it must be float
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+
+    def forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, kept_U: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits at positions ``kept_U``. Calls the full model, including any processing of its logits."""
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=self._masks(mask, positions),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=kept_U,
+        )
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def _masks(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks in the form the model needs: given masks must include sliding windows, which may differ by layer."""
+        masks = {"full_attention": mask}
+        if self._window:
+            near = torch.arange(mask.shape[-1]) > positions.unsqueeze(2) - self._window
+            masks["sliding_attention"] = mask & near.unsqueeze(1)
+        if self._adds_mask:
+            least = torch.finfo(torch.float32).min
+            masks = {kind: torch.zeros(one.shape).masked_fill(~one, least) for kind, one in masks.items()}
+        if not self._window or "sliding_attention" not in self._kinds:
+            return masks["full_attention"]
+        return masks if "full_attention" in self._kinds else masks["sliding_attention"]
+
+    def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        """Prefill these sequences into these rows."""
+        count, longest = len(sequences), max(len(sequence) for sequence in sequences)
+        tokens_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+        self.cache.begin_prefill(longest)
+        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, 1, longest, longest)
+        self.forward(tokens_RL, mask, torch.arange(longest).expand(count, longest), FIRST_ONLY)
+        self.cache.store_prefill(torch.tensor(rows), torch.arange(count))
+
+    def decode(self, tokens_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] after one more token of each of the first rows, at these positions. No other row is in use."""
+        longest = int(positions_R.max()) + 1
+        self.cache.begin_decode(positions_R, longest)
+        if self.step is not None:
+            return self.step(self.model, self.cache, tokens_R)
+        mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
+        return self.forward(tokens_R.unsqueeze(1), mask, positions_R.unsqueeze(1), FIRST_ONLY)[:, 0]
+
+    def extend(self, sequences: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """Compute the last ``tokens`` tokens of each of the first rows. Returns logits [R, 1, V] after the last one."""
+        lengths_R = torch.tensor([len(sequence) for sequence in sequences])
+        longest = int(lengths_R.max())
+        # A shorter sequence repeats its first token, with the same result each time.
+        positions_RT = (lengths_R.unsqueeze(1) - tokens + torch.arange(tokens)).clamp(min=0)
+        padded_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+        mask = (torch.arange(longest) <= positions_RT.unsqueeze(2)).unsqueeze(1)
+        self.cache.begin_decode(positions_RT, longest)
+        return self.forward(padded_RL.gather(1, positions_RT), mask, positions_RT, torch.tensor([tokens - 1]))
+
+
+class ShadowModel:
+    """The copy of the model that catches up with new weights. Used by one thread at a time."""
+
+    def __init__(self, first: CachedModel) -> None:
+        self._original = first
+        self.cached: CachedModel | None = None
+        self.version = -1
+        self._rounds = 0
+        self._computed: dict[int, int] = {}  # by key, in the order of rows: tokens of the sequence in the cache
+
+    def begin(self, version: int) -> None:
+        """Start catching up with these weights, unless already started."""
+        if version != self.version:
+            self.version = version
+            self._rounds = 0
+            self._computed = {}
+
+    def lag(self, sequences: Mapping[int, torch.Tensor]) -> int:
+        """Largest number of tokens of a sequence that are not computed yet."""
+        return max((len(tokens) - self._computed.get(key, 0) for key, tokens in sequences.items()), default=0)
+
+    def is_ready(self, version: int) -> bool:
+        """Whether it has these weights and a KV cache computed with them."""
+        return version == self.version and self._rounds > 0
+
+    def has_caught_up(self, sequences: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the engine should switch now: the lag is small enough, or MAX_ROUNDS are used up."""
+        return self._rounds >= MAX_ROUNDS or (self._rounds > 0 and self.lag(sequences) <= FEW_TOKENS)
+
+    @torch.inference_mode()
+    def catch_up(self, snapshot: Snapshot, sequences: Mapping[int, torch.Tensor]) -> None:
+        """Load the weights in the first round, and compute the missing tokens of these sequences."""
+        if self.cached is None:
+            with torch.inference_mode(False):
+                model = copy.deepcopy(self._original.model)
+                self.cached = CachedModel(model, self._original.cache.rows, self._original.step)
+        if not self._rounds:
+            snapshot.restore(named_parameters(self.cached.model))
+        self._rounds += 1
+        missing = self._arrange(self.cached, sequences)
+        if missing:
+            self.cached.extend(list(sequences.values()), missing)
+        self._computed = {key: len(tokens) for key, tokens in sequences.items()}
+
+    def _arrange(self, cached: CachedModel, sequences: Mapping[int, torch.Tensor]) -> int:
+        """Reorder rows, prefill new sequences. Returns the largest number of missing tokens of the other ones."""
+        old_rows = {key: row for row, key in enumerate(self._computed)}
+        new = [row for row, key in enumerate(sequences) if key not in old_rows]
+        tokens_of = list(sequences.values())
+        if old_rows:
+            cached.cache.pick([old_rows.get(key, 0) for key in sequences])
+        if new:
+            cached.fill([tokens_of[row] for row in new], new)
+        return max(
+            (len(tokens) - self._computed[key] for key, tokens in sequences.items() if key in old_rows), default=0
+        )
+
+    @torch.inference_mode()
+    def swap_in(self, replaced: CachedModel, sequences: Mapping[int, torch.Tensor]) -> tuple[CachedModel, int]:
+        """Exchange models: returns this copy and its missing tokens per row; ``replaced`` serves the next update."""
+        assert self.cached is not None
+        missing = self._arrange(self.cached, sequences)
+        current = self.cached
+        self.cached = replaced
+        self.version = -1
+        return current, missing

@@ -1,0 +1,128 @@
+"""A training engine on plain PyTorch: data-parallel ranks accumulate at their own pace and communicate once a step.
+
+Every micro-batch adds the gradient of a *sum* of losses; only the step divides, by the global count of tokens, samples
+or groups. So the gradient does not depend on how the step was split.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flowrt.algorithms.algorithm import Algorithm
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.training.forward import apply_optimizations
+from flowrt.engines.training.loss_passes import LossPasses, ranks
+from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
+from flowrt.engines.training.state import gather_rng, read_tensors, restore_rng, write_tensors
+from flowrt.errors import EngineError
+
+
+class TorchTrainer:
+    """AdamW on the terms of an algorithm. With more than one rank, `torch.distributed` must be initialised."""
+
+    def __init__(self, model: Any, options: TrainOptions, algorithm: Algorithm, *, temperature: float):
+        self.model = apply_optimizations(disable_dropout(model), options).train()
+        self._options = options
+        self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = adamw(self._parameters, options, "cpu")
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each step's global gradient
+        self._steps = 0
+        # Read now: the initial checkpoint may be deleted before training ends.
+        origin = str(getattr(model, "name_or_path", ""))
+        from_files = bool(origin) and (Path(origin) / "config.json").is_file()
+        keep_dtype = options.final_dtype == "source" and not from_files
+        self._final_dtype = model.dtype if keep_dtype else export_dtype(origin, options.final_dtype)
+
+    def accumulate(self, batch: TrainingBatch) -> None:
+        for rows in self._passes.cut(self.model, batch):
+            self._passes.loss_sum(self.model, batch, rows).backward()
+
+    def step(self) -> dict[str, float]:
+        sums = self._passes.global_sums()
+        if not sums["tokens"]:
+            return {}
+        gradient = torch.cat([self._gradient(parameter).reshape(-1) for parameter in self._parameters])
+        if ranks() > 1:
+            dist.all_reduce(gradient)
+        gradient /= sums[self._passes.denominator]
+        if self.on_gradient is not None:
+            self.on_gradient(gradient)
+        norm = check_finite(float(gradient.norm()), self._steps)
+        if norm > self._options.max_grad_norm:
+            gradient *= self._options.max_grad_norm / norm
+        offset = 0
+        for parameter in self._parameters:
+            size = parameter.numel()
+            parameter.grad = gradient[offset : offset + size].view_as(parameter)
+            offset += size
+        lr = optimizer_step(self._optimizer, self._options, self._steps)
+        self._steps += 1
+        self.discard()
+        return self._passes.step_metrics(sums, norm, lr)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return named_parameters(self.model)
+
+    def save(self, directory: Path) -> None:
+        """Rank 0 writes weights and optimiser state, equal on all ranks, and the random state of each rank."""
+        tensors = gather_rng()
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        tensors["steps"] = torch.tensor(self._steps)
+        for name, parameter in self._named_state().items():
+            tensors[f"model.{name}"] = parameter.detach()
+        for name, parameter in self.model.named_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        write_tensors(directory, tensors)
+
+    def load(self, directory: Path) -> None:
+        tensors = read_tensors(directory)
+        own = {f"model.{name}": parameter for name, parameter in self._named_state().items()}
+        saved = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
+        if saved != {name: tensor.shape for name, tensor in own.items()} or "steps" not in tensors:
+            raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+        self._optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            start = f"optimizer.{name}."
+            state = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
+            if state:  # AdamW keeps its step counts on the host
+                self._optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if value.shape == parameter.shape else value
+                    for key, value in state.items()
+                }
+        self._steps = int(tensors["steps"])
+        self.discard()
+        restore_rng(tensors)
+
+    def export(self, directory: Path) -> None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        # Copy everything but the weights, which are shared if their dtype matches; tied weights stay tied.
+        weights = {
+            id(one): torch.nn.Parameter(one.detach().to(self._final_dtype), requires_grad=False)
+            for one in self.model.parameters()
+        }
+        copy.deepcopy(self.model, weights).save_pretrained(directory)
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._passes.reset()
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, each once."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    @staticmethod
+    def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,83 @@
+"""Forward passes of the trainer and the reference: log-probabilities of given responses, and optimisations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowrt.algorithms import PackedBatch, Padded, cut_by_tokens, cut_packed
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.training.shared_prefix import enable_packing, is_packing_enabled, packed_logprobs, padded_logprobs
+
+
+def apply_optimizations(model: Any, options: TrainOptions) -> Any:
+    """Apply the enabled optimisations. Returns the model. Collective for a sharded model."""
+    if options.share_prompts:
+        enable_packing(model)
+    if options.compile:
+        for layer in decoder_layers(model):
+            for module in layer.modules():
+                # Otherwise integer attributes of an FSDP2 module, such as the head width, are compiled as dynamic. Its
+                # parameters are gathered when it runs, and FSDP2 itself does not read this flag.
+                module._is_fsdp_managed_module = False
+            layer.compile(dynamic=True)
+    return model
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Modules that transformers marks as not to be split over devices: usually the decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP2 replaces the class of sharded modules by FSDP<class>.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
+def response_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float
+) -> tuple[torch.Tensor, Padded | PackedBatch]:
+    """Log-probabilities of all response tokens, differentiable if gradients are enabled.
+
+    Args:
+        model: a causal LM; after `enable_packing`, each distinct prompt is computed once.
+        prompts: [L] int each.
+        responses: [T] int each.
+        temperature: divides the logits.
+
+    Returns:
+        [T] log-probabilities in nats, sample after sample, and the batch they were computed from.
+    """
+    if is_packing_enabled(model):
+        return packed_logprobs(model, prompts, responses, temperature)
+    return padded_logprobs(model, prompts, responses, temperature)
+
+
+def cut_into_passes(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], budget_tokens: int
+) -> list[list[int]]:
+    """Indices of the samples of each forward pass of at most ``budget_tokens`` tokens (packed or padded, by model)."""
+    if not prompts:
+        return []
+    if is_packing_enabled(model):
+        return cut_packed(prompts, responses, budget_tokens)
+    # Sorted by length, since each pass pads to its longest sample.
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    passes = cut_by_tokens([lengths[row] for row in order], budget_tokens)
+    return [[order[place] for place in places] for places in passes]
+
+
+@torch.inference_mode()
+def score(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    budget_tokens: int,
+) -> list[torch.Tensor]:
+    """Log-probabilities [T] float32 of each response, in passes of ``budget_tokens`` tokens (1: one sample each)."""
+    scored: dict[int, torch.Tensor] = {}
+    for rows in cut_into_passes(model, prompts, responses, budget_tokens):
+        flat_T, _ = response_logprobs(
+            model, [prompts[row] for row in rows], [responses[row] for row in rows], temperature
+        )
+        scored |= dict(zip(rows, flat_T.float().split([len(responses[row]) for row in rows]), strict=True))
+    return [scored[row] for row in range(len(responses))]

@@ -1,0 +1,59 @@
+"""AdamW with a learning rate schedule and gradient clipping, as both training engines use it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flowrt.engines.options import TrainOptions
+from flowrt.errors import EngineError
+
+
+def adamw(parameters: Sequence[torch.Tensor], options: TrainOptions, device: str) -> torch.optim.AdamW:
+    """AdamW over these parameters, which are on a device of this kind (cpu, cuda, npu)."""
+    return torch.optim.AdamW(
+        list(parameters),
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        weight_decay=options.weight_decay,
+        fused=use_fused_adamw(device),
+    )
+
+
+def use_fused_adamw(device: str) -> bool | None:
+    """AdamW's ``fused`` argument: True on a CPU, else None (PyTorch's default, multi-tensor kernels).
+
+    The CPU default is ten operations per parameter, each with DTensor's overhead in the fsdp engine.
+    """
+    return True if device == "cpu" else None
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, options: TrainOptions, step: int) -> float:
+    """Make optimiser step ``step`` (from 0) with the gradients of the parameters. Returns its learning rate."""
+    lr = learning_rate(options, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return lr
+
+
+def learning_rate(options: TrainOptions, step: int) -> float:
+    """Learning rate of optimiser step ``step`` (from 0): linear warm-up, then constant or a decay to ``min_lr``."""
+    warmup = max(options.warmup_steps, 1)
+    if step + 1 < warmup:
+        return options.lr * (step + 1) / warmup
+    if options.schedule == "constant" or not options.decay_steps:
+        return options.lr
+    progress = min(1.0, (step + 1 - warmup) / options.decay_steps)
+    remaining = 1.0 - progress if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return options.min_lr + (options.lr - options.min_lr) * remaining
+
+
+def check_finite(grad_norm: float, steps: int) -> float:
+    """Return the norm. Raises EngineError if it is not finite, before the optimiser step."""
+    if math.isfinite(grad_norm):
+        return grad_norm
+    raise EngineError(
+        f"the gradient of step {steps} has norm {grad_norm}: the weights are unchanged. Check the "
+        "rewards and log-probabilities of its samples; resume from the last checkpoint, with a lower trainer.lr"
+    )

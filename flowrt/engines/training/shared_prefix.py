@@ -1,0 +1,155 @@
+"""Attention over packed samples (shared prefixes), for transformers decoders with pluggable attention functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from flowrt.algorithms import PackedBatch, Padded, pack_samples, pad_samples, predicted_logprobs, selected_logprobs
+
+NAME = "flowrt_packed"
+NO_MASK = (1, 1, 1, 1)
+"""Shape of a dummy mask: transformers passes it on unchanged instead of building a mask of all tokens by all tokens."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+NOISE_FACTOR = 4.0
+MAX_NOISE_NATS = 0.5
+"""Allowed differences of log-probabilities, in nats: TOLERANCES by dtype, or NOISE_FACTOR times the difference between
+padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
+NARROW = frozenset({torch.bfloat16, torch.float16})
+"""On a CPU, attention with gradients in these dtypes is computed in float32: PyTorch's native backward pass is several
+times slower."""
+MAX_WINDOW = 1024
+"""Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
+
+
+def is_packing_enabled(model: Any) -> bool:
+    """Whether `packed_logprobs` works with this model: `enable_packing` has succeeded."""
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "get_text_config") and bool(config.get_text_config()._attn_implementation == NAME)
+
+
+def packed_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+) -> tuple[torch.Tensor, PackedBatch]:
+    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once."""
+    packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
+    out = model(
+        input_ids=packed.tokens_F.unsqueeze(0),
+        position_ids=packed.positions_F.unsqueeze(0),
+        attention_mask=torch.ones(NO_MASK, dtype=torch.bool, device=packed.tokens_F.device),
+        use_cache=False,
+        logits_to_keep=packed.predicts_U,
+        packed=packed,
+    )
+    logits_UV = out.logits[0]
+    return predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature), packed
+
+
+def padded_logprobs(
+    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+) -> tuple[torch.Tensor, Padded]:
+    """As `packed_logprobs`, with padded samples. Causal attention needs no mask for right padding."""
+    padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
+    padded = padded.to(next(model.parameters()).device)
+    # Models return logits at all positions of a rectangle; only those that predict responses are used.
+    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
+    return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded
+
+
+@torch.no_grad()
+def enable_packing(model: Any) -> bool:
+    """Enable packed samples for this model, if it supports them. Returns whether it does.
+
+    It must use SDPA in every layer, and log-probabilities of a few random samples must equal those of padded ones.
+    Collective for a sharded model.
+    """
+    if is_packing_enabled(model):
+        return True
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or LAYERS)
+    window = getattr(config, "sliding_window", None) or 0
+    if config._attn_implementation != "sdpa" or not layers <= LAYERS or window > MAX_WINDOW:
+        return False
+    if not _agrees(model, config, window):
+        return False
+    config._attn_implementation = NAME
+    return True
+
+
+def _agrees(model: Any, config: Any, window: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in (5, 3))
+    prompts = [prompt, other, prompt, prompt]
+    responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in (4, window + 7, 1, 6)]
+    together = padded_logprobs(model, prompts, responses)[0]
+    each = [padded_logprobs(model, [one], [response])[0] for one, response in zip(prompts, responses, strict=True)]
+    noise = float((torch.cat(each) - together).abs().max())
+    config._attn_implementation = NAME
+    try:
+        packed = packed_logprobs(model, prompts, responses)[0]
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError):
+        return False  # its layers need inputs that packed samples do not provide
+    finally:
+        config._attn_implementation = "sdpa"
+    computed_in = model(input_ids=prompt.unsqueeze(0).to(packed.device), use_cache=False).logits.dtype
+    return packed.shape == together.shape and bool((packed - together).abs().max() <= allowed_nats(computed_in, noise))
+
+
+def allowed_nats(dtype: torch.dtype, noise: float) -> float:
+    """Allowed difference (nats) of log-probabilities computed in two ways, given the ``noise`` of plain ways."""
+    return max(TOLERANCES.get(dtype, 0.0), min(NOISE_FACTOR * noise, MAX_NOISE_NATS))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: PackedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `sdpa_attention_forward`; with packed samples, on the tiles of their batch."""
+    if packed is None:
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain
+    if attention_mask is None or attention_mask.shape != NO_MASK:
+        raise ValueError("a layer builds its own attention mask, which packed samples do not support")
+    scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
+    heads = [one.shape[1] for one in (query, key, value)]
+    window = kwargs.get("sliding_window")
+    needs_gradient = any(one.requires_grad for one in (query, key, value))
+    if needs_gradient and query.device.type == "cpu" and query.dtype in NARROW:
+        scattered = [one.float() for one in scattered]
+    # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
+    places = [tile.places for tile in packed.tiles]
+    cut = [one.split(places) if len(places) > 1 else (one,) for one in scattered]
+    attended = []
+    for tile, *parts in zip(packed.tiles, *cut, strict=True):
+        whole = [
+            one.view(tile.rows, tile.length, count, -1).transpose(1, 2) for one, count in zip(parts, heads, strict=True)
+        ]
+        mask = _band(tile.length, window, query.device) if window and window < tile.length else None
+        out, _ = sdpa_attention_forward(module, *whole, mask, **kwargs)
+        attended.append(out.reshape(tile.places, -1))
+    attended_ND = torch.cat(attended) if len(attended) > 1 else attended[0]
+    gathered = packed.gather(attended_ND.to(query.dtype))
+    return gathered.view(1, len(gathered), heads[0], -1), None
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Causal mask [1, 1, length, length] with a sliding window of ``window`` tokens."""
+    square = torch.ones(length, length, dtype=torch.bool, device=device)
+    return (square.tril() & square.triu(1 - window))[None, None]
+
+
+# Excluded from compilation of the layer, which would be recompiled for each number of tiles.
+AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,83 @@
+"""State of a training engine on disk: named tensors in safetensors files, written by torch.distributed.checkpoint.
+
+Scalars are tensors too, so no pickle is needed (the default of torch.distributed.checkpoint).
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from flowrt.errors import EngineError
+
+CPU_RNG = "rng.cpu"
+FILE_BYTES = 25 * 10**7
+"""Maximum file size. A file is assembled in memory before it is written, which takes up to twice its size."""
+
+
+def files_of(sizes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
+    """File number (from 1) of each name: in order, at most ``file_bytes`` per file; a larger tensor has its own."""
+    files: dict[str, int] = {}
+    file = 1
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > file_bytes:
+            file += 1
+            filled = 0
+        files[name] = file
+        filled += size
+    return files
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write full tensors into an existing directory, from this process alone."""
+    files = files_of({name: tensor.nbytes for name, tensor in tensors.items()}, FILE_BYTES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: only this process writes
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory), files), no_dist=True)
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Read what `write_tensors` wrote. Raises EngineError if it is missing or damaged."""
+    try:
+        found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        if not found:
+            raise EngineError(f"{directory} holds no state of a training engine; is the checkpoint complete?")
+        tensors = {
+            name: torch.empty(one.size, dtype=one.properties.dtype)
+            for name, one in found.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    except (OSError, SafetensorError, ValueError, CheckpointException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
+    return tensors
+
+
+def gather_rng() -> dict[str, torch.Tensor]:
+    """The CPU random state of every rank, by name. Collective."""
+    own = torch.get_rng_state()
+    if not dist.is_initialized():
+        return {f"{CPU_RNG}.0": own}
+    states = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(states, own)
+    return {f"{CPU_RNG}.{rank}": state for rank, state in enumerate(states)}
+
+
+def restore_rng(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Restore this rank's CPU random state; a rank that was not saved keeps its current one."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = tensors.get(f"{CPU_RNG}.{rank}")
+    if state is not None:
+        torch.set_rng_state(state)

@@ -1,0 +1,196 @@
+"""Controller process of a run.
+
+``python launch/controller.py --config RUN/config.toml`` (or ``-m flowrt.launcher.controller_main``). Once it listens it
+logs its address and writes it to ``--ready-fd`` and to the file ``address`` in the run directory.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from time import monotonic
+
+from flowrt.controller.core import Core
+from flowrt.controller.events import EndRun, PreemptRun
+from flowrt.controller.server.server import Server
+from flowrt.controller.state.replay import STEP
+from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
+from flowrt.launcher.observer import address_of
+from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys
+from flowrt.recipes import grpo
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_file, to_toml
+from flowrt.recipes.run_dir import CONFIG, address_file, checkpoint_steps
+from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.event_loop import serve_loop
+from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_directory
+from flowrt.runtime.host import reachable
+from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.parent_death import is_alive
+from flowrt.runtime.waits import pause
+
+log = logging.getLogger("flowrt")
+BIND_RETRY_S = 0.25
+
+
+def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Server, str]:
+    """Create the server, not yet listening; returns it and the address to bind.
+
+    If the previous controller died during the run, this one recovers its state and its workers; otherwise, and always
+    with ``from_checkpoint``, it resumes from the newest checkpoint.
+    """
+    flow = grpo.dataflow(config)
+    times = config.controller
+    run_dir = Path(config.run_dir)
+    keys = controller_keys(Path(times.keys)) if times.keys else None
+    saved = max(checkpoint_steps(run_dir), default=0)
+    check_not_behind_checkpoint(run_dir / LEDGER, saved, require_intact_wal=not from_checkpoint)
+    ledger = Ledger(run_dir / LEDGER)
+    clock = MonotonicClock()
+    recovered = None if from_checkpoint else ledger.recover()
+    if recovered is None:
+        ledger.step_lines(saved)  # raises for a ledger without them, before anything is rolled back
+        position = ledger.resume(saved, clock.now())
+    else:
+        position = ledger.position(recovered.numbers.get(STEP, saved))
+        log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))
+    if position.step:
+        log.info("resuming after step %d", position.step - 1)
+    settings = dataclasses.replace(grpo.settings(config), position=position)
+    core = Core(settings=settings, flow=flow, policies=grpo.policies(config), term=ledger.term, recovered=recovered)
+    server = Server(
+        core=core,
+        columns=flow.columns,
+        config=text,
+        run_dir=run_dir,
+        heartbeat_s=times.heartbeat_s,
+        request_timeout_s=times.request_timeout_s,
+        clock=clock,
+        ledger=ledger,
+        keys=keys,
+    )
+    if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
+        return server, times.bind
+    # The port that the workers know. The address to bind may differ from the one that they connect to.
+    return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
+
+
+async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> int:
+    """Run the controller until the run ends; writes summary.json and returns the exit code."""
+    ready_fd = arguments.ready_fd
+    server, where = make_server(config, text, arguments.from_checkpoint)
+    _take_over(config, text, arguments)
+    retry_s = 0.0 if where == config.controller.bind else config.controller.reconnect_timeout_s
+    address = reachable(await bind(server, where, retry_s), config.controller.host)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGTERM, _terminate, server, config)
+    peers = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"
+    log.info("listening on %s, %s", address, peers)
+    atomic_write(address_file(Path(config.run_dir)), address + "\n")
+    if ready_fd >= 0:
+        os.write(ready_fd, address.encode() + b"\n")
+        os.close(ready_fd)
+    # Removed at the end of the run: another process may listen at this address afterwards.
+    ended = await server.run(lambda: address_file(Path(config.run_dir)).unlink(missing_ok=True))
+    try:
+        _summarize(server, config, ended)
+    except (FlowError, OSError) as error:
+        partial_path(Path(config.run_dir) / "summary.json").unlink(missing_ok=True)
+        log.log(logging.WARNING if ended.code else logging.ERROR, "the summary cannot be written: %s", error)
+        return ended.code or EXIT_FAILED
+    server.ledger.close()
+    return ended.code
+
+
+def _take_over(config: RunConfig, text: str, arguments: argparse.Namespace) -> None:
+    """Replace the files of an earlier start, after all checks of the run directory."""
+    run_dir = Path(config.run_dir)
+    started_with = Path(arguments.config).resolve()
+    if started_with.parent == run_dir.resolve() and started_with.name != CONFIG:
+        atomic_write(run_dir / CONFIG, text)
+    for left in run_dir.glob(f".{CONFIG}.*"):
+        if left != started_with and left.suffix[1:].isdecimal() and not is_alive(int(left.suffix[1:])):
+            left.unlink(missing_ok=True)  # of a launcher that was killed
+    if arguments.from_checkpoint:
+        (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def _terminate(server: Server, config: RunConfig) -> None:
+    """Save what is trained, if checkpoints are enabled, and end the run; it can be resumed elsewhere."""
+    reason = "interrupted (SIGTERM)"
+    saved = max(checkpoint_steps(Path(config.run_dir)), default=0)
+    if config.checkpoint.every and config.checkpoint.preemption_save_timeout_s:
+        log.info("terminated: saving the steps after step-%06d before the run ends", saved)
+        server.preempt(PreemptRun(reason, EXIT_INTERRUPTED, saved))
+    else:
+        server.end(reason, EXIT_INTERRUPTED)
+
+
+async def bind(server: Server, where: str, retry_s: float) -> str:
+    """Bind the server's socket; returns the address. Retries for ``retry_s`` seconds if the port is taken.
+
+    The workers of a restarted controller know only this port. Raises ConfigError if it is still taken.
+    """
+    end_s = monotonic() + retry_s
+    warned = False
+    while True:
+        try:
+            return server.bind(where)
+        except ConfigError as taken:
+            if monotonic() >= end_s:
+                raise
+            if not warned:
+                log.warning("%s; the workers know only this address: retrying for %.0f s", taken, retry_s)
+            warned = True
+        await pause(BIND_RETRY_S)
+
+
+def _summarize(server: Server, config: RunConfig, ended: EndRun) -> None:
+    """Write summary.json atomically."""
+    summary = {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        **server.summary(config.max_staleness),
+        "exit_code": ended.code,
+        "reason": ended.reason,
+    }
+    atomic_write(Path(config.run_dir) / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="flowrt controller")
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="file descriptor to write the address to")
+    parser.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="resume from the newest checkpoint; do not recover the workers of a controller that died",
+    )
+    parser.add_argument(
+        "--keys", default=os.environ.get(KEYS_VARIABLE, ""), help="directory made by flowrt keys (controller.keys)"
+    )
+    arguments = parser.parse_args()
+    log_to_stderr()
+    try:
+        config = from_file(Path(arguments.config))
+        if arguments.keys:
+            config = dataclasses.replace(config, controller=dataclasses.replace(config.controller, keys=arguments.keys))
+        run_dir = Path(config.run_dir)
+        private_directory(run_dir)
+        RunLock(run_dir)  # until this process ends
+        return serve_loop(serve(config, to_toml(config), arguments))
+    except (FlowError, OSError) as error:
+        log.error("%s", error)
+        return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

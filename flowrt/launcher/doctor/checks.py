@@ -1,0 +1,242 @@
+"""Checks of `flowrt doctor`: pure functions from facts to findings."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.launcher.doctor.estimate import Needs, device_bytes, host_bytes
+from flowrt.launcher.doctor.facts import PACKAGES, Facts
+from flowrt.recipes.config import RunConfig
+
+MIN_PYTHON = (3, 11)
+MIN_OPEN_FILES = 4096
+MAX_ROUND_TRIP_S = 0.05
+MAX_CLOCK_DIFFERENCE_S = 1.0
+MIN_BYTES_PER_S = 100e6
+MAX_SPEED_RATIO = 4.0
+"""A lane may be slower than the median lane by this factor."""
+MEMORY_HEADROOM = 1.2
+GIB = 2**30
+
+
+class State(Enum):
+    """The colour of a finding; only BAD ones make the command fail."""
+
+    GOOD = "green"
+    WARN = "yellow"
+    BAD = "red"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check at one place; ``fix`` is empty if the state is GOOD."""
+
+    check: str
+    where: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the run needs on every node; 0, empty and False for what it does not need."""
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    device: str = ""  # cuda or npu, where the configuration names one
+    disk_bytes: int = 0
+    controller: bool = False
+    lane_bytes_per_s: float = 0.0
+
+
+def wanted(config: RunConfig, needs: Needs, all_facts: Sequence[Facts], controller: bool) -> Wanted:
+    """What the run needs of nodes like these; device ``auto`` uses the accelerators that they have."""
+    there = any(facts.devices for facts in all_facts)
+    device = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
+    return Wanted(
+        host_bytes=host_bytes(config, needs, len(all_facts), there),
+        device_bytes=device_bytes(config, needs, there),
+        device=device if device in ("cuda", "npu") else "",
+        disk_bytes=needs.disk,
+        controller=controller,
+        lane_bytes_per_s=config.controller.min_transfer_mb_per_s * 1e6,
+    )
+
+
+def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
+    """All checks: node by node, then between nodes."""
+    single_node = len(all_facts) == 1
+    findings = [finding for facts in all_facts for finding in _node_checks(facts, want, single_node)]
+    return (
+        findings if single_node else [*findings, *_versions(all_facts), *_clocks(all_facts), *_lanes(all_facts, want)]
+    )
+
+
+def is_well(findings: Iterable[Finding]) -> bool:
+    return all(finding.state is not State.BAD for finding in findings)
+
+
+def _finding(check: str, where: str, good: bool, found: str, fix: str, worst: State = State.BAD) -> Finding:
+    return Finding(check=check, where=where, state=State.GOOD if good else worst, found=found, fix="" if good else fix)
+
+
+# ---- one node
+
+
+def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Finding]:
+    def finding(check: str, good: bool, found: str, fix: str, worst: State = State.BAD) -> Finding:
+        return _finding(check, facts.node, good, found, fix, worst)
+
+    version = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdigit())
+    yield finding("Python", version >= MIN_PYTHON, facts.python, "install Python 3.11 or newer")
+    torch = facts.torch_error or f"{facts.versions.get('torch') or 'no version'}, lanes {', '.join(facts.lanes)}"
+    yield finding("torch", not facts.torch_error, torch, "see python -m flowrt.launcher.doctor.probe on that node")
+    names = ", ".join(sorted({device["name"] for device in facts.devices}))
+    yield finding(
+        "devices",
+        bool(facts.devices) or not want.device,
+        f"{len(facts.devices)} ({names})" if facts.devices else "none, CPU only",
+        f"trainer.fsdp.device is {want.device}: ask for devices (--gpus), load their driver, or use cpu",
+    )
+    yield finding(
+        "model",
+        not facts.model_error,
+        facts.model_error or "exists, or will be built",
+        "every worker reads it under this path: put it on a file system that all nodes mount",
+    )
+    yield _memory(facts, want)
+    yield finding(
+        "disk",
+        not facts.directory_error and facts.free_disk_bytes >= want.disk_bytes,
+        facts.directory_error
+        or f"{_gib(facts.free_disk_bytes)} free, checkpoints and models need about {_gib(want.disk_bytes)}",
+        "name another --run-dir, or make it writable"
+        if facts.directory_error
+        else "lower checkpoint.keep, or name a --run-dir with more space",
+    )
+    open_files = f"{facts.open_files} may be open"
+    yield finding(
+        "open files", facts.open_files >= MIN_OPEN_FILES, open_files, "raise the limit (ulimit -Hn)", State.WARN
+    )
+    yield finding(
+        "port",
+        not facts.port_error,
+        facts.port_error or "a free one can be bound",
+        "controller and lanes listen on free ports: let processes listen on that address",
+    )
+    others = ", ".join(f"{name} {address}" for name, address in facts.addresses.items() if name != "lo")
+    yield finding(
+        "address",
+        single_node or not facts.own_address.startswith("127."),
+        f"{facts.own_address} (of {others or 'none'})",
+        "other nodes cannot reach it: bring up a network interface, or set controller.host",
+    )
+    if facts.devices:
+        free = min(device["free_bytes"] for device in facts.devices)
+        yield finding(
+            "device memory",
+            free >= want.device_bytes,
+            f"at least {_gib(free)} free on each, the largest process on one needs about {_gib(want.device_bytes)}",
+            "lower trainer.forward_tokens, use more ranks with --trainer.engine fsdp, --trainer.fsdp.gather pass, "
+            "or --trainer.fsdp.recompute True",
+        )
+    if want.controller and facts.round_trip_s is None:
+        yield finding(
+            "controller",
+            False,
+            facts.peer_error or facts.torch_error or "was not measured",
+            "is it running, is the address right, do the keys match, does a firewall close its port?",
+        )
+    elif want.controller and facts.round_trip_s is not None:
+        yield finding(
+            "controller",
+            facts.round_trip_s <= MAX_ROUND_TRIP_S,
+            f"answers in {facts.round_trip_s * 1e3:.2f} ms",
+            "look for a slow or lossy network between this node and the controller's",
+            State.WARN,
+        )
+
+
+def _memory(facts: Facts, want: Wanted) -> Finding:
+    fits = facts.free_memory_bytes >= want.host_bytes
+    return _finding(
+        "memory",
+        facts.node,
+        facts.free_memory_bytes >= MEMORY_HEADROOM * want.host_bytes,
+        f"{_gib(facts.free_memory_bytes)} free, the run needs about {_gib(want.host_bytes)}",
+        "lower rollout.max_running_requests, rollout.workers or trainer.forward_tokens, or spread the run over more "
+        "nodes",
+        State.WARN if fits else State.BAD,
+    )
+
+
+# ---- between nodes
+
+
+def _versions(all_facts: Sequence[Facts]) -> list[Finding]:
+    """Packages, Python's minor version and the protocol have to be equal on all nodes."""
+    findings = []
+    for name in (*PACKAGES, "Python", "protocol"):
+        found = {facts.node: _version(facts, name) for facts in all_facts}
+        if len(set(found.values())) > 1:
+            text = ", ".join(f"{node} {version or 'none'}" for node, version in found.items())
+            findings.append(_finding(f"versions: {name}", "all", False, text, "install the same on every node"))
+    return findings or [_finding("versions", "all", True, "the same everywhere", "")]
+
+
+def _version(facts: Facts, name: str) -> str:
+    match name:
+        case "Python":
+            return ".".join(facts.python.split(".")[:2])
+        case "protocol":
+            return str(facts.protocol)
+    return facts.versions.get(name, "")
+
+
+def _clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Clock differences: half the difference between the delays of both directions."""
+    for one, other in itertools.combinations(all_facts, 2):
+        there, back = other.delay_s.get(one.probe), one.delay_s.get(other.probe)
+        if there is None or back is None:
+            continue
+        difference_s = (there - back) / 2
+        yield _finding(
+            "clock",
+            f"{one.node} and {other.node}",
+            abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S,
+            f"{other.node} is {difference_s * 1e3:+.1f} ms from {one.node}",
+            "logs and timelines will not fit together: start chrony or ntpd there",
+        )
+
+
+def _lanes(all_facts: Sequence[Facts], want: Wanted) -> Iterator[Finding]:
+    """Every pair of nodes has a lane in both directions, fast enough for the run, none much slower than the others."""
+    probed = [facts for facts in all_facts if facts.probe]
+    speeds: dict[str, float] = {}
+    for one, other in itertools.combinations(probed, 2):
+        for source, sink in ((one, other), (other, one)):
+            where = f"{source.node} to {sink.node}"
+            if source.probe in sink.bytes_per_s:
+                speeds[where] = sink.bytes_per_s[source.probe]
+            else:
+                error = sink.lane_errors.get(source.probe) or source.lane_errors.get(sink.probe)
+                found = error or sink.peer_error or source.peer_error or "nothing arrived"
+                fix = "does a firewall stand between them? Lanes use free ports"
+                yield _finding("lane", where, False, found, fix)
+    limit = max(MIN_BYTES_PER_S, statistics.median(speeds.values()) / MAX_SPEED_RATIO) if speeds else 0.0
+    for where, speed in speeds.items():
+        fails = speed < want.lane_bytes_per_s
+        fix = "is this the fast network? See controller.host; else check that link"
+        if fails:
+            least = f"{want.lane_bytes_per_s / 1e6:g}"
+            fix = f"transfers below controller.min_transfer_mb_per_s ({least}) fail: lower that, or {fix}"
+        good = speed >= limit and not fails
+        yield _finding("lane", where, good, f"{speed / 1e6:.1f} MB/s", fix, State.BAD if fails else State.WARN)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,183 @@
+"""Command line of the doctor: one node, many nodes by files, or many nodes at once.
+
+- Without flags it checks this node. ``--json`` prints this node's facts as a line; ``--merge`` checks such lines of
+  many nodes.
+- ``--on PREFIX`` starts ``flowrt doctor --json`` on all nodes at once and is the controller of their probes, which
+  also measure the lanes between each pair.
+"""
+
+import asyncio
+import dataclasses
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.controller.core import Core
+from flowrt.controller.server.server import Server
+from flowrt.controller.settings import Dataflow, Settings
+from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
+from flowrt.launcher.doctor.checks import Finding, State, is_well, judge, wanted
+from flowrt.launcher.doctor.estimate import estimate, shape_of
+from flowrt.launcher.doctor.facts import START_S, Facts, collect, from_json, lanes_s
+from flowrt.launcher.observer import locate
+from flowrt.net.curve_keys import controller_keys
+from flowrt.recipes import grpo
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_file, parse
+from flowrt.runtime.event_loop import run_loop
+from flowrt.runtime.host import reachable
+from flowrt.runtime.waits import wait_until
+
+SPARE_S = 30.0
+"""For the prefix to start a command on all nodes."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The arguments of ``flowrt doctor``; text that is empty was not given."""
+
+    config: str
+    run_dir: str
+    model: str
+    controller: str
+    peers: int
+    keys: str
+    on: str
+    nodes: int
+    deadline_s: float
+    merge: tuple[str, ...]
+    as_json: bool
+
+
+def doctor(options: DoctorOptions, console: Console) -> int:
+    """Check and print; returns the exit code: 1 if any finding is bad. Raises ConfigError on bad input."""
+    config = from_file(Path(options.config)) if options.config else parse([])
+    config = dataclasses.replace(config, run_dir=options.run_dir or config.run_dir, model=options.model or config.model)
+    try:
+        prefix = shlex.split(options.on)
+    except ValueError as error:
+        raise ConfigError(f"--on cannot be split into words ({error}): {options.on!r}; check the quotes") from None
+    if options.as_json:
+        sys.stdout.write(_collect(options, config).to_json() + "\n")
+        return EXIT_OK
+    shape = shape_of(config)
+    if options.merge:
+        all_facts = [facts for path in options.merge for facts in _read(Path(path))]
+    elif prefix:
+        all_facts = run_loop(_collect_everywhere(options, config, prefix))
+    else:
+        all_facts = [_collect(options, config)]
+    want = wanted(config, estimate(config, shape), all_facts, bool(options.controller or prefix))
+    return report(judge(sorted(with_unique_names(all_facts), key=lambda facts: facts.node), want), console)
+
+
+def with_unique_names(all_facts: Sequence[Facts]) -> list[Facts]:
+    """Add the address to a node's name if several nodes have it, as machines made from one image often have."""
+    count = Counter(facts.node for facts in all_facts)
+    return [
+        dataclasses.replace(facts, node=f"{facts.node} ({facts.own_address})") if count[facts.node] > 1 else facts
+        for facts in all_facts
+    ]
+
+
+def report(findings: Sequence[Finding], console: Console) -> int:
+    """Print the table; returns the exit code."""
+    table = Table(title="flowrt doctor")
+    for heading in ("check", "where", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for finding in merge_good(findings):
+        table.add_row(finding.check, finding.where, finding.found, finding.fix, style=finding.state.value)
+    console.print(table)
+    for finding in findings:
+        if finding.state is State.BAD:
+            line = f"flowrt: {finding.check}, {finding.where}: {finding.found}; {finding.fix}"
+            console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+    return EXIT_OK if is_well(findings) else EXIT_FAILED
+
+
+def merge_good(findings: Sequence[Finding]) -> list[Finding]:
+    """One line for a check that is good in several places; all other findings as they are."""
+    good: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.state is State.GOOD:
+            good.setdefault(finding.check, []).append(finding)
+    lines = []
+    for check, same in good.items():
+        found = list(dict.fromkeys(finding.found for finding in same))
+        where = same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more"
+        more = "" if len(found) == 1 else f"; {found[-1]}" if len(found) == 2 else f"; …; {found[-1]}"
+        lines.append(Finding(check, where, State.GOOD, found[0] + more))
+    return [*lines, *(finding for finding in findings if finding.state is not State.GOOD)]
+
+
+def _collect(options: DoctorOptions, config: RunConfig) -> Facts:
+    """The facts of this node."""
+    probe = ["--deadline-s", str(options.deadline_s)]
+    if options.controller:
+        probe += ["--controller", locate(options.controller)[0], "--peers", str(options.peers)]
+        probe += ["--keys", options.keys] if options.keys else []
+    limit_s = START_S + options.deadline_s + lanes_s(options.peers)
+    return collect(Path(config.run_dir or "."), config.model, probe, limit_s)
+
+
+def _read(path: Path) -> list[Facts]:
+    """The facts in a file, a line for each node; other lines, which a launcher may have written, are skipped."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; name one written by flowrt doctor --json")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    found = _parse(text, str(path))
+    if not found:
+        raise ConfigError(f"{path} holds no facts; flowrt doctor --json prints them")
+    return found
+
+
+def _parse(text: str, source: str) -> list[Facts]:
+    return [from_json(line, source) for line in text.splitlines() if line.startswith("{")]
+
+
+async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str]) -> list[Facts]:
+    """The facts of all nodes, with this process as the controller of their probes. Raises ConfigError without them."""
+    keys = controller_keys(Path(options.keys)) if options.keys else None
+    core = Core(Settings(), Dataflow((), ()), grpo.policies(config))
+    with tempfile.TemporaryDirectory(prefix="flowrt-doctor-") as directory:
+        server = Server(core, (), "", Path(directory), heartbeat_s=1.0, request_timeout_s=options.deadline_s, keys=keys)
+        address = reachable(server.bind("tcp://*:0" if keys else "tcp://127.0.0.1:0"), config.controller.host)
+        async with server.running():
+            return await _start_everywhere(options, config, prefix, address)
+
+
+async def _start_everywhere(options: DoctorOptions, config: RunConfig, prefix: list[str], address: str) -> list[Facts]:
+    words = [*prefix, sys.executable, "-m", "flowrt.cli", "doctor", "--json", "--controller", address]
+    words += ["--peers", str(options.nodes), "--deadline-s", str(options.deadline_s)]
+    for flag, value in (("--keys", options.keys), ("--run-dir", config.run_dir), ("--model", config.model)):
+        words += [flag, value] if value else []
+    command = " ".join(prefix)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        raise ConfigError(f"--on {command} cannot be started: {error.strerror}") from None
+    deadline_s = START_S + options.deadline_s + lanes_s(options.nodes) + SPARE_S
+    try:
+        output, _ = await wait_until(process.communicate(), deadline_s, "all nodes to answer", command)
+    except WaitExpired:
+        process.kill()
+        output = b""
+    found = _parse(output.decode(errors="replace"), command)
+    if len(found) < options.nodes:
+        raise ConfigError(
+            f"{len(found)} of {options.nodes} nodes answered within {deadline_s:.0f} s to {command} (exit code "
+            f"{process.returncode}); does it start one command on each of them? Set their number with --nodes"
+        )
+    return found

@@ -1,0 +1,164 @@
+"""Estimate of the memory and disk space of a run, from its configuration.
+
+- Sums of the known tensors and the largest activations, in bytes, without the overhead of allocators.
+- `tests/integration/test_memory_peaks.py` compares it with measured peaks.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrt.engines.descriptor import ADAM_BYTES, FLOAT_BYTES, ModelShape
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.model_files import read_header, weight_files
+
+PROCESS_BYTES = 700 * 10**6
+"""A process that has imported torch and transformers."""
+SMALL_PROCESS_BYTES = 200 * 10**6
+TOKEN_BYTES = 12
+"""Of one token of a sample in a tensor store."""
+HEAD_DIM = 32
+"""Of the embedded model."""
+SAVING_BYTES = 500 * 10**6
+"""While a rank writes a checkpoint: one file of it, twice (`flowrt.engines.training.state.FILE_BYTES`)."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory of each process of a role, and disk space of the run, in bytes."""
+
+    trainer_rank: int
+    trainer_first: int  # rank 0, in addition
+    trainer_device: int  # each rank, on its accelerator; without one, in host memory
+    rollout: int
+    server: int  # of a rollout worker that starts one, on its accelerator; without one, in host memory
+    reference: int
+    small: int  # controller, source and reward together, with the live samples
+    disk: int
+
+
+def built_shape(config: RunConfig) -> ModelShape:
+    """The shape of the embedded model, as `engines/tiny_model.py` builds it."""
+    build = config.build
+    hidden = build.hidden_size
+    heads = build.heads
+    kv_heads = max(heads // 2, 1)
+    attention = hidden * HEAD_DIM * (2 * heads + 2 * kv_heads) + 2 * HEAD_DIM
+    layer = attention + 3 * hidden * build.intermediate_size + 2 * hidden
+    parameters = build.vocab_size * hidden + build.layers * layer + hidden
+    return ModelShape(
+        parameters=parameters,
+        layers=build.layers,
+        hidden_size=hidden,
+        kv_size=kv_heads * HEAD_DIM,
+        vocab_size=build.vocab_size,
+        max_length=build.max_length,
+        intermediate_size=build.intermediate_size,
+    )
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape of a checkpoint. Raises ConfigError if its config.json is not that of a causal LM."""
+    try:
+        table = json.loads((path / "config.json").read_text())
+        heads = int(table["num_attention_heads"])
+        hidden = int(table["hidden_size"])
+        head_dim = int(table.get("head_dim") or hidden // heads)
+        return ModelShape(
+            parameters=sum(map(_parameters, weight_files(path))),
+            layers=int(table["num_hidden_layers"]),
+            hidden_size=hidden,
+            kv_size=int(table.get("num_key_value_heads") or heads) * head_dim,
+            vocab_size=int(table["vocab_size"]),
+            max_length=int(table.get("max_position_embeddings", 0)),
+            intermediate_size=int(table.get("intermediate_size") or 4 * hidden),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} has no config.json of a causal LM: {type(error).__name__} {error}") from None
+
+
+def shape_of(config: RunConfig) -> ModelShape:
+    """The shape of the model that the run starts from: the user's, or the embedded one."""
+    return read_shape(Path(config.model)) if config.model else built_shape(config)
+
+
+def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
+    """Whether trainer ranks, and rollout engines, use an accelerator.
+
+    Args:
+        config: of the run.
+        there: whether the nodes have accelerators.
+    """
+    training = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
+    generating = ROLLOUT_ENGINES[config.rollout.engine].device(config.rollout)
+    return _is_accelerated(training, there), _is_accelerated(generating, there)
+
+
+def _is_accelerated(device: str, there: bool) -> bool:
+    return there if device == "auto" else device != "cpu"
+
+
+def model_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Parameters, gradients and optimiser state of each rank: the tables in docs/guides/engines.md."""
+    return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape).model
+
+
+def estimate(config: RunConfig, shape: ModelShape) -> Needs:
+    """The peak memory of each process of this run, and the disk space that it fills."""
+    trainer, rollout = config.trainer, config.rollout
+    training = TRAIN_ENGINES[trainer.engine]
+    memory = training.memory(trainer, shape)
+    length = min(shape.max_length or config.build.max_length, config.build.max_length)
+    cache_elements = rollout.max_running_requests * length * shape.layers * 2 * shape.kv_size
+    published = training.published(trainer)
+    generating = ROLLOUT_ENGINES[rollout.engine].memory(rollout, shape, published, cache_elements)
+    live = (config.max_staleness + 1) * config.prompts_per_step * config.group_size
+    samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
+    saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+    trained_bytes = training.trained_parameters(trainer, shape) * (FLOAT_BYTES + ADAM_BYTES)
+    return Needs(
+        trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
+        trainer_first=memory.first_rank,
+        trainer_device=memory.model + memory.passes,
+        rollout=PROCESS_BYTES + generating.host + samples,
+        server=generating.device,
+        reference=PROCESS_BYTES + shape.weight_bytes + trainer.forward_tokens * shape.logits_bytes,
+        small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
+        disk=saved * trained_bytes + 2 * shape.weight_bytes,
+    )
+
+
+def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = False) -> int:
+    """Host memory that the run needs on the node with most of its processes.
+
+    Args:
+        config: of the run.
+        needs: memory of each process.
+        nodes: how many nodes there are.
+        devices: whether they have accelerators, whose memory then holds models instead.
+    """
+    trainer = config.trainer
+    reference = needs.reference if config.loss.kl_coef > 0 else 0
+    training, serving = accelerated(config, devices)
+    rank = needs.trainer_rank + (0 if training else needs.trainer_device)
+    part = trainer.ranks // trainer.nodes * rank + needs.trainer_first
+    rollout = needs.rollout + (0 if serving else needs.server)
+    head = needs.small + reference
+    generating = math.ceil(config.rollout.workers / max(nodes - trainer.nodes, 1)) * rollout
+    # With trainers on several hosts, the controller's host is usually one of them: ``part`` counts in both cases.
+    here = head + part + (0 if config.launch.rollout else config.rollout.workers * rollout)
+    return max(here, generating if config.launch.rollout else 0)
+
+
+def device_bytes(config: RunConfig, needs: Needs, devices: bool) -> int:
+    """Accelerator memory of the largest process that uses one; 0 if none does."""
+    training, serving = accelerated(config, devices)
+    return max(needs.trainer_device if training else 0, needs.server if serving else 0)
+
+
+def _parameters(path: Path) -> int:
+    """The number of elements in a safetensors file, from its header."""
+    return sum(math.prod(entry["shape"]) for entry in read_header(path).values())

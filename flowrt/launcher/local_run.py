@@ -1,0 +1,380 @@
+"""Local run: starts the controller and the workers, shows the live view, restarts what dies, ends every process.
+
+- Input is checked before anything is written: bad input leaves the run directory as it was.
+- A controller that dies is restarted for its workers; a lost trainer restarts the whole run from its newest checkpoint.
+- The exit code is the controller's; one that was killed after the run's end left it in summary.json.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, ConfigError, FlowError, WaitExpired
+from flowrt.ids import OBSERVER, TRAINER
+from flowrt.launcher.accelerators import environments
+from flowrt.launcher.commands import check_machine, check_programs, worker_commands
+from flowrt.launcher.observer import Observer
+from flowrt.launcher.processes import Child, Children
+from flowrt.launcher.signals import Signals
+from flowrt.launcher.supervision import (
+    RUN,
+    HungProcessReaper,
+    RestartPolicy,
+    Supervisor,
+    Vacancies,
+    cpu_time_watchdog,
+    read_summary,
+)
+from flowrt.launcher.views.live import LiveView, summary_table
+from flowrt.launcher.views.plot import draw
+from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
+from flowrt.net.zmq_socket import check_free
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import to_toml
+from flowrt.recipes.constraints import check_text
+from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
+from flowrt.recipes.tasks.registry import check_task
+from flowrt.runtime.files import atomic_write, private_directory
+from flowrt.runtime.waits import pause
+
+READY_S = 30.0
+WORKERS_EXIT_S = 3.0
+CONTROLLER_EXIT_S = 15.0
+
+
+def place(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths and a run directory.
+
+    Raises ConfigError if that directory is in use or cannot be created.
+    """
+    try:
+        return _place(config)
+    except OSError as error:  # a name that is too long, a loop of links
+        raise ConfigError(f"{str(error.filename)[:200]} cannot be used: {error.strerror}; name another") from error
+
+
+def _place(config: RunConfig) -> RunConfig:
+    name = f"{config.recipe}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    run_dir = Path(config.run_dir or Path("runs") / name).absolute()
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ConfigError(f"run directory {run_dir} is not empty; name a new one with --run-dir")
+    parent = next(path for path in run_dir.parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"run directory {run_dir} cannot be created in {parent}; name another with --run-dir")
+    final_dir = config.trainer.final_dir
+    if final_dir and Path(final_dir).exists():
+        raise ConfigError(f"trainer.final_dir {final_dir} exists; name a directory that does not")
+    if final_dir and Path(final_dir).absolute() in (run_dir, *run_dir.parents):
+        raise ConfigError(
+            f"trainer.final_dir {final_dir} contains the run directory {run_dir} and would replace it; name another"
+        )
+    keys = config.controller.keys or os.environ.get(KEYS_VARIABLE, "")
+    controller = dataclasses.replace(config.controller, keys=keys)
+    return with_absolute_paths(dataclasses.replace(config, run_dir=str(run_dir), controller=controller))
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The configuration with every path made absolute. Raises ConfigError for a path that TOML cannot hold."""
+    config = dataclasses.replace(
+        config,
+        run_dir=_absolute(config.run_dir),
+        model=_absolute(config.model),
+        data=dataclasses.replace(config.data, path=_absolute(config.data.path), reward=_absolute(config.data.reward)),
+        controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
+        trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
+    )
+    check_text(config)  # the paths now include the current directory
+    return config
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path else ""
+
+
+def run(config: RunConfig, console: Console) -> int:
+    """Run to the end; returns the exit code. Raises ConfigError, with nothing written, on bad input."""
+    return check_and_run(place(config), console)
+
+
+def check_and_run(config: RunConfig, console: Console) -> int:
+    """Check keys, port, programs, threads and data; then run. Raises ConfigError, with nothing written."""
+    if config.controller.keys:
+        controller_keys(Path(config.controller.keys))
+    check_free(config.controller.bind, bool(config.controller.keys))
+    check_programs(config)
+    check_machine(config, os.cpu_count() or 1)
+    check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    return asyncio.run(LocalRun(config, console).run())
+
+
+class LocalRun:
+    """One run and its processes."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._run_dir = Path(config.run_dir)
+        self._created_dir = not self._run_dir.exists()
+        private_directory(self._run_dir)
+        (self._run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+        self._is_new = not (self._run_dir / CONFIG).exists()
+        # The controller renames it to config.toml once it holds the run's lock: a refused start changes nothing.
+        self._config_path = self._run_dir / (CONFIG if self._is_new else f".{CONFIG}.{os.getpid()}")
+        atomic_write(self._config_path, to_toml(config))
+        threads = str(config.threads)
+        self._children = Children(
+            self._run_dir / "logs",
+            {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "HF_HUB_OFFLINE": "1",
+                KEYS_VARIABLE: config.controller.keys,
+            },
+            environments(config, os.environ),
+        )
+        keys = config.controller.keys
+        self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
+        self._signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
+        self._failure = ""
+        self._end_reason = ""  # as the controller gave it
+        self._controller: Child | None = None
+        self._has_started_controller = False  # one that held the lock of the run directory
+        self._rendezvous: Child | None = None
+        self._restarts = RestartPolicy(self._run_dir, config.max_run_restarts)
+
+    async def run(self) -> int:
+        """Run to the end; returns the exit code. Raises ConfigError for bad input that a process of the run found."""
+        code: int
+        self._signals.install()
+        try:
+            with LiveView(self._console) as view:
+                view.report(f"run directory {self._run_dir}")
+                work = asyncio.create_task(self._run_with_restarts(view))
+                code = await self._signals.guard(work, self._signal_controller, view.report)
+        except ConfigError:
+            await self._children.end(0.0)
+            if self._is_new:
+                self._restore_run_dir()
+            raise
+        finally:
+            await self._children.close()
+            if self._config_path.name != CONFIG:
+                self._config_path.unlink(missing_ok=True)
+            if self._has_started_controller:
+                self._remove_ranks_dir()
+        self._print_summary(code)
+        return code
+
+    def _signal_controller(self, number: signal.Signals) -> bool:
+        """Signal the controller; False if there is none."""
+        if self._controller is not None and self._controller.process.returncode is None:
+            self._controller.process.send_signal(number)
+        return self._controller is not None
+
+    async def _run_with_restarts(self, view: LiveView) -> int:
+        launch = self._config.launch
+        if launch.use_fork_server and not all(command.prefix for command in worker_commands(self._config, "")):
+            await self._children.start_fork_server()
+        code = EXIT_OK
+        if self._config.model:
+            code = await self._run_first("model_check")
+        elif not model_dir(self._config).is_dir():
+            view.report("building and warm-starting the model")
+            code = await self._run_first("build_model")
+        if code != EXIT_OK:
+            return code
+        while True:
+            code, trainer_code = await self._run_once(view)
+            killed = self._controller is not None and (self._controller.process.returncode or 0) < 0
+            self._controller = None
+            if self._signals.preempted:
+                return code
+            back_off_s = self._restarts.back_off_s(trainer_code)
+            if killed and self._restarts.lacks_only_summary(self._config.steps):
+                back_off_s = 0.0  # all steps are saved: a restarted controller only writes the summary
+            if back_off_s is None:
+                return code
+            view.report(f"{self._failure or self._restarts.reason()}: {self._restarts.describe(back_off_s)}")
+            await self._children.end(0.0)
+            await pause(back_off_s)
+            self._failure = ""
+
+    async def _run_first(self, module: str) -> int:
+        """Run a module of `flowrt.launcher` to its end before the run starts; returns an exit code.
+
+        Raises ConfigError for bad input that it found.
+        """
+        words = [sys.executable, "-m", f"flowrt.launcher.{module}", "--config", str(self._config_path)]
+        child = await self._children.start(module, words)
+        try:
+            code = await cpu_time_watchdog(child, self._config.supervisor.role_vacancy_timeout_s)
+        except WaitExpired as idle:
+            self._failure = str(idle)
+            return EXIT_STALLED
+        if code == EXIT_BAD_INPUT:
+            raise ConfigError(child.last_error())
+        if code != EXIT_OK:
+            self._failure = child.log_tail()
+            return EXIT_FAILED
+        return EXIT_OK
+
+    async def _run_once(self, view: LiveView) -> tuple[int, int | None]:
+        """Run from the newest checkpoint; returns the run's exit code and that of the trainer, if it has ended."""
+        self._restarts.begin()
+        controller, address = await self._start_controller(READY_S, "--from-checkpoint")
+        self._controller = controller
+        self._is_new = False
+        self._has_started_controller = True
+        self._remove_ranks_dir()
+        commands = worker_commands(self._config, address, await self._start_rendezvous(address))
+        reaper = HungProcessReaper(
+            self._children,
+            self._config.supervisor.hung_process_timeout_s,
+            self._config.controller.connect_timeout_s,
+            view.report,
+        )
+        local = {command.name: command.workers for command in commands if not command.prefix}
+        vacancies = Vacancies({command.name: command.role for command in commands}, lambda: self._signals.preempted)
+
+        def on_status(status: dict[str, Any]) -> None:
+            view.show(status)
+            vacancies.update(status)
+            if status["ended"] is None:
+                reaper.check(status["workers"], local, {TRAINER})
+
+        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s)
+        view.report(f"controller at {address}")
+        supervisor = Supervisor(
+            self._children,
+            self._config.supervisor,
+            view.report,
+            is_missed=vacancies.is_missed,
+            take_results=vacancies.take_results,
+        )
+        watchers = []
+        for command in commands:
+            worker = await self._children.start(command.name, command.words)
+            restarts = None if command.name == TRAINER else supervisor
+            watchers.append(asyncio.create_task(self._watch(worker, command.words, restarts, observer)))
+        trainer = worker  # the last command
+        code, hang = await self._await_controller(controller, observer)
+        # A controller that ended the run has removed its address; one that died is restarted for its workers.
+        while address_file(self._run_dir).exists() and await supervisor.may_restart(self._controller):
+            reaper.extend(self._config.controller.reconnect_timeout_s)
+            self._controller = await self._restart_controller()
+            if self._signals.preempted:
+                self._signal_controller(signal.SIGTERM)  # the signal may have reached only its predecessor
+            code, hang = await self._await_controller(self._controller, observer)
+        self._end_reason = observer.end_reason
+        if self._rendezvous is not None and self._rendezvous.process.returncode is None:
+            self._rendezvous.process.terminate()
+        if code >= 0:  # a controller that was killed has stopped no worker
+            await self._children.wait_all(WORKERS_EXIT_S)
+        for watcher in watchers:
+            watcher.cancel()
+        observer.close()
+        if code < 0:
+            summary = read_summary(self._run_dir)
+            if summary is not None:
+                code = summary["exit_code"]  # killed after the end of the run
+            else:
+                self._failure = hang or controller.log_tail()
+                code = EXIT_FAILED
+        return code, trainer.process.returncode
+
+    async def _restart_controller(self) -> Child:
+        """Start a controller that recovers the run with its workers. Raises FlowError if none can be started."""
+        try:
+            child, _ = await self._start_controller(READY_S + self._config.controller.reconnect_timeout_s)
+        except FlowError as error:
+            raise FlowError(f"{error}; fix this, then flowrt resume {self._run_dir}") from error
+        return child
+
+    async def _start_controller(self, ready_s: float, *flags: str) -> tuple[Child, str]:
+        command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(self._config_path), *flags]
+        for left in reversed(range(self._config.supervisor.max_worker_restarts + 1)):
+            child, address = await self._children.start_ready("controller", command, ready_s)
+            if address:
+                return child, address
+            code = await child.wait_exit(READY_S)
+            if code >= 0 or not left:  # only a controller that was killed before it listened is tried again
+                break
+            await pause(self._config.supervisor.backoff_s)
+        if code == EXIT_BAD_INPUT:
+            raise ConfigError(child.last_error())
+        raise FlowError(child.log_tail())
+
+    async def _await_controller(self, controller: Child, observer: Observer) -> tuple[int, str]:
+        """Wait for a controller's end, and kill it if it hangs; returns its exit code and a description of the hang."""
+        try:
+            return await controller.wait_exit(observer.liveness), ""
+        except WaitExpired as expired:
+            if observer.end_reason:  # the run has ended; the controller waits a limited time for workers to leave
+                with contextlib.suppress(WaitExpired):
+                    return await controller.wait_exit(CONTROLLER_EXIT_S), ""
+            controller.process.kill()
+            hang = f"the controller does not respond: {expired}; its log: {controller.log}"
+            return await controller.wait_exit(READY_S), hang
+
+    async def _watch(self, worker: Child, words: list[str], supervisor: Supervisor | None, observer: Observer) -> None:
+        """Wait for a worker that is not restarted any more; end the run, with the worker's reason, if it failed."""
+        if supervisor is not None:
+            try:
+                worker = await supervisor.supervise(worker, words)
+            except FlowError as error:
+                observer.end_run(str(error), EXIT_FAILED)
+                return
+        code = await worker.wait_exit(RUN)
+        if self._signals.preempted and supervisor is not None:
+            return  # terminated with the whole job; the run ends when the trainer has saved
+        if code < 0 and not self._failure and not self._signals.preempted:
+            # Its peers fail, too, and may report first; only the launcher knows which process was killed.
+            self._failure = worker.log_tail()
+        if code == EXIT_BAD_INPUT:
+            observer.end_run(worker.last_error(), EXIT_BAD_INPUT)
+        elif code != 0:
+            observer.end_run(worker.log_tail(), EXIT_FAILED)
+
+    async def _start_rendezvous(self, address: str) -> str:
+        """Start the store at which torchruns of several hosts meet; returns its address, empty for a single host."""
+        if self._config.trainer.nodes == 1:
+            return ""
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        command = [sys.executable, "-m", "flowrt.ranks.rendezvous", "--host", host]
+        self._rendezvous, store_address = await self._children.start_ready("rendezvous", command, READY_S)
+        if not store_address:
+            await self._rendezvous.wait_exit(READY_S)
+            raise FlowError(self._rendezvous.log_tail())
+        return store_address
+
+    def _remove_ranks_dir(self) -> None:
+        """Delete files of torchruns that were killed. No torchrun of this run is alive."""
+        shutil.rmtree(ranks_dir(self._run_dir), ignore_errors=True)
+
+    def _restore_run_dir(self) -> None:
+        """Leave the run directory as it was before this run."""
+        shutil.rmtree(self._run_dir)
+        if not self._created_dir:
+            self._run_dir.mkdir(mode=0o700)
+
+    def _print_summary(self, code: int) -> None:
+        """Print the summary, the path of the plot, and the reason of a failure."""
+        summary = read_summary(self._run_dir)
+        if summary is not None:
+            if summary["steps"]:
+                self._console.print(summary_table(summary))
+                self._console.print(f"plot {draw(self._run_dir)}", highlight=False, soft_wrap=True)
+            self._end_reason = summary["reason"]
+        self._failure = self._failure or (self._end_reason if code != EXIT_OK else "")
+        if self._failure:
+            self._console.print(f"flowrt: {self._failure}", style="red", highlight=False, markup=False, soft_wrap=True)

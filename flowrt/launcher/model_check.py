@@ -1,0 +1,198 @@
+"""Check of a run's model and prompts before the other processes of the run start.
+
+``python -m flowrt.launcher.model_check --config RUN/config.toml``: exit code 2 and one sentence if the model cannot be
+loaded, or a prompt does not fit it. Names, types and shapes of the weights are read from the headers of their files.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from flowrt.engines.hf import load_tokenizer
+from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.model_files import weight_files
+from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.runtime.logs import log_to_stderr
+
+log = logging.getLogger("flowrt")
+MAX_NAMES = 3
+MAX_SCANNED_BYTES = 4 * 10**9
+"""Larger weights are not searched for NaN and infinity: it would take too long."""
+SHORT_BYTES = 4
+"""A prompt of at most this size may have no token at all."""
+MAX_SPECIAL_TOKENS = 16
+"""Tokens that a tokenizer adds to a text; every other token stands for at least one byte of it."""
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
+"""Exceptions of transformers for a checkpoint that it cannot load."""
+
+
+def check_model(config: RunConfig) -> None:
+    """Raises ConfigError if the model cannot be loaded, or has too few positions for a prompt and its response."""
+    path = model_dir(config)
+    model_config = check_weights(path)
+    tokenizer = load_tokenizer(path)
+    text_config = model_config.get_text_config()
+    task = task_of(config)
+    check_prompts(
+        chain(task.training_problems(), task.held_out_problems()),
+        tokenizer,
+        positions=getattr(text_config, "max_position_embeddings", None),
+        vocab_size=getattr(text_config, "vocab_size", None) or sys.maxsize,
+        max_new_tokens=config.rollout.max_new_tokens,
+        what=f"model {path}",
+    )
+    check_finite(path)
+
+
+def check_weights(path: Path) -> Any:
+    """The model's configuration. Raises ConfigError if its architecture is unknown or its weights do not fit."""
+    try:
+        model_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            kind: Any = type(AutoModelForCausalLM.from_config(model_config))
+        _, found = kind.from_pretrained(
+            None,
+            config=model_config,
+            state_dict=_headers(path),
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
+        raise ConfigError(f"model {path} is no causal LM that transformers can load: {_sentence(error)}") from error
+    if found["mismatched_keys"]:
+        name, there, wanted = sorted(found["mismatched_keys"])[0]
+        others = f" (and {len(found['mismatched_keys']) - 1} others)" if len(found["mismatched_keys"]) > 1 else ""
+        raise ConfigError(
+            f"model {path}: {name}{others} has shape {list(there)}, and config.json asks for {list(wanted)}; take both "
+            "from one checkpoint"
+        )
+    if found["missing_keys"]:
+        raise ConfigError(
+            f"model {path} lacks {len(found['missing_keys'])} tensors that config.json asks for: "
+            f"{_some(found['missing_keys'])}; take both from one checkpoint"
+        )
+    return model_config
+
+
+def check_prompts(
+    problems: Iterable[Example],
+    tokenizer: Any,
+    *,
+    positions: int | None,
+    vocab_size: int,
+    max_new_tokens: int,
+    what: str,
+) -> None:
+    """Raises ConfigError for a prompt without tokens, with tokens outside the vocabulary, or too long for a response.
+
+    Only prompts that are short or long enough for this are tokenized.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is not None and eos >= vocab_size:
+        raise ConfigError(f"{what}: the tokenizer's end token is {eos}, and vocab_size {vocab_size}; they do not match")
+    most = max(positions - max_new_tokens, 0) if positions else sys.maxsize
+    larger = len(tokenizer) > vocab_size
+    for problem in problems:
+        size = len(problem.prompt.encode())
+        if not larger and SHORT_BYTES < size <= most - MAX_SPECIAL_TOKENS:
+            continue
+        where = problem.where or f"prompt {problem.prompt[:40]!r}"
+        try:
+            tokens = tokenizer(problem.prompt)["input_ids"]
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ConfigError(f"{where}: the tokenizer of {what} cannot take the prompt: {_sentence(error)}") from error
+        if not tokens:
+            raise ConfigError(f"{where}: the prompt has no token in the tokenizer of {what}; leave the row out")
+        if len(tokens) > most:
+            raise ConfigError(
+                f"{where}: the prompt has {len(tokens)} tokens, and with rollout.max_new_tokens {max_new_tokens} more "
+                f"than the {positions} positions of {what}; leave it out, or use fewer"
+            )
+        if max(tokens) >= vocab_size:
+            raise ConfigError(f"{where}: the prompt has token {max(tokens)}, and {what} a vocab_size of {vocab_size}")
+
+
+def check_finite(path: Path) -> None:
+    """Raises ConfigError for a weight that is NaN or infinite; does nothing above `MAX_SCANNED_BYTES`."""
+    files = weight_files(path)
+    if sum(file.stat().st_size for file in files) > MAX_SCANNED_BYTES:
+        return
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and tensor.numel():
+                    least, most = torch.aminmax(tensor)
+                    if not (least.isfinite() and most.isfinite()):
+                        raise ConfigError(
+                            f"weights {file}: {name} contains {least if not least.isfinite() else most}: they are "
+                            "damaged, or from a training that diverged; use others"
+                        )
+
+
+def _headers(path: Path) -> dict[str, torch.Tensor]:
+    """A tensor without data for each tensor of the weights."""
+    found = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                part = tensors.get_slice(name)
+                found[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The type of a safetensors name; only shapes are checked, so other types count as float32."""
+    return {"F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    return ", ".join(found[:MAX_NAMES]) + (", …" if len(found) > MAX_NAMES else "")
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error, and the second if the first ends with a colon; without the advice that follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":") and len(lines) > 1:
+        first = f"{first} {lines[1]}"
+    return first[:200].rstrip(". ")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="check the model of a run before its processes start")
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    try:
+        check_model(from_toml(Path(arguments.config).read_text()))
+    except FlowError as error:
+        log.error("%s", error)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

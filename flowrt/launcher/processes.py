@@ -1,0 +1,178 @@
+"""Processes of a run: started with a log each, and ended with their launcher."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrt.errors import ConfigError, WaitExpired
+from flowrt.launcher.fork_server.parent import ForkedProcess, ForkServer
+from flowrt.runtime.logs import error_message
+from flowrt.runtime.parent_death import LAUNCHER, die_with_parent, this_launcher
+from flowrt.runtime.waits import BoundedElsewhere, Deadline, cancel_and_wait, wait_all, wait_until
+
+LOG_TAIL_LINES = 3
+BLOCK_BYTES = 4096
+"""With less free disk space than this, nothing is written to a log any more."""
+TOGETHER = BoundedElsewhere("the common deadline of all processes")
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A started process and its log."""
+
+    name: str
+    process: asyncio.subprocess.Process | ForkedProcess
+    log: Path
+
+    def exit_description(self) -> str:
+        """Its name and how it ended."""
+        code = self.process.returncode
+        if code is None:
+            return f"{self.name} is running"
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with exit code {code}"
+        return f"{self.name} {ending}"
+
+    async def wait_exit(self, deadline: Deadline) -> int:
+        """Wait for its end; returns the exit code. Raises WaitExpired."""
+        code: int = await wait_until(self.process.wait(), deadline, f"{self.name} to end", self.name)
+        return code
+
+    def log_tail(self) -> str:
+        """How it ended, and the last lines of its log."""
+        lines = self._log_lines()[-LOG_TAIL_LINES:]
+        empty = "empty: the disk is full" if shutil.disk_usage(self.log.parent).free < BLOCK_BYTES else "empty"
+        return f"{self.exit_description()}; its log {self.log} ends: {' | '.join(lines) or empty}"
+
+    def last_error(self) -> str:
+        """The last line of its log without time and level: the reason of a process that ended with one."""
+        lines = self._log_lines()
+        return error_message(lines[-1]) if lines else self.log_tail()
+
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").strip().splitlines()
+
+
+class Children:
+    """All processes of a launcher; none outlives `end`, or the launcher itself."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        environment: Mapping[str, str],
+        environments: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """``environment`` is added to that of every process, ``environments`` to that of single ones, by name."""
+        self._log_dir = log_dir
+        self._environments = environments or {}
+        self._environment = {**os.environ, **environment, LAUNCHER: this_launcher()}
+        self._all: list[Child] = []
+        self._fork_server: ForkServer | None = None
+
+    async def start_fork_server(self) -> None:
+        """Fork workers of this host from now on (on Linux)."""
+        if sys.platform == "linux":
+            self._fork_server = ForkServer(self._log_dir / "fork_server.log", self._environment)
+            await self._fork_server.start()
+
+    async def start(self, name: str, words: Sequence[str], pass_fds: Sequence[int] = ()) -> Child:
+        """Start a command with its output in ``logs/NAME.log``.
+
+        Raises ConfigError if there is no such program, or the system cannot start another process.
+        """
+        path = self._log_dir / f"{name}.log"
+        environment = {**self._environment, **self._environments.get(name, {})}
+        process: asyncio.subprocess.Process | ForkedProcess | None = None
+        try:
+            with path.open("ab") as log:
+                if self._fork_server is not None and self._fork_server.can_fork(words):
+                    process = await self._fork_server.fork(words, environment, log.fileno(), pass_fds)
+                process = process or await self._execute(words, environment, log.fileno(), pass_fds)
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be started with {words[0]}: {error.strerror}") from error
+        child = Child(name, process, path)
+        self._all.append(child)
+        return child
+
+    async def _execute(
+        self, words: Sequence[str], environment: Mapping[str, str], output: int, pass_fds: Sequence[int]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            # A session of its own: Ctrl-C reaches only the launcher, which ends the run in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            pass_fds=tuple(pass_fds),
+        )
+
+    def running(self) -> list[Child]:
+        return [child for child in self._all if child.process.returncode is None]
+
+    async def start_ready(self, name: str, words: Sequence[str], deadline_s: float) -> tuple[Child, str]:
+        """Start ``WORDS --ready-fd FD`` and return the line that it writes there; empty if it ended without one.
+
+        Raises WaitExpired if neither has happened by the deadline.
+        """
+        read_fd, write_fd = os.pipe()
+        try:
+            child = await self.start(name, [*words, "--ready-fd", str(write_fd)], pass_fds=[write_fd])
+        finally:
+            os.close(write_fd)
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
+        )
+        try:
+            line = await wait_until(reader.readline(), deadline_s, f"the {name} to listen", f"the {name}")
+            return child, line.decode().strip()
+        except WaitExpired:
+            raise WaitExpired(f"waited {deadline_s:.0f} s for the {name} to listen: {child.log_tail()}") from None
+        finally:
+            transport.close()
+
+    async def wait_all(self, deadline_s: float) -> bool:
+        """Wait for the end of every process; False if the deadline came first."""
+        ends = [asyncio.ensure_future(child.wait_exit(TOGETHER)) for child in self._all]
+        try:
+            await wait_all(ends, deadline_s, "all processes to end", "each of them")
+        except WaitExpired:
+            await cancel_and_wait(ends, 1.0)
+            return False
+        return True
+
+    async def end(self, grace_s: float) -> None:
+        """Wait ``grace_s``, then terminate, then kill; returns when no process is left."""
+        if await self.wait_all(grace_s):
+            return
+        self._signal_groups(signal.SIGTERM)
+        if await self.wait_all(1.0):
+            return
+        self._signal_groups(signal.SIGKILL)
+        await self.wait_all(5.0)
+
+    async def close(self) -> None:
+        """`end` without grace, and end the fork server."""
+        await self.end(0.0)
+        if self._fork_server is not None:
+            await self._fork_server.close()
+
+    def signal_group(self, child: Child, number: signal.Signals) -> None:
+        """Signal a process and its descendants; the process alone if it was stopped before it had its own group."""
+        try:
+            os.killpg(child.process.pid, number)
+        except ProcessLookupError:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(number)
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        for child in self.running():
+            self.signal_group(child, number)

@@ -1,0 +1,74 @@
+"""``flowrt resume RUN``: continue a run from its newest checkpoint, from its directory alone."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from flowrt.controller.storage.integrity import LEDGER, last_step
+from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.local_run import check_and_run
+from flowrt.launcher.supervision import read_summary
+from flowrt.recipes.checkpoint_checksums import check_newest
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_file
+from flowrt.recipes.constraints import check
+from flowrt.recipes.resume_overrides import apply_overrides
+from flowrt.recipes.run_dir import checkpoint_steps, kept_model_dir
+from flowrt.runtime.files import RunLock
+
+
+def resume(run_dir: Path, flags: Sequence[str], console: Console) -> int:
+    """Continue the run to its end, with the flags' changes; returns the exit code.
+
+    Prints a line for a run that is complete, and returns 0. Raises ConfigError, with nothing changed, on bad input.
+    """
+    run_dir = run_dir.absolute()
+    before = read_config(run_dir)
+    config = apply_overrides(before, flags)
+    summary = read_summary(run_dir)
+    if summary is None or summary["exit_code"] != EXIT_OK or config.steps != before.steps:
+        check_newest(run_dir)
+    done = max(checkpoint_steps(run_dir), default=0)
+    if summary is None and not done:
+        _check_unfinished(run_dir)
+    if config.steps < done:
+        raise ConfigError(f"--steps {config.steps} is less than the {done} steps that {run_dir} has trained; give more")
+    if summary is not None and summary["exit_code"] == EXIT_OK:
+        trained = summary["steps"]
+        if config.steps <= max(done, trained) or config.steps == before.steps:
+            console.print(
+                f"run {run_dir} is complete: {trained} steps; --steps N continues it", highlight=False, soft_wrap=True
+            )
+            return EXIT_OK
+        if done < trained:
+            raise ConfigError(
+                f"run {run_dir} is complete, and has no checkpoint after its last step (checkpoint.every was 0); "
+                f"start a new run with --model {run_dir / 'final'}"
+            )
+    return check_and_run(config, console)
+
+
+def _check_unfinished(run_dir: Path) -> None:
+    """Raises ConfigError for a run without checkpoints that may be complete: its summary.json is damaged."""
+    summary, trained = run_dir / "summary.json", last_step(run_dir / LEDGER)
+    if summary.exists() and trained is not None:
+        raise ConfigError(
+            f"{summary} is damaged, and without a checkpoint flowrt resume would discard all {trained + 1} steps of "
+            f"{run_dir}; remove summary.json to start again at step 0"
+        )
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The configuration of a run that has ended; its directory may have moved. Raises ConfigError if there is none."""
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.toml")
+    RunLock(run_dir).release()
+    config = dataclasses.replace(from_file(path), run_dir=str(run_dir))
+    kept = kept_model_dir(run_dir)
+    if config.model and kept.is_dir():
+        config = dataclasses.replace(config, model=str(kept))
+    check(config)
+    return config

@@ -1,0 +1,63 @@
+"""Signals of a launcher: SIGTERM ends a run after saving what it has trained, SIGINT ends it at once."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+
+from flowrt.errors import EXIT_INTERRUPTED, WaitExpired
+from flowrt.launcher.supervision import RUN
+from flowrt.runtime.waits import cancel_and_wait, wait_all, wait_any, wait_until
+
+INTERRUPT_S = 8.0
+
+
+class Signals:
+    """SIGINT and SIGTERM of this process. A second SIGTERM has no effect: schedulers and job scripts both send it."""
+
+    def __init__(self, save_timeout_s: float) -> None:
+        """``save_timeout_s``: how long saving may take; 0: nothing is saved, and SIGTERM ends the run at once, too."""
+        self._save_timeout_s = save_timeout_s
+        self._interrupted = asyncio.Event()
+        self._terminated = asyncio.Event()
+
+    def install(self) -> None:
+        """Handle signals on the running event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
+        loop.add_signal_handler(signal.SIGTERM, (self._terminated if self._save_timeout_s else self._interrupted).set)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run was told to save and end; it is not restarted by this launcher."""
+        return self._terminated.is_set()
+
+    async def guard(
+        self, work: asyncio.Task[int], forward: Callable[[signal.Signals], bool], report: Callable[[str], None]
+    ) -> int:
+        """Return the exit code of ``work``; after a signal, end it within a time limit.
+
+        Args:
+            work: the run.
+            forward: passes a signal on to the controller, which ends its run in order; False without a controller.
+            report: prints a line.
+        """
+        interrupted = asyncio.create_task(wait_until(self._interrupted.wait(), RUN, "an interruption", "the user"))
+        terminated = asyncio.create_task(wait_until(self._terminated.wait(), RUN, "a termination", "the user"))
+        await wait_any({work, interrupted, terminated}, RUN, "the end of the run, or a signal", "the run")
+        if terminated.done() and not interrupted.done() and not work.done() and forward(signal.SIGTERM):
+            report("terminated: saving what is trained before the run ends (Ctrl-C or SIGINT ends it at once)")
+            with contextlib.suppress(WaitExpired):
+                limit_s = self._save_timeout_s + INTERRUPT_S
+                await wait_any({work, interrupted}, limit_s, "the terminated run to end", "the controller")
+        interrupted.cancel()
+        terminated.cancel()
+        if not work.done():
+            report("interrupted: ending the run")
+            if forward(signal.SIGINT):
+                with contextlib.suppress(WaitExpired):
+                    await wait_all({work}, INTERRUPT_S, "the interrupted run to end", "the controller")
+            if not work.done():
+                await cancel_and_wait({work}, INTERRUPT_S)
+                return EXIT_INTERRUPTED
+        return work.result()

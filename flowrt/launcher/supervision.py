@@ -1,0 +1,300 @@
+"""Supervision of the processes of a run: what is restarted, what is killed, and when a run is given up.
+
+- A worker that dies is restarted under its name (`Supervisor`), unless it failed twice for the same reason.
+- A process that is alive but no longer part of the run is killed, so that it can be replaced (`HungProcessReaper`).
+- A run that loses its trainer restarts from its newest checkpoint (`RestartPolicy`).
+- A process that has no connection counts as alive while it uses CPU time (`cpu_time_watchdog`).
+"""
+
+import asyncio
+import json
+import re
+import signal
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_DISMISSED, EXIT_OK, VIOLATION, WaitExpired
+from flowrt.launcher.processes import Child, Children
+from flowrt.recipes.config import SupervisorConfig
+from flowrt.recipes.run_dir import checkpoint_steps
+from flowrt.runtime.waits import BoundedElsewhere, LivenessTimeout, cancel_and_wait, pause, wait_until
+
+SUMMARY = {"exit_code": int, "reason": str, "steps": int}
+"""Keys and types that every summary.json has."""
+FIRST_BACK_OFF_S = 1.0
+MAX_BACK_OFF_S = 60.0
+BACK_OFF_FACTOR = 4
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary that the controller wrote at its end; None if it is running or was killed.
+
+    A damaged file counts as none: all of it is in the ledger, and the next end of the run writes it again.
+    """
+    try:
+        found: object = json.loads((run_dir / "summary.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not SUMMARY.keys() <= found.keys():
+        return None
+    return found if all(isinstance(found[name], kind) for name, kind in SUMMARY.items()) else None
+
+
+class RestartPolicy:
+    """Decides whether a run that lost its trainer, and with it its optimiser state, restarts as a whole."""
+
+    def __init__(self, run_dir: Path, max_restarts: int) -> None:
+        self._run_dir = run_dir
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._first_step = 0
+
+    def begin(self) -> None:
+        """The run starts, from its newest checkpoint. (A controller that recovers its run does not count.)"""
+        self._first_step = max(checkpoint_steps(self._run_dir), default=0)
+
+    def back_off_s(self, trainer_code: int | None) -> float | None:
+        """Delay before the restart of a run that has ended; None: it is not restarted.
+
+        ``trainer_code`` is the trainer's exit code, None if it has not ended: it is stopped, or disconnected. A trainer
+        that failed by itself before it completed a step would fail again.
+        """
+        summary = read_summary(self._run_dir)
+        if summary is None or summary["exit_code"] == 0 or not summary["reason"].startswith("trainer"):
+            return None
+        killed = trainer_code is None or trainer_code < 0
+        if self._restarts >= self._max_restarts or not (killed or summary["steps"] > self._first_step):
+            return None
+        self._restarts += 1
+        return float(min(FIRST_BACK_OFF_S * BACK_OFF_FACTOR ** (self._restarts - 1), MAX_BACK_OFF_S))
+
+    def lacks_only_summary(self, steps: int) -> bool:
+        """Whether all steps are saved and only the summary is missing. If so, counts as a restart."""
+        saved = max(checkpoint_steps(self._run_dir), default=0)
+        if read_summary(self._run_dir) is not None or saved < steps:
+            return False
+        self._restarts += 1
+        return self._restarts <= max(self._max_restarts, 1)
+
+    def reason(self) -> str:
+        """Why the run ended, as the controller gave it."""
+        summary = read_summary(self._run_dir)
+        return str(summary["reason"]) if summary is not None else "the controller was killed"
+
+    def describe(self, back_off_s: float) -> str:
+        """The restart, for the terminal."""
+        step = max(checkpoint_steps(self._run_dir), default=0)
+        return f"restart {self._restarts} of {self._max_restarts} in {back_off_s:.0f} s, from step {step}"
+
+
+COMPUTATION = BoundedElsewhere("the end of the computation, which waits for no other process")
+POLL_S = 0.5
+CANCEL_S = 1.0
+
+
+async def cpu_time_watchdog(child: Child, timeout_s: float) -> int:
+    """Wait for a process without a connection; returns its exit code.
+
+    Raises WaitExpired if it used no CPU time for ``timeout_s`` seconds. Without /proc there is no timeout.
+    """
+    if _cpu_ticks(child.process.pid) is None:
+        return await child.wait_exit(COMPUTATION)
+    liveness = LivenessTimeout(timeout_s)
+    poll = asyncio.create_task(_renew_while_busy(child.process.pid, liveness))
+    try:
+        return await child.wait_exit(liveness)
+    except WaitExpired as expired:
+        raise WaitExpired(
+            f"{child.name} has used no CPU time for {timeout_s:.0f} s: it is stopped, or waits for a disk that does "
+            f"not answer; see its log {child.log}"
+        ) from expired
+    finally:
+        await cancel_and_wait({poll}, CANCEL_S)
+
+
+async def _renew_while_busy(pid: int, liveness: LivenessTimeout) -> None:
+    before = _cpu_ticks(pid)
+    while True:
+        await pause(POLL_S)
+        now = _cpu_ticks(pid)
+        if now != before:
+            liveness.renew()
+        before = now
+
+
+def _cpu_ticks(pid: int) -> int | None:
+    """CPU time of a process so far; None without /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])
+
+
+class HungProcessReaper:
+    """Kills processes whose workers are not in the run any more, or never joined: stopped ones, and hung ones."""
+
+    def __init__(
+        self, children: Children, timeout_s: float, connect_timeout_s: float, report: Callable[[str], None]
+    ) -> None:
+        """Kill after a time limit.
+
+        Args:
+            children: the processes.
+            timeout_s: how long a process may be alive without being in the run.
+            connect_timeout_s: how much longer before it joins for the first time.
+            report: prints a line for each process that is killed.
+        """
+        self._children = children
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._report = report
+        self._deadline_s: dict[tuple[str, int], float] = {}  # by name and pid
+        self._joined: set[tuple[str, int]] = set()
+
+    def extend(self, for_s: float) -> None:
+        """Give every process ``for_s`` seconds more: the controller is restarted, and they have to find it."""
+        self._deadline_s = dict.fromkeys(self._deadline_s, monotonic() + for_s + self._timeout_s)
+
+    def check(
+        self, workers: Collection[str], local: Mapping[str, Collection[str]], critical: Collection[str] = ()
+    ) -> None:
+        """Kill the processes that were absent for too long.
+
+        Args:
+            workers: names of the workers in the run now.
+            local: names of the workers of each process by its own name; one torchrun has several, all of which join.
+            critical: processes that are only killed before they join; when they leave, the run restarts anyway.
+        """
+        now = monotonic()
+        deadline_s = {}
+        for child in self._children.running():
+            key = (child.name, child.process.pid)
+            absent = [name for name in local.get(child.name, ()) if name not in workers]
+            if child.name in local and not absent:
+                deadline_s[key] = now + self._timeout_s
+                self._joined.add(key)
+            elif absent and not (child.name in critical and key in self._joined):
+                deadline_s[key] = self._deadline_s.get(key, now + self._connect_timeout_s + self._timeout_s)
+                if now > deadline_s[key]:
+                    event = "left the run" if key in self._joined else "never joined the run"
+                    self._report(f"{', '.join(absent)} {event}, but its process is alive: killing it")
+                    self._children.signal_group(child, signal.SIGKILL)
+        self._deadline_s = deadline_s
+        self._joined &= deadline_s.keys()
+
+
+RUN = BoundedElsewhere("the end of the run")
+NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
+
+
+class Vacancies:
+    """Which workers have to be replaced after they left, and which had results, by the status of the run."""
+
+    def __init__(self, roles: Mapping[str, str], is_preempted: Callable[[], bool]) -> None:
+        """``roles`` by worker name; ``is_preempted``: whether the launcher was told to end the run."""
+        self._roles = roles
+        self._is_preempted = is_preempted
+        self._has_ended = False
+        self._with_results: set[str] = set()
+        self._next: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Process a new status of the run."""
+        self._has_ended = status["ended"] is not None
+        self._with_results.update(status["with_results"])
+        waiting = self._next
+        self._next = asyncio.get_running_loop().create_future()
+        waiting.set_result(status)
+
+    async def is_missed(self, name: str) -> bool:
+        """Whether the run is active, and this worker was not drained by an operator or its role is vacant now."""
+        if self._has_ended or self._is_preempted():
+            return False
+        next_status = asyncio.shield(self._next)
+        status = await wait_until(next_status, RUN, "the next status of the run", "the controller")
+        if self._has_ended or self._is_preempted():
+            return False
+        return name not in status["drained"] or self._roles[name] in status["vacancies"]
+
+    def take_results(self, name: str) -> bool:
+        """Whether the worker has had results (opened prompts, committed samples) since the last call."""
+        had_results = name in self._with_results
+        self._with_results.discard(name)
+        return had_results
+
+
+class Supervisor:
+    """Restarts workers that can be replaced."""
+
+    def __init__(
+        self,
+        children: Children,
+        config: SupervisorConfig,
+        report: Callable[[str], None],
+        *,
+        is_missed: Callable[[str], Awaitable[bool]],
+        take_results: Callable[[str], bool],
+    ) -> None:
+        """Restart within limits.
+
+        Args:
+            children: the processes.
+            config: limits of restarts.
+            report: prints a line for each restart.
+            is_missed: whether the run still needs a worker in the place of this one, which left in order.
+            take_results: whether this worker, which failed, had results since its start.
+        """
+        self._is_missed = is_missed
+        self._take_results = take_results
+        self._children = children
+        self._config = config
+        self._report = report
+        self._starts: dict[str, deque[float]] = defaultdict(deque)
+
+    async def supervise(self, child: Child, words: Sequence[str]) -> Child:
+        """Restart a worker whenever it fails, or leaves in order while the run needs it; returns the last process.
+
+        It is not restarted after bad input, after the same failure twice without a result in between (both would
+        happen again), or after too many restarts.
+        """
+        failure = ""
+        while True:
+            code = await child.wait_exit(RUN)
+            before = failure
+            failure = _failure(child, code)
+            if code == EXIT_BAD_INPUT or (code == EXIT_OK and not await self._is_missed(child.name)):
+                return child
+            had_results = self._take_results(child.name)
+            if failure and failure == before and not had_results:
+                self._report(f"{child.exit_description()} for the same reason as before: not restarting it")
+                return child
+            if not await self.may_restart(child):
+                return child
+            child = await self._children.start(child.name, words)
+
+    async def may_restart(self, child: Child) -> bool:
+        """Wait for the back-off and return True; return False after too many restarts of this process."""
+        starts = self._starts[child.name]
+        now = monotonic()
+        while starts and now - starts[0] > self._config.window_s:
+            starts.popleft()
+        if len(starts) >= self._config.max_worker_restarts:
+            return False
+        # Exponential: a process that cannot start must not take the machine from the others.
+        delay_s = self._config.backoff_s * 2 ** len(starts)
+        starts.append(now)
+        self._report(f"{child.exit_description()}: restarting in {delay_s:.1f} s")
+        await pause(delay_s)
+        return True
+
+
+def _failure(child: Child, code: int) -> str:
+    """Why a worker failed by itself, without numbers; empty if it was killed, succeeded, or timed out."""
+    error = child.last_error() if code > EXIT_OK else ""
+    if code == EXIT_DISMISSED and VIOLATION not in error:
+        return ""
+    return f"{code} {re.sub(NUMBER, '0', error)}" if error else ""

@@ -1,0 +1,120 @@
+"""Terminal view of a local run: a live display while it runs, and the table of its summary."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flowrt.launcher.terminal import printable_tree
+
+HISTORY = 60
+"""Steps in the reward bars."""
+PRINT_EVERY = 10
+"""Steps between lines without a terminal."""
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class LiveView:
+    """Live display, redrawn at every status; without a terminal a plain line every few steps."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._rewards: list[float] = []
+        self._printed_step = -1
+        self._vacant: set[str] = set()
+
+    def __enter__(self) -> "LiveView":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def report(self, text: str) -> None:
+        """Print a line above the display."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """Show a status of the run."""
+        status = printable_tree(status)
+        latest = status["latest"]
+        for role, (_, why) in status["vacancies"].items():
+            if role not in self._vacant:
+                self.report(f"no {role} worker: {why}")
+        self._vacant = set(status["vacancies"])
+        if latest and (not self._rewards or latest["step"] != self._printed_step):
+            self._rewards = [*self._rewards, latest.get("reward", 0.0)][-HISTORY:]
+        if self._live is not None:
+            self._live.update(self._draw(status))
+        elif latest and (latest["step"] >= self._printed_step + PRINT_EVERY or self._printed_step < 0):
+            self.report(_line(status))
+        else:
+            return
+        if latest:
+            self._printed_step = latest["step"]
+
+    def _draw(self, status: Mapping[str, Any]) -> Group:
+        step, steps = status["step"], status["steps"]
+        waits = Table.grid(padding=(0, 2))
+        for worker, what, seconds in status["waits"]:
+            waits.add_row(Text(worker, style="cyan"), f"waits {seconds:5.1f} s for", Text(what, style="dim"))
+        busy = [worker for worker in status["workers"] if worker not in {waiting for waiting, _, _ in status["waits"]}]
+        waits.add_row(Text("busy", style="green"), "", Text(", ".join(sorted(busy)), style="dim"))
+        return Group(
+            Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
+            ProgressBar(total=steps, completed=step, width=HISTORY),
+            Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
+            waits,
+        )
+
+
+def _line(status: Mapping[str, Any]) -> str:
+    latest = status["latest"]
+    parts = [
+        f"step {status['step']}/{status['steps']}",
+        f"reward {latest.get('reward', float('nan')):.3f}",
+        f"length {latest.get('response_length', float('nan')):.1f}",
+        f"staleness {latest['staleness_mean']:.2f} (max {latest['staleness_max']})",
+        f"{latest['samples_per_s']:.0f} samples/s",
+    ]
+    return "  ".join(parts)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The summary of a run as a table."""
+    table = Table(title=f"flowrt run: {summary['recipe']}, seed {summary['seed']}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows = {
+        "steps": summary["steps"],
+        "wall time": f"{summary['wall_s']:.1f} s",
+        f"reward, first to last {_steps(summary['reward_window'])}": _arrow(
+            summary["reward_first"], summary["reward_last"]
+        ),
+        "held-out accuracy (greedy)": _arrow(summary["eval_first"], summary["eval_last"]),
+        "samples": f"{summary['samples']} ({summary['samples_per_s']:.0f}/s)",
+        "tokens/s": f"{summary['tokens_per_s']:.0f}",
+        "staleness, mean (max, bound)": (
+            f"{summary['staleness_mean']:.2f} ({summary['staleness_max']}, {summary['staleness_bound']})"
+        ),
+        "prompts lost, trained twice": f"{summary['prompts_lost']}, {summary['prompts_trained_twice']}",
+        "busy": "  ".join(f"{role} {share:.0%}" for role, share in summary["busy_fraction"].items()),
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _arrow(first: float | None, last: float | None) -> str:
+    return " → ".join("-" if value is None else f"{value:.3f}" for value in (first, last))

@@ -1,0 +1,373 @@
+"""Admission and limits of connections to the controller.
+
+- Only peers with a known key are admitted (ZeroMQ Authentication Protocol); a connection must send its hello in time.
+- The memory that peers can occupy is bounded. ZeroMQ limits the size of each frame and the number of unread messages,
+  but not the frames of one message, which it keeps until the last one has arrived. The kernel counts the bytes received
+  over a connection (`tcp_info` in Linux's include/uapi/linux/tcp.h), the guard those of delivered messages; if they
+  differ too much, the connection is closed.
+- Connections of stopped processes are closed (`liveness`).
+
+A connection is identified by its descriptor, and, since descriptors are reused, by its address too.
+"""
+
+import asyncio
+import ctypes
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from time import monotonic
+
+from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
+from flowrt.net.zmq_socket import HandshakeFailure
+
+log = logging.getLogger(__name__)
+MAX_UNDELIVERED_BYTES = 128 << 20
+"""Limit for one worker: twice the largest message."""
+MESSAGE_OVERHEAD_BYTES = 64
+"""Upper bound on what headers and encryption add to a message."""
+LARGE_MESSAGE_BYTES = 1 << 20
+HELLO_TIMEOUT_S = 15.0
+"""A connection that has not sent a hello by then is closed."""
+MAX_UNJOINED_BYTES = 1 << 20
+"""Limit of unread bytes for a connection that has not sent a hello."""
+MAX_ALL_UNJOINED_BYTES = 64 << 20
+"""The same for all such connections together."""
+UNJOINED_CHECK_S = 0.02
+MAX_REPLIES_UNJOINED = 16
+"""Messages of a peer that has not joined that are answered; then its connection is closed."""
+MAX_REMEMBERED_PEERS = 4096
+BATCH_PAUSE_S = 0.02
+LOG_INTERVAL_S = 1.0
+MAX_LOG_CHARS = 2000
+"""Limit of one log line, parts of which a peer may have chosen."""
+_ZAP_VERSION = b"1.0"
+_ZAP_ACCEPTED = b"200"
+_ZAP_REFUSED = b"400"
+_ZAP_REQUEST_FRAMES = 9  # peer, delimiter, version, request id, domain, address, routing id, mechanism, key
+_BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received, Linux 4.1 and later
+
+
+class RateLimitedLog:
+    """Counts warnings and logs at most one per second, so that a faulty peer cannot fill the disk."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._suppressed = 0
+        self._next_s = 0.0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Count a warning, and log it unless one was logged within the last second."""
+        self.count += 1
+        now = monotonic()
+        if now < self._next_s:
+            self._suppressed += 1
+            return
+        self._next_s = now + LOG_INTERVAL_S
+        line = (text % values if values else text)[:MAX_LOG_CHARS]
+        log.warning("%s%s", line, f" (and {self._suppressed} more before)" if self._suppressed else "")
+        self._suppressed = 0
+
+
+class ReceiveBacklog:
+    """Bytes received over each connection that were not delivered as messages yet."""
+
+    def __init__(self, on_first_message: Callable[[int], None]) -> None:
+        """``on_first_message`` is called with the descriptor of a connection at its first message."""
+        self._on_first_message = on_first_message
+        self._delivered: dict[bytes, int] = {}
+        self._peers: dict[int, bytes] = {}
+        self._descriptors: dict[int, None] = {}
+        self._unchecked: Iterator[int] = iter(())
+
+    def add(self, descriptor: int) -> None:
+        """A connection was accepted."""
+        self._descriptors[descriptor] = None
+
+    def remove(self, descriptor: int) -> bytes:
+        """A connection was closed; returns its peer, empty if it never sent a message."""
+        self._descriptors.pop(descriptor, None)
+        peer = self._peers.pop(descriptor, b"")
+        self._delivered.pop(peer, None)
+        return peer
+
+    def undelivered(self, descriptor: int) -> int:
+        """Bytes received over a connection and not delivered."""
+        return received_bytes(descriptor) - self._delivered.get(self._peers.get(descriptor, b""), 0)
+
+    def deliver(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> int:
+        """Count a message of ``size`` bytes; ``descriptor`` is called at the first message and at large ones.
+
+        Returns the descriptor if a large message leaves too much undelivered (large ones fill memory before the next
+        `find_excessive`), else -1.
+        """
+        before = self._delivered.get(peer)
+        if before is None:
+            before = 0
+            first = descriptor()
+            self._peers[first] = peer
+            self._on_first_message(first)
+        self._delivered[peer] = delivered = before + size + MESSAGE_OVERHEAD_BYTES
+        if size > LARGE_MESSAGE_BYTES and received_bytes(at := descriptor()) - delivered > MAX_UNDELIVERED_BYTES:
+            return at
+        return -1
+
+    def find_excessive(self) -> list[int]:
+        """Descriptors with too much undelivered; each call checks the next batch of connections."""
+        found = []
+        for _ in range(BATCH):
+            descriptor = next(self._unchecked, None)
+            if descriptor is None:
+                self._unchecked = iter(list(self._descriptors))
+                break
+            if descriptor in self._descriptors and self.undelivered(descriptor) > MAX_UNDELIVERED_BYTES:
+                found.append(descriptor)
+        return found
+
+
+class ConnectionGuard:
+    """The connections of the controller's socket: who may connect, and which have to be closed."""
+
+    def __init__(self, admitted: Mapping[bytes, str] | None, on_closed: Callable[[], None]) -> None:
+        """Make a guard without connections.
+
+        Args:
+            admitted: names of admitted workers by their public keys; None: peers without keys are admitted.
+            on_closed: called when a connection has closed that had completed its handshake.
+        """
+        self._admitted = admitted
+        self._on_closed = on_closed
+        self.refused = RateLimitedLog()
+        """Counts connections that were refused or closed by the guard, or closed before their hello."""
+        self.backlog = ReceiveBacklog(self._on_first_message)
+        self._addresses: dict[int, str] = {}
+        self._unjoined: dict[int, float] = {}  # connections without a hello, and when they were accepted
+        self._joined: dict[bytes, int] = {}  # peers that sent a hello, and their connections
+        self._closing: set[int] = set()  # connections that were shut down here and have not closed yet
+        self._disconnected: dict[bytes, None] = {}  # peers whose further messages are ignored
+        self._replies: dict[bytes, int] = {}  # to peers that have not joined
+        self._handshake_failure: HandshakeFailure | None = None
+        self._unjoined_timer: asyncio.TimerHandle | None = None
+        self._trim_memory = False
+        self._liveness = LivenessMonitor()
+        self._liveness_round: Iterator[list[int]] | None = None
+
+    def close(self) -> None:
+        """Stop all checks."""
+        if self._unjoined_timer is not None:
+            self._unjoined_timer.cancel()
+
+    # ---- events of connections
+
+    def authenticate(self, request: list[bytes]) -> list[bytes]:
+        """The reply to a request of the ZeroMQ Authentication Protocol (RFC 27): 200 for an admitted key."""
+        version, request_id, mechanism, keys = request[2], request[3], request[7], request[8:]
+        if self._admitted is None:
+            name = ""
+            is_admitted = mechanism == b"NULL"
+        else:
+            has_key = len(request) == _ZAP_REQUEST_FRAMES and mechanism == b"CURVE"
+            name = self._admitted.get(keys[0], "") if has_key else ""
+            is_admitted = bool(name)
+        status = [_ZAP_ACCEPTED, b""] if is_admitted and version == _ZAP_VERSION else [_ZAP_REFUSED, b"unknown key"]
+        return [request[0], b"", version, request_id, *status, name.encode(), b""]
+
+    def on_accepted(self, descriptor: int) -> None:
+        """A TCP connection was accepted; its handshake follows."""
+        self._addresses[descriptor] = _peer_address(descriptor)
+        self.backlog.add(descriptor)
+        self._unjoined[descriptor] = monotonic()
+        if self._unjoined_timer is None:
+            self._check_unjoined()
+
+    def on_handshake_failed(self, failure: HandshakeFailure) -> None:
+        """The connection that closes next has failed its handshake."""
+        self._handshake_failure = failure
+
+    def on_joined(self, peer: bytes, descriptor: int) -> None:
+        """The hello of this peer was accepted."""
+        self._unjoined.pop(descriptor, None)
+        self._joined[peer] = descriptor
+
+    def on_closed(self, descriptor: int) -> None:
+        """A connection has closed."""
+        address = self._addresses.pop(descriptor, "an unknown address")
+        was_unjoined = self._unjoined.pop(descriptor, None) is not None
+        self._closing.discard(descriptor)
+        self._liveness.remove(descriptor)
+        peer = self.backlog.remove(descriptor)
+        if self._joined.get(peer) == descriptor:
+            del self._joined[peer]
+        if self._trim_memory:
+            self._trim_memory = False
+            return_freed_memory()
+        if self._handshake_failure is not None:
+            self.refused.warn("refused a connection from %s: %s", address, self._handshake_failure.value)
+            self._handshake_failure = None
+            return
+        if was_unjoined:
+            self.refused.warn("the connection from %s closed before it sent a hello", address)
+        self._on_closed()
+
+    # ---- messages
+
+    def accepts(self, peer: bytes, size: int, descriptor: Callable[[], int]) -> bool:
+        """Count a message of a peer, which arrived over the connection that ``descriptor`` returns.
+
+        Returns False when that connection has been closed, so that the message is ignored.
+        """
+        if (excessive := self.backlog.deliver(peer, size, descriptor)) >= 0:
+            self._close_excessive(excessive)
+        if size > MAX_UNJOINED_BYTES and peer not in self._joined:
+            self._close(descriptor(), f"its first message has {size} bytes, too many for a hello")
+            return False
+        return peer not in self._disconnected
+
+    def may_reply(self, peer: bytes) -> bool:
+        """Whether to answer a message of a peer that has not joined: replies that it does not read pile up here."""
+        if len(self._replies) >= MAX_REMEMBERED_PEERS:
+            self._replies.clear()
+        self._replies[peer] = count = self._replies.get(peer, 0) + 1
+        return count <= MAX_REPLIES_UNJOINED
+
+    def disconnect(self, peer: bytes, descriptor: int) -> None:
+        """Close the connection of a peer. ZeroMQ has no call for that, so its TCP connection is shut down."""
+        self._replies.pop(peer, None)
+        if len(self._disconnected) >= MAX_REMEMBERED_PEERS:
+            del self._disconnected[next(iter(self._disconnected))]
+        self._disconnected[peer] = None
+        address = _peer_address(descriptor)
+        if address != self._addresses.get(descriptor, address):
+            return  # it has closed by itself, and the descriptor may have been reused
+        _shut_down(descriptor)
+
+    # ---- state of a connection
+
+    def address(self, descriptor: int) -> str:
+        """The address of a connection's peer; empty if it has closed."""
+        return self._addresses.get(descriptor, "")
+
+    def is_open(self, descriptor: int, address: str) -> bool:
+        """Whether the connection with this descriptor and address is still open."""
+        return bool(address) and self.address(descriptor) == address
+
+    def idle_s(self, descriptor: int, address: str) -> float:
+        """Seconds since data was received over a connection, including heartbeats of ZeroMQ's I/O threads."""
+        info = tcp_info(descriptor) if self.is_open(descriptor, address) else None
+        return float("inf") if info is None else info.received_ms / 1000
+
+    @property
+    def has_cut_links(self) -> bool:
+        """Whether the link of any connection seems to be cut."""
+        return bool(self._liveness.cut)
+
+    def cut_since_s(self, descriptor: int, address: str) -> float | None:
+        """Since when the link of a connection seems to be cut; None if it does not."""
+        return self._liveness.cut.get(descriptor) if self.is_open(descriptor, address) else None
+
+    # ---- periodic checks
+
+    def check(self) -> None:
+        """Close connections with too much undelivered, and warn when no further connection could be accepted.
+
+        ZeroMQ's own event for the latter would be repeated without limit.
+        """
+        for descriptor in self.backlog.find_excessive():
+            self._close_excessive(descriptor)
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.refused.warn("cannot accept more connections: %s; raise the limit (ulimit -n)", error.strerror)
+
+    def close_stopped(self) -> None:
+        """Close the connections of stopped processes, in batches from now on."""
+        if self._liveness_round is None:
+            self._liveness_round = self._liveness.find_stopped()
+            self._check_next_batch()
+
+    def _check_next_batch(self) -> None:
+        assert self._liveness_round is not None
+        found = next(self._liveness_round, None)
+        if found is None:
+            self._liveness_round = None
+            return
+        loop = asyncio.get_running_loop()
+        for descriptor in found:
+            loop.call_later(RECHECK_MS / 1000, self._close_if_stopped, descriptor)
+        loop.call_later(BATCH_PAUSE_S, self._check_next_batch)
+
+    def _close_if_stopped(self, descriptor: int) -> None:
+        if self._liveness.is_stopped(descriptor):
+            log.warning("the process at %s does not answer although its host does", self._addresses[descriptor])
+            _shut_down(descriptor)
+
+    def _check_unjoined(self) -> None:
+        """Close connections without a hello: those past the timeout, and the largest if they hold too much together.
+
+        Repeated often while there are any, since they may send a gigabyte per second.
+        """
+        self._unjoined_timer = None
+        if not self._unjoined:
+            return
+        now = monotonic()
+        held = {descriptor: self.backlog.undelivered(descriptor) for descriptor in self._unjoined}
+        total = sum(held.values())
+        for descriptor in sorted(held, key=held.__getitem__, reverse=True):
+            if total > MAX_ALL_UNJOINED_BYTES or held[descriptor] > MAX_UNJOINED_BYTES:
+                total -= held[descriptor]
+                self._close_excessive(descriptor)
+            elif now - self._unjoined[descriptor] > HELLO_TIMEOUT_S:
+                self._close(descriptor, f"it has not sent a hello within {HELLO_TIMEOUT_S:.0f} s")
+        self._unjoined_timer = asyncio.get_running_loop().call_later(UNJOINED_CHECK_S, self._check_unjoined)
+
+    def _on_first_message(self, descriptor: int) -> None:
+        if descriptor in self._addresses:  # else it has closed, and its descriptor may be reused
+            self._liveness.add(descriptor)
+
+    def _close_excessive(self, descriptor: int) -> None:
+        self._close(descriptor, "it sends more than can be read")
+        self._trim_memory = True
+
+    def _close(self, descriptor: int, reason: str) -> None:
+        if descriptor in self._closing:
+            return
+        self._closing.add(descriptor)
+        self._unjoined.pop(descriptor, None)
+        self.refused.warn("closed the connection from %s: %s", self.address(descriptor) or "an unknown address", reason)
+        _shut_down(descriptor)
+
+
+def received_bytes(descriptor: int) -> int:
+    """All bytes ever received over a connection; 0 where the kernel does not count them."""
+    if LIBC is None:
+        return 0
+    buffer = ctypes.create_string_buffer(_BYTES_RECEIVED.size)
+    size = ctypes.c_uint32(_BYTES_RECEIVED.size)
+    failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, buffer, ctypes.byref(size))
+    return 0 if failed or size.value < _BYTES_RECEIVED.size else int(_BYTES_RECEIVED.unpack_from(buffer)[0])
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, which glibc does not do while memory above it is in use."""
+    if LIBC is not None and hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+
+
+def _shut_down(descriptor: int) -> None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def _peer_address(descriptor: int) -> str:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            host, port = connection.getpeername()[:2]
+    except (OSError, ValueError):
+        return "an address that has closed already"
+    return f"{host}:{port}"

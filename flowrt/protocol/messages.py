@@ -1,0 +1,388 @@
+"""The whole protocol: every message between the controller and its workers and observers.
+
+- Each docstring begins with the sender.
+- A message with a ``request`` number gets exactly one answer, which carries the same number.
+- The position in `MESSAGES` is a message's tag, so new ones are appended.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from flowrt.protocol.records import (
+    BusySpan,
+    Column,
+    Incoming,
+    Ints,
+    LaneTurn,
+    Lengths,
+    OfSlots,
+    Part,
+    Position,
+    Values,
+    Weights,
+)
+
+
+@dataclass(slots=True)
+class Hello:
+    """worker, observer: request to join; the first message of every connection."""
+
+    protocol: int
+    worker: str
+    role: str
+    host: str
+    pid: int
+    lanes: tuple[
+        str, ...
+    ]  # supported transports, best first: "gloo", or "shm:PLACE" for one that only works within a place
+    term: int = 0  # of the controller that the worker was connected to before; 0: new worker
+
+
+@dataclass(slots=True)
+class Welcome:
+    """controller: the worker has joined; parameters of the run."""
+
+    term: int  # incremented by each restart of the controller
+    heartbeat_s: float
+    request_timeout_s: float
+    reconnect_timeout_s: float  # for how long a worker tries to reconnect
+    transfer_idle_timeout_s: float  # a lane without progress for this time has failed
+    min_transfer_mb_per_s: float  # the same for a lane that is slower than this over that time
+    store_bytes: int  # limit of a worker's tensor store; 0: no limit
+    columns: tuple[Column, ...]
+    renewable: tuple[str, ...]  # stages whose leases can be renewed after a restart of the controller
+    config: str  # the run's resolved configuration, TOML
+    position: Position  # where the run continues; consumed prompts are only sent to sources
+
+
+@dataclass(slots=True)
+class RoleCompleted:
+    """worker: its role is complete."""
+
+
+@dataclass(slots=True)
+class Leave:
+    """worker: leaves the run; ``error`` is empty unless it failed."""
+
+    error: str
+
+
+@dataclass(slots=True)
+class Drain:
+    """observer, worker: let this worker leave without losing a sample; controller: the worker is to leave."""
+
+    request: int
+    worker: str
+
+
+@dataclass(slots=True)
+class RenewLease:
+    """worker, after a restart of the controller: it still works on these slots, under an earlier lease."""
+
+    lease: int
+    stage: str
+    step: int
+    slots: Ints
+    attempts: Ints
+
+
+@dataclass(slots=True)
+class Inventory:
+    """worker, after a restart of the controller: the tensors and versions it holds; ends the resynchronisation."""
+
+    parts: tuple[Part, ...]
+    weights: tuple[Weights, ...]
+
+
+PERMANENT = -1
+"""Request number of a `Rejected` answer to a hello that would be rejected again."""
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """worker, observer: its event loop runs; the controller answers with the same message."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """controller: the run has ended, with this exit code; observer: end the run."""
+
+    reason: str
+    code: int
+
+
+@dataclass(slots=True)
+class Rejected:
+    """controller: the request is refused; ``request`` is PERMANENT for a hello that is never accepted."""
+
+    request: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Offer:
+    """source: prompts, each to become a group of ``members`` slots; all are opened at once, or the offer is parked."""
+
+    request: int
+    flow: str
+    prompts: Ints
+    epoch: int
+    members: int
+    at_least: int  # lowest policy version that may generate them; -1: the one after the last closed step
+    lengths: tuple[Lengths, ...]  # group columns, one length for each prompt
+    tags: tuple[Values, ...]  # inline columns, one number for each slot
+
+
+@dataclass(slots=True)
+class EndOfData:
+    """source: all its prompts of this flow are open; a later offer to train waits for the end of the last step."""
+
+    flow: str
+
+
+@dataclass(slots=True)
+class OfferAccepted:
+    """controller: the prompts are groups ``first``, ``first`` + 1, ...; -1 if the run needs no more prompts."""
+
+    request: int
+    first: int
+
+
+@dataclass(slots=True)
+class Pull:
+    """worker: request for up to ``slots`` slots or ``tokens`` tokens of a stage; parked until some are ready."""
+
+    request: int
+    stage: str
+    slots: int
+    tokens: int
+    step: int  # the optimiser step the puller works on; -1 outside training
+    done: Ints = ()  # leases of a stage without output columns of which all slots are done
+
+
+@dataclass(slots=True)
+class Grant:
+    """controller: these slots are leased to the worker; ``incoming`` are the transfers of tensors it does not hold."""
+
+    request: int
+    lease: int
+    slots: Ints
+    flows: tuple[str, ...]  # of each slot; a single item if all are the same
+    groups: OfSlots
+    members: OfSlots
+    prompts: OfSlots
+    epochs: OfSlots
+    attempts: OfSlots
+    spans: tuple[Ints, ...]  # of each slot: version, tokens, version, tokens, ...; empty if nothing is generated yet
+    inline: tuple[Values, ...]
+    parts: tuple[Part, ...]
+    incoming: tuple[Incoming, ...]
+    closed: bool  # no more slots will be ready, of this step (train stage) or of the stream
+    refused: Ints = ()  # of the pull's ``done``: leases that had ended before, so that their slots are granted again
+
+
+@dataclass(slots=True)
+class CancelRequest:
+    """worker: cancel this pull or offer if it is still parked; it is then rejected with what it waited for."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class Commit:
+    """worker: the stage is done for these slots; tensors stay with the worker, ``parts`` has their lengths."""
+
+    request: int
+    stage: str
+    slots: Ints
+    leases: OfSlots
+    parts: tuple[Part, ...]
+    inline: tuple[Values, ...]
+    spans: tuple[Ints, ...]
+
+
+@dataclass(slots=True)
+class Committed:
+    """controller: the commit is accepted, except for the refused slots, whose leases had ended."""
+
+    request: int
+    refused: Ints
+    reason: str
+
+
+@dataclass(slots=True)
+class ReleaseLease:
+    """worker: ends these leases without a result; ``lost``: the samples cannot be made, the run's policy decides."""
+
+    stage: str
+    slots: Ints
+    leases: OfSlots
+    lost: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class ReleaseTensors:
+    """controller: drop these columns (empty: all) of these slots and groups from the store."""
+
+    columns: tuple[str, ...]
+    slots: Ints
+    groups: Ints
+
+
+@dataclass(slots=True)
+class StepCompleted:
+    """trainer: the optimiser step is complete; all samples leased to it are trained."""
+
+    step: int
+    metrics: tuple[tuple[str, float], ...]
+
+
+@dataclass(slots=True)
+class CheckpointWritten:
+    """trainer: its state after ``step`` steps is on disk; answered by `Committed` once the ledger is too."""
+
+    request: int
+    step: int
+
+
+@dataclass(slots=True)
+class SendSamples:
+    """controller to owner: send these parts in this turn of a lane."""
+
+    turn: LaneTurn
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class TransferFailed:
+    """receiver: this turn of a lane failed; its parts have not arrived."""
+
+    incoming: Incoming
+    reason: str
+
+
+@dataclass(slots=True)
+class RendezvousKey:
+    """worker to worker, through the controller: one key of the rendezvous of a lane."""
+
+    peer: str
+    lane: str
+    key: str
+    value: bytes
+
+
+@dataclass(slots=True)
+class Publish:
+    """trainer: a new version can be fetched from it, in full and possibly as a delta to an earlier version."""
+
+    forms: tuple[Weights, ...]  # the first is the full version
+    divergence: tuple[tuple[int, float], ...]  # (earlier version, KL from this one), where measured
+
+
+@dataclass(slots=True)
+class SendWeights:
+    """controller to holder: send this version in this turn of a lane, while it still arrives if necessary."""
+
+    turn: LaneTurn
+    model: str
+    version: int
+    base: int
+
+
+@dataclass(slots=True)
+class ReceiveWeights:
+    """controller to receiver: receive this version in this turn of a lane, and stage it."""
+
+    turn: LaneTurn
+    weights: Weights
+
+
+@dataclass(slots=True)
+class WeightsStaged:
+    """receiver: the version has arrived in full and its checksum matches; others may fetch it from this worker."""
+
+    model: str
+    version: int
+
+
+@dataclass(slots=True)
+class FetchFailed:
+    """receiver: the version did not arrive in this turn of a lane; the worker continues with the old one."""
+
+    turn: LaneTurn
+    weights: Weights
+    reason: str
+
+
+@dataclass(slots=True)
+class WeightsActivated:
+    """receiver: it generates with this version from now on."""
+
+    model: str
+    version: int
+
+
+@dataclass(slots=True)
+class EvictVersion:
+    """controller to holder: drop this version; no worker will fetch it again."""
+
+    model: str
+    version: int
+
+
+@dataclass(slots=True)
+class Report:
+    """worker: busy spans since the last report, open waits, and results for the summary of the run (``numbers``)."""
+
+    spans: tuple[BusySpan, ...]
+    numbers: tuple[tuple[str, float], ...]
+    waits: tuple[tuple[str, str, float, float], ...]  # for other workers: what, blocked on, age_s, limit_s
+
+
+@dataclass(slots=True)
+class Status:
+    """controller to observers: the state of the run, as JSON."""
+
+    text: str
+
+
+Message = (
+    Hello
+    | Welcome
+    | Heartbeat
+    | RoleCompleted
+    | Leave
+    | Stop
+    | Rejected
+    | Offer
+    | EndOfData
+    | OfferAccepted
+    | Pull
+    | Grant
+    | CancelRequest
+    | Commit
+    | Committed
+    | ReleaseLease
+    | ReleaseTensors
+    | StepCompleted
+    | CheckpointWritten
+    | SendSamples
+    | TransferFailed
+    | RendezvousKey
+    | Publish
+    | SendWeights
+    | ReceiveWeights
+    | WeightsStaged
+    | FetchFailed
+    | WeightsActivated
+    | EvictVersion
+    | Report
+    | Status
+    | Drain
+    | RenewLease
+    | Inventory
+)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
+PROTOCOL = 9
+"""Version of the protocol; the one in `Hello` must match. A changed field increments it."""

@@ -1,0 +1,155 @@
+"""Barrier of a trainer's ranks that distinguishes slow ranks from lost ones, and collective calls behind it.
+
+- Inside a collective, torch.distributed fails every rank that is late, and its error names a connection at best. So
+  ranks enter this barrier first; its error names the ranks that did not arrive.
+- Each rank records its arrival in the store of the process group. A rank that is exempt, i.e. busy with local work of
+  unbounded duration that has its own deadline, sends heartbeats and may arrive late.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from flowrt.errors import WaitExpired
+from flowrt.runtime.waits import (
+    POLLS_PER_TIMEOUT,
+    BoundedElsewhere,
+    every,
+    poll_while_alive,
+    sleep_blocking,
+    wait_until,
+)
+
+Result = TypeVar("Result")
+OTHERS = "the other ranks"
+DEADLINE = BoundedElsewhere("trainer.rank_timeout_s, enforced by torch.distributed")
+MAX_ERROR_CHARS = 200
+
+
+class RankBarrier:
+    """A sequence of barriers that all ranks pass in the same order; ``series`` names it within the process group."""
+
+    def __init__(self, series: str) -> None:
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._store = _get_default_store() if self._ranks > 1 else dist.HashStore()
+        self._rank = dist.get_rank() if self._ranks > 1 else 0
+        self._timeout_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._series = f"flowrt/{series}"
+        self._is_exempt = False
+        # An earlier barrier of this series has left its count in the store.
+        self._round = self._count(f"{self._series}/{self._rank}")
+
+    def arrive(self, what: str) -> None:
+        """Enter the next barrier; returns when all ranks have. ``what`` says what they wait for, in errors.
+
+        Raises WaitExpired naming the ranks that neither arrived nor sent a heartbeat within the group's timeout.
+        """
+        if self._ranks == 1:
+            return
+        begin_s = monotonic()
+        self._round += 1
+        self._store.set(f"{self._series}/{self._rank}", str(self._round))
+        self._store.add(self._series, 1)
+        if missing := poll_while_alive(self._all_arrived, self._heartbeats_of_missing, self._timeout_s, what, OTHERS):
+            names = ", ".join(map(str, missing))
+            raise WaitExpired(
+                f"rank {self._rank} waited {monotonic() - begin_s:.0f} s for {what} with {OTHERS}: rank {names} did "
+                "not arrive"
+            )
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within this block the other ranks wait for this one as long as its process sends heartbeats."""
+        if self._ranks == 1:
+            yield
+            return
+        self._is_exempt = True
+        try:
+            with every(self._beat, self._timeout_s / POLLS_PER_TIMEOUT, "heartbeats"):
+                yield
+        finally:
+            self._is_exempt = False
+
+    def unresponsive_ranks(self) -> list[int]:
+        """Ranks without heartbeats, if this rank is exempt: then all ranks in the same call are, and send them."""
+        if not self._is_exempt:
+            return []
+        others = {rank for rank in range(self._ranks) if rank != self._rank}
+        try:
+            before = {rank: self._count(_heartbeat_key(rank)) for rank in others}
+            sleep_blocking(2 * self._timeout_s / POLLS_PER_TIMEOUT)
+            return sorted(rank for rank in others if self._count(_heartbeat_key(rank)) == before[rank])
+        except dist.DistError:
+            return []  # the rank that hosted the store has exited
+
+    def _all_arrived(self) -> bool:
+        # No rank enters a round before all ranks have entered the previous one.
+        return self._count(self._series) >= self._round * self._ranks
+
+    def _heartbeats_of_missing(self) -> dict[int, int]:
+        """Heartbeat counts of the ranks that have not arrived, by rank."""
+        rounds = {rank: self._count(f"{self._series}/{rank}") for rank in range(self._ranks)}
+        return {rank: self._count(_heartbeat_key(rank)) for rank, entered in rounds.items() if entered < self._round}
+
+    def _beat(self) -> None:
+        with contextlib.suppress(dist.DistError):  # the rank that hosted the store has exited: the waiting ranks fail
+            self._store.add(_heartbeat_key(self._rank), 1)
+
+    def _count(self, key: str) -> int:
+        """The counter's value, 0 if absent; `get` of an absent key would block."""
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+class RankCollectives:
+    """Runs calls that all ranks make in the same order, on a worker thread. With a single rank there is no barrier.
+
+    Inside a call torch.distributed enforces the deadline.
+    """
+
+    def __init__(self) -> None:
+        self._barrier = RankBarrier("calls")
+
+    async def call(self, call: Callable[[], Result], what: str) -> Result:
+        """Run ``call`` once all ranks have arrived. Returns its result.
+
+        Raises WaitExpired if a rank does not arrive in time, or is lost during the call; ``what`` names the call.
+        """
+
+        def arrive_and_call() -> Result:
+            self._barrier.arrive(what)
+            return call()
+
+        return await self._run(arrive_and_call, what)
+
+    async def local_call(self, call: Callable[[], Result], what: str) -> Result:
+        """Run ``call`` without a barrier: each rank calls at its own pace. Collectives inside may still wait.
+
+        Raises WaitExpired if a rank is lost during the call.
+        """
+        return await self._run(call, what)
+
+    def exempt(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager for local work of unbounded duration: the other ranks wait while this process is alive."""
+        return self._barrier.exempt()
+
+    async def _run(self, call: Callable[[], Result], what: str) -> Result:
+        begin_s = monotonic()
+        try:
+            return await wait_until(asyncio.to_thread(call), DEADLINE, what, OTHERS)
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            lost = await wait_until(asyncio.to_thread(self._barrier.unresponsive_ranks), DEADLINE, "heartbeats", OTHERS)
+            reason = f"rank {', '.join(map(str, lost))} is unresponsive" if lost else f"{error}"[:MAX_ERROR_CHARS]
+            raise WaitExpired(
+                f"rank {dist.get_rank()} waited {monotonic() - begin_s:.0f} s for {what} with {OTHERS}: {reason}"
+            ) from error
+
+
+def _heartbeat_key(rank: int) -> str:
+    return f"flowrt/heartbeats/{rank}"

@@ -1,0 +1,103 @@
+"""Rendezvous of torchruns on several hosts: a store that counts hosts, and a torchrun backend that uses it.
+
+torchrun's c10d backend pickles its state into a store that every process with access to the port can write to, and
+each agent unpickles it. All that is needed is one number per host, so nothing here is unpickled. A process with access
+to the port can still disturb the rendezvous.
+
+Usage: ``python -m flowrt.ranks.rendezvous --host HOST --ready-fd FD`` serves the store on a port chosen by the kernel,
+writes HOST:PORT to the descriptor and runs until SIGINT or SIGTERM.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from flowrt.errors import EXIT_INTERRUPTED
+from flowrt.transport.lanes.rendezvous import serve_tcp_store
+
+COUNTING = "flowrt"
+"""Name of this backend for torchrun's ``--rdzv-backend``."""
+STORE_TIMEOUT = timedelta(minutes=5)
+
+
+class CountingRendezvous(RendezvousHandler):
+    """Numbers hosts in order of arrival; their ranks use the same store."""
+
+    def __init__(self, host: str, port: int, hosts: int, run_id: str, deadline_s: float) -> None:
+        self._host = host
+        self._port = port
+        self._hosts = hosts
+        self._run_id = run_id
+        self._deadline = timedelta(seconds=deadline_s)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join as the next host. Raises RendezvousClosedError if ``hosts`` have joined already."""
+        tcp = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._deadline)
+        store: Store = PrefixStore(self._run_id, tcp)
+        number = int(store.add("hosts", 1)) - 1
+        if number >= self._hosts:
+            raise RendezvousClosedError(f"{self._hosts} hosts have already joined at {self._host}:{self._port}")
+        return RendezvousInfo(store, number, self._hosts, RendezvousStoreInfo(self._host, self._port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: ranks use the same store, so no host opens another port."""
+        return True
+
+    def get_backend(self) -> str:
+        return COUNTING
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """No-op: hosts neither join late nor rejoin."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register(deadline_s: float) -> None:
+    """Register the backend with torchrun in this process; hosts wait ``deadline_s`` for each other."""
+
+    def make(parameters: RendezvousParameters) -> CountingRendezvous:
+        host, _, port = parameters.endpoint.rpartition(":")
+        return CountingRendezvous(
+            host=host, port=int(port), hosts=parameters.max_nodes, run_id=parameters.run_id, deadline_s=deadline_s
+        )
+
+    rendezvous_handler_registry.register(COUNTING, make)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="rendezvous store of torchrun on several hosts")
+    parser.add_argument("--host", required=True, help="address of this host that the other hosts can reach")
+    parser.add_argument("--ready-fd", type=int, required=True, help="file descriptor to write HOST:PORT to")
+    arguments = parser.parse_args()
+    store = serve_tcp_store(arguments.host, STORE_TIMEOUT)
+    os.write(arguments.ready_fd, f"{arguments.host}:{store.port}\n".encode())
+    os.close(arguments.ready_fd)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

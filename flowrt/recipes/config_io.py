@@ -1,0 +1,193 @@
+"""Configurations as flags and as TOML: defaults of the recipe, then a file, then flags; the last one wins.
+
+- A value of the wrong type or an unknown key is refused with its full name, and with the key that was probably meant.
+- `to_toml` and `from_toml` are inverses: workers receive the configuration as TOML.
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.constraints import check
+from flowrt.recipes.tasks.registry import RECIPES, recipe
+from flowrt.runtime.bounds import interval_of, span
+
+Config = TypeVar("Config")
+RECIPE_NAMES = tuple(RECIPES)
+
+
+def defaults(name: str) -> RunConfig:
+    """The default configuration of a recipe. Raises ConfigError for an unknown recipe."""
+    return recipe(name).defaults
+
+
+def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
+    """Parse ``[recipe] [--config FILE.toml] [--key value …]``: flags override the file, the file the defaults.
+
+    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
+    """
+    rest = list(arguments)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    file, rest = _take("--config", rest)
+    flag, rest = _take("--recipe", rest)
+    if name and flag and name != flag:
+        raise ConfigError(f"recipe {name!r} or {flag!r}? Name only one of them")
+    name = name or flag
+    table = read_toml(Path(file)) if file else {}
+    base = defaults(name or str(table.get("recipe", RECIPE_NAMES[0])))
+    if name and table.get("recipe", name) != name:
+        raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {name!r}; name only one of them")
+    base = merge(base, table, file)
+    description = f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml."
+    parsed = read_flags(command, description, rest, base)
+    check(parsed)
+    return parsed
+
+
+def read_flags(
+    command: str,
+    description: str,
+    words: Sequence[str],
+    base: RunConfig,
+    is_listed: Callable[[str], bool] = lambda _: True,
+) -> RunConfig:
+    """``base`` with the values of flags. Exits with code 2 on unknown flags, and after printing --help.
+
+    Args:
+        command: the command's name in messages.
+        description: what --help begins with.
+        words: the flags and their values.
+        base: the values of the flags that are not given.
+        is_listed: whether --help lists the field of this dotted name, and all below it.
+    """
+    import tyro  # late: workers read configurations, but no flags
+
+    words = [re.sub(r"^--data(?==|$)", "--data.path", word) for word in words]
+    config = (tyro.conf.FlagConversionOff,)
+    if "-h" in words or "--help" in words:
+        value, kind = _documented(base, is_listed)
+        tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
+    return tyro.cli(RunConfig, prog=command, description=description, args=words, default=base, config=config)
+
+
+def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:
+    """The same values in a type whose help states the bounds of each number, and that type."""
+    import tyro
+
+    hints = get_type_hints(type(config), include_extras=True)
+    hidden: Any = tyro.conf.Suppress
+    types: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, hint = f"{path}{field.name}", hints[field.name]
+        values[field.name] = getattr(config, field.name)
+        if dataclasses.is_dataclass(values[field.name]):
+            values[field.name], types[field.name] = _documented(values[field.name], is_listed, f"{name}.")
+        elif not is_listed(name):
+            types[field.name] = hidden[hint]
+        elif (interval := interval_of(hint)) is not None:
+            # tyro puts the default where the braces are.
+            note = f"({span(interval, get_args(hint)[0])}; default: {{}})".format
+            types[field.name] = Annotated[hint, tyro.conf.arg(help_behavior_hint=note)]
+    # A subclass, because the help of a field is the text below it in the class that declares it.
+    members = {"__annotations__": types, "__doc__": type(config).__doc__, "__module__": type(config).__module__}
+    members |= {name: dataclasses.field(default=None, kw_only=True) for name in types}
+    kind: type[Any] = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), members))
+    return kind(**values), kind
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file. Raises ConfigError if it is missing, not a regular file, or not TOML."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"config file {path} is not a regular file; name one with --config")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"config file {path} is not readable TOML: it is nested too deeply") from None
+    except ValueError as error:  # of TOML, of UTF-8, of a number of thousands of digits, of a name with a NUL
+        raise ConfigError(f"config file {path} is not TOML: {_first_line(error)}") from error
+
+
+def from_toml(text: str) -> RunConfig:
+    """Parse the output of `to_toml`."""
+    table = tomllib.loads(text)
+    return merge(defaults(str(table["recipe"])), table, "the controller's configuration")
+
+
+def from_file(path: Path) -> RunConfig:
+    """Read the configuration of a run from its directory; ``run_dir`` defaults to the directory of the file.
+
+    Raises ConfigError if the file cannot be read or is not a configuration.
+    """
+    table = read_toml(path)
+    config = merge(defaults(str(table.get("recipe", ""))), table, str(path))
+    return config if config.run_dir else dataclasses.replace(config, run_dir=str(path.absolute().parent))
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML."""
+    return tomli_w.dumps(dataclasses.asdict(config))
+
+
+def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -> Config:
+    """``base`` with the table's values. Raises ConfigError for an unknown key or a value of the wrong type."""
+    hints = get_type_hints(type(base))
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}{key}"
+        if key not in hints:
+            raise ConfigError(f"{source}: there is no key {where!r}{suggested(key, hints)}")
+        current = getattr(base, key)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: {where!r} is a table of keys, not {value!r:.80}")
+            changes[key] = merge(current, value, source, f"{where}.")
+        else:
+            changes[key] = _typed(value, hints[key], where, source)
+    return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """The value of a flag that is parsed before the others, and the remaining arguments."""
+    rest, value = [], ""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == flag:
+            value = next(remaining, "")
+            if not value:
+                raise ConfigError(f"{flag} needs a value")
+        elif argument.startswith(f"{flag}="):
+            value = argument.removeprefix(f"{flag}=")
+        else:
+            rest.append(argument)
+    return value, rest
+
+
+def _typed(value: Any, expected: type, where: str, source: str) -> Any:
+    if expected is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(
+                f"{source}: {where!r} is a number of {len(str(value))} digits; use a smaller one"
+            ) from None
+    if get_origin(expected) is Literal:
+        if value not in get_args(expected):
+            raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r:.80}")
+        return value
+    if type(value) is not expected:
+        raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r:.80}")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

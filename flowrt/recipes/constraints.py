@@ -1,0 +1,156 @@
+"""Constraints on a configuration: the bounds of its fields, and what one field requires of another.
+
+A configuration that passes `check` can still be impossible on a machine (`flowrt.launcher.commands.check_machine`) or
+with its data (`flowrt.recipes.tasks.registry.check_task`).
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from string import Template
+from typing import Any, get_type_hints
+
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import MAX_LIVE_SAMPLES, RunConfig, TrainerConfig
+from flowrt.recipes.model_files import check_model_files
+from flowrt.recipes.tasks.registry import recipe
+from flowrt.runtime.bounds import advice, contains, interval_of
+
+LANES = ("auto", "gloo", "shm", "nccl", "hccl")
+DEVICES = ("auto", "cpu", "cuda", "npu")
+
+
+def check(config: RunConfig) -> None:
+    """Check the bounds of every field and the constraints between fields. Raises ConfigError for the first violation.
+
+    The files of ``config.model`` are checked too; the data is not (see `flowrt.recipes.tasks.registry.check_task`).
+    """
+    check_text(config)
+    check_bounds(config)
+    if config.group_size == 1 and config.loss.scale_by_group_std:
+        raise ConfigError(
+            "group_size is 1: GRPO divides by the group's standard deviation, which one sample does not have; "
+            "use 2 or more, or --loss.scale-by-group-std False"
+        )
+    _check_products(config)
+    check_trainer(config.trainer)
+    check_rollout(config)
+    _check_controller(config)
+    _check_hosts(config)
+    if config.data.reward and not recipe(config.recipe).takes_reward:
+        raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
+    if config.model:
+        check_model_files(Path(config.model), config.rollout.max_new_tokens)
+
+
+def check_bounds(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first number outside the bounds of its field. Not-a-number is outside all bounds."""
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, f"{prefix}{field.name}.")
+        elif (interval := interval_of(hints[field.name])) is not None and not contains(interval, value):
+            raise ConfigError(f"{prefix}{field.name} is {value}; use {advice(interval)}")
+
+
+def check_text(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for text that cannot be written to a file: NUL, or bytes that are not valid in the locale."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_text(value, f"{prefix}{field.name}.")
+        elif isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{prefix}{field.name} is {value!r:.80}, with a NUL in it; remove it")
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ConfigError(
+                    f"{prefix}{field.name} is {value!r}, which has bytes that are not text in this locale; "
+                    "use a UTF-8 locale (LC_ALL=C.UTF-8), or another name"
+                ) from None
+
+
+def _check_products(config: RunConfig) -> None:
+    """Raise ConfigError for numbers that are too large together, or that do not divide each other."""
+    live_steps = min(config.max_staleness + 1, config.steps)
+    samples = live_steps * config.prompts_per_step * config.group_size
+    if samples > MAX_LIVE_SAMPLES:
+        raise ConfigError(
+            f"prompts_per_step {config.prompts_per_step} x group_size {config.group_size} x {live_steps} steps at once "
+            f"(staleness {config.max_staleness}) are {samples:,} samples; use at most {MAX_LIVE_SAMPLES:,} together"
+        )
+    if not config.model and config.rollout.max_new_tokens >= config.build.max_length:
+        raise ConfigError(
+            f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, and build.max_length, for prompt and response "
+            f"together, is {config.build.max_length}; use fewer, or a longer one"
+        )
+    heads = config.build.heads
+    if not config.model and heads % max(heads // 2, 1):
+        raise ConfigError(
+            f"build.heads is {heads}, which its {heads // 2} key-value heads do not divide; use an even number, or 1, 3"
+        )
+
+
+def check_trainer(trainer: TrainerConfig) -> None:
+    """Raise ConfigError for options that the training engine does not support."""
+    if trainer.fsdp.device not in DEVICES:
+        raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
+    TRAIN_ENGINES[trainer.engine].check(trainer)
+    if trainer.compile and trainer.fsdp.recompute:
+        raise ConfigError(
+            "trainer.compile changes nothing with trainer.fsdp.recompute, which runs layers uncompiled; leave out one"
+        )
+    if trainer.min_lr > trainer.lr:
+        raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
+
+
+def check_rollout(config: RunConfig) -> None:
+    """Raise ConfigError for options that the rollout engine does not support, or weights that it cannot load."""
+    published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
+    engine = ROLLOUT_ENGINES[config.rollout.engine]
+    engine.check(config.rollout, published, deterministic=config.deterministic)
+
+
+def _check_controller(config: RunConfig) -> None:
+    """Raise ConfigError for an unknown transport, and for timeouts that contradict each other."""
+    times = config.controller
+    if times.lanes not in LANES:
+        raise ConfigError(f"controller.lanes is {times.lanes!r}; use one of {', '.join(LANES)}")
+    if times.worker_timeout_s <= times.heartbeat_s:
+        raise ConfigError(
+            f"controller.worker_timeout_s is {times.worker_timeout_s}, no longer than heartbeat_s "
+            f"({times.heartbeat_s}): workers would count as lost between heartbeats; make it several times as long"
+        )
+
+
+def _check_hosts(config: RunConfig) -> None:
+    """Raise ConfigError for placement options that contradict each other or cannot be split into words."""
+    trainer = config.trainer
+    if trainer.ranks % trainer.nodes:
+        raise ConfigError(
+            f"trainer.ranks is {trainer.ranks}, which trainer.nodes ({trainer.nodes}) does not divide: each host runs "
+            "the same number of ranks; change one of them"
+        )
+    if trainer.nodes > 1 and not config.launch.trainer:
+        raise ConfigError(
+            f"trainer.nodes is {trainer.nodes}, and launch.trainer is empty, so all ranks would start on this machine; "
+            f"set it to a prefix that starts a command on each of {trainer.nodes} hosts, like srun --ntasks-per-node=1"
+        )
+    for name in ("rollout", "trainer", "auxiliary"):
+        words = getattr(config.launch, name)
+        try:
+            shlex.split(words)
+        except ValueError as error:
+            raise ConfigError(
+                f"launch.{name} cannot be split into words ({error}): {words!r}; check the quotes"
+            ) from None
+    if config.launch.rollout_hosts and "HOST" not in Template(config.launch.rollout).get_identifiers():
+        raise ConfigError(
+            f"launch.rollout_hosts is {config.launch.rollout_hosts!r}, and launch.rollout has no $HOST for them: "
+            f"{config.launch.rollout!r}; put it in place of the host, as in 'ssh $HOST'"
+        )
+    if not all(name.strip() for name in config.launch.devices.split(",")):
+        raise ConfigError(f"launch.devices is {config.launch.devices!r}; use auto, none, or a list like 0,1,2")

@@ -1,0 +1,134 @@
+"""Checks of a Hugging Face checkpoint without torch: truncated, damaged and missing files are found at once.
+
+`flowrt.launcher.model_check` finds what only transformers can judge.
+"""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+INDEX = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 1_000_000_000
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Size of an element, by dtype in safetensors' terms; tensors of other dtypes are not checked for their size."""
+
+
+def check_model_files(path: Path, max_new_tokens: int) -> None:
+    """Raise ConfigError if the directory is no Hugging Face checkpoint, or its context is shorter than a response."""
+    try:
+        _check_files(path, max_new_tokens)
+    except OSError as error:
+        raise ConfigError(f"model {path} cannot be read: {error.strerror}, {error.filename}") from error
+
+
+def _check_files(path: Path, max_new_tokens: int) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"model {path} is not a directory; give one with config.json, weights and a tokenizer")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
+    files = weight_files(path)
+    if not files:
+        if any(path.glob("*.bin")):
+            raise ConfigError(
+                f"model {path} has its weights in a pickle (*.bin), which is never opened here: it could run anything; "
+                "if you trust it, load it with transformers and save_pretrained it again"
+            )
+        raise ConfigError(f"model {path} has no weights (*.safetensors); is the download complete?")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model {path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); is the download complete?")
+    config = _read_json(path / "config.json")
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (path / name).is_file():
+            _read_json(path / name)
+    headers = {file.name: read_header(file) for file in files}
+    if not any(headers.values()):
+        raise ConfigError(f"model {path} has no tensor in its weights ({', '.join(headers)}); download them again")
+    if (path / INDEX).is_file():
+        _check_index(path, headers)
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and max_new_tokens >= positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens is {max_new_tokens}, and model {path} has {positions} positions for prompt and "
+            f"response together (max_position_embeddings); use fewer"
+        )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    return sorted(path.glob("*.safetensors"))
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """The dtype, shape and data_offsets of each tensor of a safetensors file, by name.
+
+    Raises ConfigError if it is not a safetensors file, or truncated.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        start = data.read(LENGTH_BYTES)
+        length = struct.unpack("<Q", start)[0] if len(start) == LENGTH_BYTES else 0
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+            raise ConfigError(
+                f"weights {file} are not a safetensors file, or truncated: {size} bytes; download them again"
+            )
+        text = data.read(length)
+    header = _parse(text, f"the header of weights {file}")
+    header.pop("__metadata__", None)
+    end = 0
+    for name, entry in header.items():
+        try:
+            first, last = entry["data_offsets"]
+            items = math.prod(entry["shape"])
+            fits = 0 <= first <= last and items >= 0
+            width = ITEM_BYTES.get(entry["dtype"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"weights {file}: the header's entry {name!r} is damaged; download them again") from None
+        if not fits or (width is not None and items * width != last - first):
+            raise ConfigError(
+                f"weights {file}: {name!r} of shape {entry['shape']} in {entry['dtype']} has {last - first} bytes; "
+                "download them again"
+            )
+        end = max(end, last)
+    if end > (left := size - LENGTH_BYTES - length):
+        raise ConfigError(
+            f"weights {file} are truncated: {left:,} bytes of tensors in place of {end:,}; is the download complete?"
+        )
+    return header
+
+
+def _check_index(path: Path, headers: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Raise ConfigError if a file or tensor that the index names is missing."""
+    places = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise ConfigError(f"model {path}: {INDEX} has no weight_map; download it again")
+    for tensor, file in places.items():
+        if file not in headers:
+            raise ConfigError(f"model {path} has no {file}, which {INDEX} names; is the download complete?")
+        if tensor not in headers[file]:
+            raise ConfigError(f"model {path}: {file} has no {tensor}, which {INDEX} lists; download both again")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file() or file.stat().st_size > MAX_JSON_BYTES:
+        raise ConfigError(f"{file} is not a regular file")
+    return _parse(file.read_bytes(), str(file))
+
+
+def _parse(text: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ConfigError."""
+    try:
+        table = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply to be read; download it again") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} is not JSON: {str(error)[:120]}; download it again") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{what} is {type(table).__name__}, not a JSON object; download it again")
+    return table

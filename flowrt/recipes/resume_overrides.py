@@ -1,0 +1,70 @@
+"""What may change when a run is resumed: where it runs and on how much, but not what it computes."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import read_flags
+from flowrt.recipes.constraints import check
+
+FREE = (
+    "steps",
+    "threads",
+    "max_run_restarts",
+    "data.reward_timeout_s",
+    "rollout.workers",
+    "rollout.max_running_requests",
+    "rollout.sglang",
+    "trainer.ranks",
+    "trainer.nodes",
+    "trainer.rank_timeout_s",
+    "trainer.micro_batch_tokens",
+    "trainer.forward_tokens",
+    "checkpoint.keep",
+    "checkpoint.preemption_save_timeout_s",
+    "controller",
+    "supervisor",
+    "launch",
+)
+"""Keys and whole tables that may change. None of them decides what is sampled or trained, except for rounding."""
+
+
+def may_change(name: str) -> bool:
+    """Whether the field of this dotted name may change when a run is resumed."""
+    return any(name == free or name.startswith(f"{free}.") for free in FREE)
+
+
+def apply_overrides(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """The configuration of a resumed run: that of the run, with these flags.
+
+    Raises ConfigError for a flag that changes what the run computes. Exits with code 2 on unknown flags, and after
+    printing --help, which lists only what may change.
+    """
+    description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}."
+    changed = read_flags("flowrt resume RUN", description, words, config, may_change)
+    for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
+        if not may_change(name):
+            was, now = attrgetter(name)(config), attrgetter(name)(changed)
+            raise ConfigError(
+                f"{name} is {was!r} in {config.run_dir}, and stays that when the run is resumed, not {now!r}: where a "
+                f"run is, and on how much, may change ({', '.join(FREE)}), but not what it computes; for that start "
+                "another one, which can have this one's model with --model"
+            )
+    if keys := changed.controller.keys:
+        controller = dataclasses.replace(changed.controller, keys=str(Path(keys).absolute()))
+        changed = dataclasses.replace(changed, controller=controller)
+    check(changed)
+    return changed
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The dotted names of the values that differ."""
+    for key, value in old.items():
+        if isinstance(value, dict):
+            yield from _changes(value, new[key], f"{path}{key}.")
+        elif value != new[key]:
+            yield f"{path}{key}"

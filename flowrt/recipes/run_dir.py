@@ -1,0 +1,62 @@
+"""The layout of a run directory."""
+
+import re
+from pathlib import Path
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+
+CONFIG = "config.toml"
+"""The configuration of a run, in its directory."""
+_ADDRESS = re.compile(r"tcp://\S+:\d+")
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+def model_dir(config: RunConfig) -> Path:
+    """The model that the run starts from: the user's, or the embedded one, which is built before the workers start."""
+    return Path(config.model) if config.model else Path(config.run_dir) / "model"
+
+
+def kept_model_dir(run_dir: Path) -> Path:
+    """A copy of the user's model, from which a run is resumed even if the original is gone."""
+    return run_dir / "start"
+
+
+def final_dir(config: RunConfig) -> Path:
+    """The directory of the trained model."""
+    return Path(config.trainer.final_dir) if config.trainer.final_dir else Path(config.run_dir) / "final"
+
+
+def address_file(run_dir: Path) -> Path:
+    """The file with the address of a listening controller; removed when the run ends."""
+    return run_dir / "address"
+
+
+def ranks_dir(run_dir: Path) -> Path:
+    """Temporary files of a trainer's torchrun on the launcher's host; removed when the run ends."""
+    return run_dir / "ranks"
+
+
+def read_address(run_dir: Path) -> str:
+    """Read the controller's address. Raises FileNotFoundError if there is none, ConfigError if it is malformed."""
+    path = address_file(run_dir)
+    try:
+        text = path.read_bytes().decode("ascii").strip()
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; name the controller by tcp://HOST:PORT") from error
+    if not _ADDRESS.fullmatch(text):
+        raise ConfigError(f"{path} holds no address of a controller: {text[:80]!r}; name it by tcp://HOST:PORT")
+    return text
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """The checkpoint after ``step`` steps. It has this name only while it is complete."""
+    return run_dir / "checkpoints" / f"step-{step:06}"
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """The steps after which there is a complete checkpoint, in ascending order."""
+    names = (_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return sorted(int(name[1]) for name in names if name is not None)

@@ -1,0 +1,74 @@
+"""The interface of a task: prompts and their reward."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from tokenizers import Tokenizer
+
+from flowrt.recipes.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt, the reference answer that the reward compares with, and a worked solution for SFT."""
+
+    prompt: str
+    answer: str
+    solution: str
+    where: str = field(default="", compare=False)
+    """Data file and line of the example; empty if it is generated."""
+
+
+class Task(ABC):
+    """Prompts and their reward; every worker that makes a task from the same configuration has the same one."""
+
+    scores_truncated = False
+    """Whether a response without an end token is scored as it is; otherwise it is scored as an empty one."""
+    calls_user_code = False
+    """Whether `reward` runs the user's code, so that it must not be called on an event loop."""
+
+    @abstractmethod
+    def training_problems(self) -> Sequence[Example]:
+        """The prompts to train on."""
+
+    @abstractmethod
+    def held_out_problems(self) -> Sequence[Example]:
+        """The prompts of the evaluation; none of them is a training prompt."""
+
+    @abstractmethod
+    def reward(self, response: str, answer: str) -> float:
+        """Score a decoded response, which is not truncated unless `scores_truncated`; the higher the better."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of an embedded model, with the tokens <pad> and <eos>. Raises ConfigError if there is none."""
+
+    @abstractmethod
+    def sft_example(self, rng: Random, answer_only: bool) -> Example:
+        """Draw an example for SFT of an embedded model. Raises ConfigError if the task has none.
+
+        Args:
+            rng: source of randomness.
+            answer_only: draw from the second stage's examples, mostly answers without working.
+        """
+
+    def check(self, progress: Callable[[str], None]) -> None:  # noqa: B027 (not every task has something to check)
+        """Check what otherwise fails during the run. Raises ConfigError; ``progress`` receives notes on long waits."""
+
+    def close(self) -> None:  # noqa: B027 (not every task starts something)
+        """End the processes that `reward` has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A named task with the default configuration of its runs."""
+
+    summary: str
+    """Its line in ``flowrt --help``."""
+    defaults: RunConfig
+    task: Callable[[RunConfig], Task]
+    """Make the task of a configuration. Raises ConfigError if its data is missing or malformed."""
+    takes_reward: bool = False
+    """Whether the reward is a function of the user's (``data.reward``)."""

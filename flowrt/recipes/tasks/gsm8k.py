@@ -1,0 +1,101 @@
+"""Word problems from a file, in the format of GSM8K (arXiv 2110.14168): solutions end in ``#### NUMBER``.
+
+Reward: 1 if the response ends in ``#### `` and the right number, 0.1 if it ends in another well-formed number, else 0.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.tasks.base import Example, Recipe, Task
+from flowrt.recipes.tasks.rows import data_path, split_rows
+
+FINAL = re.compile(r"#### (-?(?>[\d,]*)(?:\.\d++|(?<=\d)))\s*+$")
+"""A number at the end of a text. Possessive, because backtracking takes minutes on a response of many digits."""
+WELL_FORMED_REWARD = 0.1
+
+
+class Gsm8k(Task):
+    """Word problems; the last ``eval_problems`` rows of the file are held out."""
+
+    def __init__(self, path: Path, prompt_field: str, answer_field: str, eval_problems: int, vocab_size: int) -> None:
+        rows = split_rows(path, (prompt_field, answer_field), eval_problems)
+        self._training, self._held_out = (
+            [_problem(row.values[0], row.values[1], row.where) for row in part] for part in rows
+        )
+        self._vocab_size = vocab_size
+
+    def training_problems(self) -> Sequence[Example]:
+        return self._training
+
+    def held_out_problems(self) -> Sequence[Example]:
+        return self._held_out
+
+    def sft_example(self, rng: random.Random, answer_only: bool) -> Example:
+        problem = rng.choice(self._training)
+        return replace(problem, solution=f"#### {problem.answer}") if answer_only else problem
+
+    def reward(self, response: str, answer: str) -> float:
+        found = FINAL.search(response)
+        if found is None:
+            return 0.0
+        return 1.0 if _number(found[1]) == _number(answer) else WELL_FORMED_REWARD
+
+    def tokenizer(self) -> Tokenizer:
+        """Train a byte-level BPE on the training rows; every text has a tokenization."""
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self._vocab_size,
+            special_tokens=["<pad>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator((p.prompt + p.solution for p in self._training), trainer)
+        return tokenizer
+
+
+def _problem(question: str, solution: str, where: str) -> Example:
+    found = FINAL.search(solution)
+    if found is None:
+        raise ConfigError(f"{where}: the solution does not end in '#### number', so no answer can be checked")
+    return Example(question + "\n", found[1], solution, where)
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _task(config: RunConfig) -> Gsm8k:
+    return Gsm8k(
+        path=data_path(config),
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        eval_problems=config.data.eval_prompts,
+        vocab_size=config.build.vocab_size,
+    )
+
+
+RECIPE = Recipe(
+    "word problems and a small embedded model: --data FILE.jsonl",
+    RunConfig(
+        recipe="gsm8k",
+        steps=80,
+        prompts_per_step=16,
+        group_size=8,
+        data=DataConfig(eval_prompts=64),
+        build=BuildConfig(hidden_size=192, layers=3, heads=4, intermediate_size=512, vocab_size=1024, max_length=1024),
+        sft=SftConfig(steps=150, batch=16, lr=2e-3, eval_prompts=64, stop_reward=0.02, answer_only_steps=0),
+        rollout=RolloutConfig(max_running_requests=64, max_new_tokens=128),
+        trainer=TrainerConfig(lr=2e-4, beta2=0.98, warmup_steps=3, micro_batch_tokens=6144),
+    ),
+    _task,
+)
+"""A small model that SFT teaches to finish its answers."""

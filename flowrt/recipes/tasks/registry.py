@@ -1,0 +1,35 @@
+"""The table of recipes, by the names that ``flowrt run RECIPE`` accepts. A new one is its own file and a row here."""
+
+from collections.abc import Callable
+
+from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.tasks import arithmetic, custom, gsm8k
+from flowrt.recipes.tasks.base import Recipe, Task
+
+RECIPES: dict[str, Recipe] = {
+    "arithmetic": arithmetic.RECIPE,
+    "gsm8k": gsm8k.RECIPE,
+    "custom": custom.RECIPE,
+}
+
+
+def recipe(name: str) -> Recipe:
+    """Look up a recipe. Raises ConfigError if there is none of this name."""
+    try:
+        return RECIPES[name]
+    except KeyError:
+        raise ConfigError(f"there is no recipe {name!r}{suggested(name, RECIPES)}") from None
+
+
+def task_of(config: RunConfig) -> Task:
+    """The prompts and the reward of a run. Raises ConfigError if its data is missing or malformed."""
+    return recipe(config.recipe).task(config)
+
+
+def check_task(config: RunConfig, progress: Callable[[str], None]) -> None:
+    """Read all data, and call a reward function of the user's once, in a process of its own.
+
+    Raises ConfigError for any mistake in them; ``progress`` receives notes on long waits.
+    """
+    task_of(config).check(progress)

@@ -1,0 +1,133 @@
+"""Checkpoints of the trainer: written to a temporary directory, synced, renamed; older ones are deleted last."""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from flowrt.client.session import Session
+from flowrt.engines.base import TrainEngine
+from flowrt.engines.hf import load_tokenizer
+from flowrt.errors import EngineError
+from flowrt.ranks.barrier import RankCollectives
+from flowrt.recipes.checkpoint_checksums import check_checkpoint, write_checksums
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps, kept_model_dir, model_dir
+from flowrt.runtime.files import delete_directory, fsync, fsync_tree, partial_path
+
+log = logging.getLogger("flowrt")
+
+
+class Checkpoints:
+    """Saves and loads the state of a training engine. Every rank has an instance; all methods are collective."""
+
+    def __init__(self, session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives) -> None:
+        self._session = session
+        self._ranks = ranks
+        self._config = config
+        self._engine = engine
+        self._run_dir = Path(config.run_dir)
+        self._saved_step = session.welcome.position.step  # of the newest checkpoint
+        self._is_leader = not dist.is_initialized() or dist.get_rank() == 0
+
+    async def load(self) -> int:
+        """Load the checkpoint that the controller resumes from, if any.
+
+        Returns the number of completed steps (0 without a checkpoint). Raises EngineError if it cannot be loaded.
+        """
+        step = self._session.welcome.position.step
+        if step:
+            with self._session.timeline.busy("load"), self._ranks.exempt():
+                directory = checkpoint_dir(self._run_dir, step)
+                if self._is_leader:
+                    await asyncio.to_thread(check_checkpoint, self._run_dir, step)
+                await self._ranks.call(lambda: self._engine.load(directory), f"checkpoint {step}")
+            log.info("resuming after step %d", step - 1)
+        return step
+
+    async def save_if_due(self, step: int) -> None:
+        """Save if a checkpoint is due after ``step`` completed steps."""
+        if self._config.checkpoint.every and step % self._config.checkpoint.every == 0:
+            await self.save(step)
+
+    async def save(self, step: int) -> None:
+        """Save the state after ``step`` completed steps.
+
+        Does nothing if that state is already saved or checkpoints are disabled. Raises EngineError if writing fails.
+        """
+        if step == self._saved_step or not self._config.checkpoint.every:
+            return
+        final = checkpoint_dir(self._run_dir, step)
+        partial = partial_path(final)
+        fix = f"earlier checkpoints are complete: free disk space, then flowrt resume {self._run_dir}"
+        # Exempt from rank_timeout_s: writing time depends on the disk, and rank 0 does most of it alone.
+        with self._session.timeline.busy("save"), disk_errors(f"checkpoint {final}", fix), self._ranks.exempt():
+            if self._is_leader:
+                await asyncio.to_thread(self._prepare, partial)
+            if dist.is_initialized():
+                await self._ranks.call(dist.barrier, f"the directory of checkpoint {step}")
+            await self._ranks.call(lambda: self._engine.save(partial), f"checkpoint {step}")
+            if self._is_leader:
+                await asyncio.to_thread(self._complete, partial)
+                # Ledger first: a checkpoint must never be ahead of it.
+                await self._session.saved(step)
+                await asyncio.to_thread(self._publish, partial, final)
+        self._saved_step = step
+
+    def _prepare(self, partial: Path) -> None:
+        """Create the directory, and delete incomplete checkpoints of earlier attempts."""
+        partial.parent.mkdir(exist_ok=True)
+        for incomplete in partial.parent.glob(".step-*"):
+            shutil.rmtree(incomplete)
+        partial.mkdir()
+        if self._config.model:
+            keep_model(Path(self._config.model), kept_model_dir(self._run_dir))
+
+    def _complete(self, partial: Path) -> None:
+        load_tokenizer(model_dir(self._config)).save_pretrained(partial)
+        write_checksums(partial)
+        fsync_tree(partial)
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        partial.rename(final)
+        for parent in (final.parent, self._run_dir):  # the first checkpoint also creates final.parent
+            fsync(parent)
+        for step in checkpoint_steps(self._run_dir)[: -self._config.checkpoint.keep]:
+            delete_directory(checkpoint_dir(self._run_dir, step))
+
+
+@contextmanager
+def disk_errors(what: str, fix: str) -> Iterator[None]:
+    """Convert write errors to EngineError: ``what`` cannot be written, the reason, the ``fix``."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(first).strip().partition("\n")[0]
+        raise EngineError(f"{what} cannot be written: {reason}; {fix}") from error
+
+
+def keep_model(model: Path, kept: Path) -> None:
+    """Copy the run's initial model to ``kept`` in the run directory, as hard links where the file system allows it."""
+    if kept.exists() or kept.resolve() == model.resolve():
+        return
+    partial = partial_path(kept)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(model, partial, copy_function=_link_or_copy)
+    fsync_tree(partial)
+    partial.rename(kept)
+    fsync(kept.parent)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

@@ -1,0 +1,83 @@
+"""The engines that a configuration selects, each built by its descriptor."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from flowrt.algorithms.algorithm import Algorithm
+from flowrt.algorithms.credit import GroupAdvantages
+from flowrt.algorithms.objective import Correction, Kl, Objective
+from flowrt.engines.base import RolloutEngine, TrainEngine
+from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.errors import ConfigError
+from flowrt.ranks.process_group import init_ranks
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.constraints import check_rollout
+from flowrt.recipes.run_dir import model_dir
+from flowrt.transport.devices import choose
+
+
+def train_engine(config: RunConfig) -> TrainEngine:
+    """The training engine of this rank. With several ranks, initialises their process group (a collective call).
+
+    Raises ConfigError if the number of started processes is not ``trainer.ranks``.
+    """
+    trainer = config.trainer
+    descriptor = TRAIN_ENGINES[trainer.engine]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != trainer.ranks:
+        raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {trainer.ranks}")
+    device = choose(descriptor.device(trainer), int(os.environ.get("LOCAL_RANK", "0")))
+    device.use()
+    if ranks > 1 or descriptor.needs_process_group:
+        init_ranks(device, min(trainer.rank_timeout_s, config.controller.no_progress_timeout_s))
+    return descriptor.build(
+        TrainerSetup(
+            model=model_dir(config),
+            device=device,
+            options=_with_decay_steps(config),
+            settings=trainer,
+            algorithm=algorithm(config),
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+        )
+    )
+
+
+def algorithm(config: RunConfig) -> Algorithm:
+    """The objective that a configuration describes."""
+    loss = config.loss
+    return Objective(
+        credit_rule=GroupAdvantages(scale="group_std" if loss.scale_by_group_std else "none"),
+        correction=Correction(high=loss.tis_cap),
+        kl=Kl(loss.kl_coef) if loss.kl_coef > 0 else None,
+    )
+
+
+def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
+    """The rollout engine of a worker; an `ExternalEngine` has to be started before use.
+
+    Raises ConfigError if the engine does not support the configuration: the controller may have been started without
+    this check.
+    """
+    check_rollout(config)
+    return ROLLOUT_ENGINES[config.rollout.engine].build(
+        RolloutSetup(
+            model=model_dir(config),
+            settings=config.rollout,
+            published=TRAIN_ENGINES[config.trainer.engine].published(config.trainer),
+            deterministic=config.deterministic,
+            threads=config.threads,
+            log_path=Path(config.run_dir) / "logs" / f"{worker}-{config.rollout.engine}.log",
+        )
+    )
+
+
+def _with_decay_steps(config: RunConfig) -> TrainOptions:
+    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up."""
+    options: TrainOptions = config.trainer
+    if options.decay_steps:
+        return options
+    return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))

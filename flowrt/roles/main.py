@@ -1,0 +1,199 @@
+"""The process of a worker: finds the controller, joins the run, runs the role, and exits with a code and a reason."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from flowrt.client.session import Session, connect
+from flowrt.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DISMISSED,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_STALLED,
+    ConfigError,
+    Drained,
+    FlowError,
+    Stopped,
+    WaitExpired,
+)
+from flowrt.ids import TRAINER
+from flowrt.net.curve_keys import KEYS_VARIABLE, worker_keys
+from flowrt.ranks.process_group import choose_interface
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml
+from flowrt.roles.locate import check_reach, find_address, worker_name
+from flowrt.runtime.bounds import seconds
+from flowrt.runtime.event_loop import run_loop
+from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, open_waits, wait_all, wait_any
+
+log = logging.getLogger("flowrt")
+Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
+CONNECT_TIMEOUT_S = 120.0
+EXIT_GRACE_S = 2.0
+LIVENESS = BoundedElsewhere("the liveness timeout of the controller")
+
+
+def main(role: str, run: Role, *, drains: bool = False) -> NoReturn:
+    """Run one worker from the command line and exit the process.
+
+    Args:
+        role: the worker's role in the run.
+        run: the coroutine function of the role.
+        drains: on SIGTERM, drain before leaving.
+    """
+    parser = argparse.ArgumentParser(description=f"flowrt {role} worker; all other settings come from the controller")
+    parser.add_argument(
+        "--controller",
+        default=os.environ.get("FLOWRT_CONTROLLER", ""),
+        metavar="RUN",
+        help="the run directory, or tcp://HOST:PORT",
+    )
+    parser.add_argument("--name", default="", help=f"unique name of this worker (default: {role}-RANK)")
+    parser.add_argument(
+        "--connect-timeout-s",
+        type=seconds,
+        default=CONNECT_TIMEOUT_S,
+        help="time limit to find the controller, in seconds",
+    )
+    parser.add_argument(
+        "--keys",
+        default=os.environ.get(KEYS_VARIABLE, ""),
+        help="directory made by flowrt keys, or a copy of this worker's part",
+    )
+    arguments = parser.parse_args()
+    if not arguments.controller:
+        parser.error("--controller RUN is required: the run directory, or tcp://HOST:PORT (or set FLOWRT_CONTROLLER)")
+    log_to_stderr()
+    if "RANK" in os.environ:
+        die_with_parent()  # a killed torchrun leaves its ranks running
+    name = worker_name(role, arguments.name, os.environ)
+    try:
+        code = run_loop(_run_worker(arguments, name, role, run, drains))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit without joining threads: one may be inside gloo or an engine, which cannot be interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _log_waits() -> None:
+    for wait in open_waits():
+        log.info("%s", wait)
+
+
+async def _run_worker(arguments: argparse.Namespace, name: str, role: str, run: Role, drains: bool) -> int:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _log_waits)
+    try:
+        keys = worker_keys(Path(arguments.keys), name) if arguments.keys else None
+        log.info(
+            "%s is looking for the controller at %s (timeout %.0f s)",
+            name,
+            arguments.controller,
+            arguments.connect_timeout_s,
+        )
+        address = await find_address(arguments.controller, arguments.connect_timeout_s)
+        session = await connect(address, name, role, arguments.connect_timeout_s, keys)
+        log.info("%s has joined the run of the controller at %s", name, address)
+        if role == TRAINER:
+            choose_interface(address, os.environ)
+    except FlowError as failure:
+        log.error("%s", failure)
+        # A timeout may be transient; a rejection is not.
+        return EXIT_FAILED if isinstance(failure, WaitExpired) else EXIT_BAD_INPUT
+    error = ""
+    code = EXIT_OK
+    try:
+        config = from_toml(session.welcome.config)
+        torch.set_num_threads(config.threads)
+        check_reach(config, role == TRAINER)
+        if drains and (drain_s := _drain_s(role, config)):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _drain, session, drain_s)
+        await _run_role(run(session, config), session)
+    except (Exception, BaseExceptionGroup) as raised:
+        # The first exception of a group is the cause, the others its consequences.
+        first = _first(raised)
+        if isinstance(first, Stopped):
+            log.info("stopped: %s", first.reason)
+            code = _exit_code(first, os.environ)
+        else:
+            bad_input = isinstance(first, ConfigError)
+            error = str(first) if bad_input else f"{type(first).__name__}: {first}"
+            code = EXIT_BAD_INPUT if bad_input else EXIT_FAILED
+            log.error("%s failed", name, exc_info=None if isinstance(first, FlowError) else raised)
+            log.error("%s", error)
+    finally:
+        await session.close(error)
+    _exit(code)
+
+
+def _exit_code(stopped: Stopped, environment: Mapping[str, str]) -> int:
+    """The exit code of a stopped worker: 0, unless the process that started it has to act on the end of the run."""
+    if stopped.code == EXIT_DISMISSED:
+        return EXIT_DISMISSED  # only this worker was stopped, not the run
+    multi_node = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+    # After exit code 0 torchrun waits five minutes for the other nodes; a failed run must not wait for them.
+    return EXIT_FAILED if multi_node and stopped.code in (EXIT_FAILED, EXIT_STALLED) else EXIT_OK
+
+
+def _check_result(work: asyncio.Task[None]) -> None:
+    """Raise the exception of a completed role, if any, unless it is Drained."""
+    try:
+        work.result()
+    except (Drained, BaseExceptionGroup) as raised:
+        if not isinstance(_first(raised), Drained):
+            raise
+        log.info("draining: tensors of this worker are served until no other worker needs them")
+
+
+async def _run_role(role: Coroutine[Any, Any, None], session: Session) -> None:
+    """Run the role until it fails or the run ends. Raises the role's exception, or Stopped."""
+    work = asyncio.create_task(role)
+    ended = asyncio.create_task(session.wait_stopped())
+    await wait_any({work, ended}, LIVENESS, "the role, or the end of the run", CONTROLLER)
+    if not ended.done():
+        _check_result(work)
+        await ended
+    # The role notices the end at its next request; a call inside a library is not waited for longer than this.
+    try:
+        await wait_all({work}, EXIT_GRACE_S, "the role to notice that the run has ended", "this worker")
+    except WaitExpired:
+        for wait in open_waits():
+            log.warning("leaving while %s", wait)
+    ended.result()
+
+
+def _drain_s(role: str, config: RunConfig) -> float:
+    """Time limit of a drain after SIGTERM; 0: the worker does not drain."""
+    if role == TRAINER:
+        return config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0
+    return config.controller.worker_drain_timeout_s
+
+
+def _drain(session: Session, deadline_s: float) -> None:
+    """Start a drain; end the session after ``deadline_s`` even if it is not complete."""
+    session.drain()
+    expired = Stopped(f"terminated; tensors of this worker were still needed after {deadline_s:.0f} s", EXIT_OK)
+    asyncio.get_running_loop().call_later(deadline_s, session.end, expired)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

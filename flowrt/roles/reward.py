@@ -1,0 +1,50 @@
+"""The reward role: decodes responses and scores them with the run's task."""
+
+import asyncio
+
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.engines.hf import load_tokenizer
+from flowrt.ids import REWARD
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.roles.main import main
+
+MAX_PULL_SLOTS = 256
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Score responses with the run's task until the run ends; commits ``reward`` (a float a slot)."""
+    with session.timeline.busy("load"):
+        task = task_of(config)
+        tokenizer = load_tokenizer(model_dir(config))
+
+    def rewards(batch: Batch) -> list[float]:
+        scores = []
+        for tokens, answer in zip(batch.tensors["response"], batch.tensors["answer"], strict=True):
+            ids = tokens.tolist()
+            # Most tasks score a truncated response as an empty one.
+            complete = task.scores_truncated or (bool(ids) and ids[-1] == tokenizer.eos_token_id)
+            text = tokenizer.decode(ids, skip_special_tokens=True) if complete else ""
+            scores.append(task.reward(text, bytes(answer.tolist()).decode()))
+        return scores
+
+    try:
+        while True:
+            batch = await session.pull("reward", slots=MAX_PULL_SLOTS)
+            with session.timeline.busy("reward"):
+                # User code may block; it must not hold the event loop.
+                scores = await asyncio.to_thread(rewards, batch) if task.calls_user_code else rewards(batch)
+            await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
+    finally:
+        task.close()
+
+
+def start() -> None:
+    """Entry point of the worker process."""
+    main(REWARD, run, drains=True)
+
+
+if __name__ == "__main__":
+    start()

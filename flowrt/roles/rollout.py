@@ -1,0 +1,205 @@
+"""The rollout role: pulls slots as sequences finish, generates, and swaps weights at safe points."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.client.weights import StagedWeights
+from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed
+from flowrt.errors import Drained
+from flowrt.ids import ROLLOUT
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.grpo import EVAL, POLICY
+from flowrt.roles.engines import rollout_engine
+from flowrt.roles.main import main
+from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any
+
+LEASE = BoundedElsewhere("the lease on the running slots")
+PULL = BoundedElsewhere("the deadline of the pull, or the end of the session")
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Generate with the configured engine until the run ends."""
+    with session.timeline.busy("load"):
+        engine = await asyncio.to_thread(rollout_engine, config, session.worker)
+    await generate(session, config, engine)
+
+
+async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -> None:
+    """Generate until the run ends. ``engine`` must hold the run's initial weights (version 0), once it is started."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(engine, ExternalEngine):
+            stack.callback(engine.close)
+            with session.timeline.busy("load"):
+                await session.unless_ended(asyncio.to_thread(engine.start))
+        session.params.applied(POLICY, 0)
+        async with asyncio.TaskGroup() as tasks:
+            in_flight = config.rollout.weight_update == "in_flight"
+            await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight).run()
+
+
+class RolloutLoop:
+    """Keeps the engine full and swaps in new weights at safe points.
+
+    By default weights are swapped between sequences: once new weights are staged, no sequence is started until all
+    running ones have finished. With ``in_flight`` they are swapped in while sequences run, which continue with the new
+    weights; an engine that `SupportsInFlightUpdate` prepares the swap in the background first.
+    """
+
+    def __init__(
+        self, session: Session, engine: RolloutEngine, seed: int, tasks: asyncio.TaskGroup, *, in_flight: bool = False
+    ) -> None:
+        self._session = session
+        self._engine = engine
+        self._seed = seed
+        self._tasks = tasks
+        self._in_flight = in_flight
+        self._interrupt = threading.Event()
+        self._pull: asyncio.Task[Batch | None] | None = None
+        # (slot, lease) by key. A slot may be granted again, with another lease, while its earlier sequence still runs.
+        self._running: dict[int, tuple[int, int]] = {}
+        self._last_key = 0
+        self._draining = False
+        self._preparing_for: StagedWeights | None = None
+        self._preparing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Run until a drain is complete. Raises the error that ended the session."""
+        while self._engine.running or not self._draining:
+            await self._swap_if_safe()
+            if self._session.params.staged() is None or self._preparing is not None:
+                self._admit()
+                if self._pull is None and self._engine.room and not self._draining:
+                    self._start_pull()
+            if self._engine.running:
+                await self._generate()
+            elif not self._draining and (self._pull is None or not self._pull.done()):
+                await self._wait_for_work()
+
+    async def _generate(self) -> None:
+        self._interrupt.clear()
+        staged = self._session.params.staged() is not None and self._preparing is None
+        if (staged and self._in_flight) or (not staged and self._pull is not None and self._pull.done()):
+            return
+        with self._session.timeline.busy("generate"):
+            run = asyncio.to_thread(self._engine.run, self._interrupt)
+            finished = await (self._interrupt_when_staged(run) if self._in_flight else run)
+        if finished:
+            self._tasks.create_task(self._commit(finished))
+
+    async def _interrupt_when_staged(self, run: Coroutine[Any, Any, list[Response]]) -> list[Response]:
+        """Await the engine; interrupt it when new weights are staged or prepared. Returns the finished sequences."""
+        running = asyncio.create_task(run)
+        waited = self._session.params.wait_staged() if self._preparing is None else _wait_prepared(self._preparing)
+        staged = asyncio.create_task(self._session.unless_ended(waited))
+        try:
+            await wait_any({running, staged}, LEASE, "the engine, or newer weights", "this worker's engine")
+            self._interrupt.set()
+            finished = await running
+            if staged.done():
+                staged.result()  # raises the error that ended the session
+            return finished
+        finally:
+            self._interrupt.set()
+            staged.cancel()
+
+    async def _wait_for_work(self) -> None:
+        staged = asyncio.create_task(self._session.unless_ended(self._session.params.wait_staged()))
+        waits = {staged} if self._pull is None else {staged, self._pull}
+        try:
+            await wait_any(waits, PULL, "slots, or newer weights", CONTROLLER)
+            if staged.done():
+                staged.result()  # raises the error that ended the session
+        finally:
+            staged.cancel()
+
+    async def _swap_if_safe(self) -> None:
+        staged = self._preparing_for or self._session.params.staged()
+        if staged is None or (self._in_flight and await self._is_preparing(staged)):
+            return
+        if self._in_flight or not self._engine.running:
+            with self._session.timeline.busy("swap"):
+                await asyncio.to_thread(self._engine.swap, staged.snapshot)
+            self._session.params.applied(staged.model, staged.snapshot.version)
+            self._preparing_for = None
+
+    async def _is_preparing(self, staged: StagedWeights) -> bool:
+        """Start the next preparation for these weights, if the engine has one; True while the swap has to wait for it.
+
+        Weights staged meanwhile wait until these are in use: if they arrive fast, none would ever be otherwise.
+        """
+        if self._preparing is not None:
+            if self._engine.running and not self._preparing.done():
+                return True
+            await _wait_prepared(self._preparing)
+            self._preparing.result()
+            self._preparing = None
+        if not isinstance(self._engine, SupportsInFlightUpdate):
+            return False
+        work = self._engine.prepare(staged.snapshot)
+        if work is None:
+            return False
+        self._preparing_for = staged
+        self._preparing = asyncio.create_task(asyncio.to_thread(work))
+        return True
+
+    def _start_pull(self) -> None:
+        self._pull = self._tasks.create_task(self._pull_slots(self._engine.room))
+        self._pull.add_done_callback(lambda _: self._interrupt.set())
+
+    async def _pull_slots(self, slots: int) -> Batch | None:
+        """Pull; None once this worker drains, because an error would cancel the task group and its running work."""
+        try:
+            return await self._session.pull("rollout", slots=slots)
+        except Drained:
+            return None
+
+    def _admit(self) -> None:
+        """Pass pulled slots to the engine, if the pull is complete."""
+        if self._pull is None or not self._pull.done():
+            return
+        pull = self._pull
+        self._pull = None
+        if pull.cancelled():
+            return  # the running sequences are not affected; the next round pulls again
+        batch = pull.result()
+        if batch is None:
+            self._draining = True
+            return
+        grant = batch.grant
+        prompts = []
+        for row, slot in enumerate(batch.slots):
+            self._last_key += 1
+            self._running[self._last_key] = slot, grant.lease
+            seed = sample_seed(
+                self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
+            )
+            prompts.append(Prompt(self._last_key, batch.tensors["prompt"][row], seed, greedy=batch.flows[row] == EVAL))
+        self._engine.add(prompts)
+
+    async def _commit(self, finished: list[Response]) -> None:
+        slots, leases = zip(*(self._running.pop(response.key) for response in finished), strict=True)
+        await self._session.commit(
+            "rollout",
+            slots,
+            leases,
+            {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]},
+            spans=[one.spans for one in finished],
+        )
+
+
+async def _wait_prepared(preparing: asyncio.Task[None]) -> None:
+    await wait_any({preparing}, LEASE, "newer weights to be prepared", "this worker's engine")
+
+
+def start() -> None:
+    """Entry point of the worker process."""
+    main(ROLLOUT, run, drains=True)
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,228 @@
+"""The trainer role: one process, or data-parallel ranks under torchrun, each pulling micro-batches on demand."""
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.engines.base import TrainEngine, TrainingBatch
+from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.engines.training.loss_passes import DIVERGENCE
+from flowrt.errors import Drained
+from flowrt.ids import TRAINER
+from flowrt.protocol.records import KEPT_TOKENS
+from flowrt.ranks.barrier import RankCollectives
+from flowrt.recipes.config import LossConfig, RunConfig
+from flowrt.recipes.grpo import POLICY
+from flowrt.recipes.run_dir import final_dir, model_dir
+from flowrt.roles.checkpoints import Checkpoints, disk_errors
+from flowrt.roles.engines import algorithm, train_engine
+from flowrt.roles.main import main
+from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
+from flowrt.transport.weights.snapshot import Snapshot
+
+log = logging.getLogger("flowrt")
+Result = TypeVar("Result")
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Train with the configured engine."""
+    with session.timeline.busy("load"):
+        engine = await asyncio.to_thread(train_engine, config)
+    await train(session, config, engine)
+
+
+async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
+    """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. All ranks call it together."""
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    ranks = RankCollectives()
+    checkpoints = Checkpoints(session, config, engine, ranks)
+    done = await checkpoints.load()
+    if done:
+        await publish(session, engine, ranks, done, is_leader)
+    preempted = False
+    for step in range(done, config.steps):
+        if preempted := not await train_step(session, config, engine, ranks, step):
+            break
+        with session.timeline.busy("step"):
+            metrics = await collective_call(ranks, config, engine.step, f"step {step}")
+        if not metrics:
+            break
+        done = step + 1
+        if is_leader:
+            session.step_done(step, metrics)
+        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step))
+        await checkpoints.save_if_due(done)
+    await checkpoints.save(done)
+    if config.trainer.save and not preempted:
+        with session.timeline.busy("save"), ranks.exempt():
+            await ranks.call(lambda: save(engine, config, is_leader), "the final model")
+    await session.params.wait_published()
+    session.finished()
+
+
+def measured_kl(metrics: Mapping[str, float], step: int) -> dict[int, float]:
+    """KL (nats per token) of each version from the weights before this step, by version, measured on its samples.
+
+    The weights after the step are one update further, and are not measured.
+    """
+    by_age = {
+        int(name.removeprefix(DIVERGENCE)): value for name, value in metrics.items() if name.startswith(DIVERGENCE)
+    }
+    return {step - age: value for age, value in by_age.items()}
+
+
+async def publish(
+    session: Session,
+    engine: TrainEngine,
+    ranks: RankCollectives,
+    version: int,
+    is_leader: bool,
+    kl: Mapping[int, float] | None = None,
+) -> None:
+    """Publish a snapshot of the current weights as ``version``. All ranks take part in gathering; rank 0 publishes.
+
+    ``kl`` has the measured KL (nats per token) of earlier versions, for weight-sync policies.
+    """
+    with session.timeline.busy("snapshot"):
+        tensors = await ranks.call(engine.parameters, f"version {version}")
+        snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if is_leader else None
+    if snapshot is not None:
+        with ranks.exempt():  # the previous version may still be in its checksum
+            await session.params.publish_in_background(POLICY, snapshot, kl)
+
+
+async def train_step(
+    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, step: int
+) -> bool:
+    """Accumulate the gradient of this rank's share of the step.
+
+    Returns False if the run is preempted: then all ranks discard the step, and the random state is as before it.
+    """
+    rng_state = torch.get_rng_state()
+    try:
+        await accumulate(session, config, engine, ranks, step)
+    except Drained as drained:
+        log.info("%s", drained)
+        await collective_call(ranks, config, engine.discard, f"the gradient of step {step} to be discarded")
+        torch.set_rng_state(rng_state)
+        return False
+    return True
+
+
+async def collective_call(ranks: RankCollectives, config: RunConfig, call: Callable[[], Result], what: str) -> Result:
+    """Make a collective call of the engine after this rank's last pass of a step.
+
+    In lock step (``fsdp.gather = pass``) the others may have passes left, which need this rank: there is no barrier
+    before the call, and the engine itself waits for them.
+    """
+    lock_step = TRAIN_ENGINES[config.trainer.engine].is_lock_step(config.trainer)
+    result: Result = await (ranks.local_call(call, what) if lock_step else ranks.call(call, what))
+    return result
+
+
+async def accumulate(
+    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, step: int
+) -> None:
+    """Train this rank's share of the step, prefetching one micro-batch. Raises Drained if the run is preempted."""
+
+    def pull() -> asyncio.Task[Batch]:
+        return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
+
+    with ranks.exempt():
+        batch = await pull()
+    while not batch.closed:
+        following = pull()
+        with session.timeline.busy("train"):
+            ready = to_training_batch(batch, config, step)
+            await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
+        with ranks.exempt():
+            batch = await following
+
+
+def to_training_batch(batch: Batch, config: RunConfig, step: int) -> TrainingBatch:
+    """Convert pulled groups to a micro-batch with advantages.
+
+    Args:
+        batch: complete groups of the train stage.
+        config: the run's configuration.
+        step: the version being trained, from which staleness is counted.
+
+    If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
+    """
+    groups_N = torch.tensor(batch.groups)
+    staleness_N = torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))])
+    credit = algorithm(config).credit(
+        Groups(
+            rewards_N=torch.tensor(batch.inline["reward"]),
+            group_N=groups_N,
+            lengths_N=torch.tensor([len(response) for response in batch.tensors["response"]]),
+            truncated_N=torch.zeros(len(batch), dtype=torch.bool),
+            staleness_N=staleness_N,
+        )
+    )
+    weights_N = sample_weight(config.loss)(staleness_N)
+    kept_N: list[int | None] = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
+    rows = [row for row, kept in enumerate(kept_N) if kept != 0 and credit.trained_N[row]]
+
+    def kept_prefixes(column: str) -> list[torch.Tensor]:
+        return [batch.tensors[column][row][: kept_N[row]] for row in rows]
+
+    return TrainingBatch(
+        prompts=[batch.tensors["prompt"][row] for row in rows],
+        responses=kept_prefixes("response"),
+        rollout_logprobs=kept_prefixes("logprobs"),
+        reference_logprobs=kept_prefixes("ref_logprobs") if "ref_logprobs" in batch.tensors else None,
+        advantages_N=credit.advantages_N[rows],
+        weights_N=weights_N[rows],
+        groups_N=groups_N[rows],
+        ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
+    )
+
+
+def sample_weight(config: LossConfig) -> SampleWeight:
+    """The policy that weights samples by their staleness."""
+    return PolynomialAge(config.staleness_power) if config.staleness_weight == "polynomial" else Uniform()
+
+
+def save(engine: TrainEngine, config: RunConfig, is_leader: bool = True) -> None:
+    """Write the trained model atomically, in the format of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises EngineError if writing fails. The last step is checkpointed before this call, unless checkpoints are off.
+    """
+    path = Path(final_dir(config))
+    partial = partial_path(path)
+    can_resume = bool(config.checkpoint.every)
+    fix = f"free disk space, then flowrt resume {config.run_dir}" if can_resume else "there is no checkpoint"
+    with disk_errors(f"the trained model {path}", fix):
+        if is_leader:
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        engine.export(partial)
+        if is_leader:
+            load_tokenizer(model_dir(config)).save_pretrained(partial)
+            fsync_tree(partial)
+            replace_directory(partial, path)
+            fsync(path.parent)
+    if is_leader:
+        log.info("the trained model is %s on host %s", path, socket.gethostname())
+
+
+def start() -> None:
+    """Entry point of the worker process."""
+    main(TRAINER, run, drains=True)
+
+
+if __name__ == "__main__":
+    start()

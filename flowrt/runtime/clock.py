@@ -1,0 +1,47 @@
+"""Time as a value: the real clock, and one that a test or a simulation drives."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that only grow; the zero is arbitrary."""
+
+    def now(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock (shared by all processes of one host on Linux)."""
+
+    now = staticmethod(time.monotonic)
+
+
+class SteadyClock:
+    """A clock that never goes back: where the underlying clock steps back, no time passes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._read = clock.now
+        self._last_s = clock.now()
+        self._lost_s = 0.0
+
+    def now(self) -> float:
+        now = self._read()
+        if now < self._last_s:
+            self._lost_s += self._last_s - now
+        self._last_s = now
+        return now + self._lost_s
+
+
+class DrivenClock:
+    """A clock that stands still until `advance` is called."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back by {-seconds} s; pass a value >= 0")
+        self._now_s += seconds

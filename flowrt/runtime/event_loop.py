@@ -1,0 +1,63 @@
+"""The event loop of flowrt's processes: uvloop where it can be imported, else asyncio's own."""
+
+import asyncio
+import gc
+import logging
+import resource
+from collections.abc import Coroutine
+from time import monotonic
+from typing import Any, TypeVar
+
+from flowrt.runtime.waits import pause
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+CHECK_INTERVAL_S = 0.5
+MAX_DELAY_S = 1.0
+"""Delay of a timer from which on it is logged that the loop was blocked."""
+YOUNG_OBJECTS = 100_000
+"""Number of new objects after which the cycle collector examines them."""
+
+
+def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end on a new event loop."""
+    try:
+        from uvloop import new_event_loop as make_loop
+    except ImportError:
+        make_loop = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(_with_delay_check(work))
+
+
+def serve_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """`run_loop` for a process that only serves many peers.
+
+    It may open as many sockets as the system permits. The cycle collector seldom examines its millions of small
+    records: reference counts free them, and each full collection would delay all peers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 50, 1000)
+    return run_loop(work)
+
+
+async def _with_delay_check(work: Coroutine[Any, Any, Result]) -> Result:
+    check = asyncio.create_task(_log_delays())
+    try:
+        return await work
+    finally:
+        check.cancel()
+
+
+async def _log_delays() -> None:
+    while True:
+        begin_s = monotonic()
+        await pause(CHECK_INTERVAL_S)
+        delay_s = monotonic() - begin_s - CHECK_INTERVAL_S
+        if delay_s > MAX_DELAY_S:
+            log.warning(
+                "the event loop was blocked for %.1f s: this process was stopped, or a callback did not return", delay_s
+            )

@@ -1,0 +1,16 @@
+"""Log lines of the processes of a run: how they are written, and how a launcher reads the last error."""
+
+import logging
+import sys
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def log_to_stderr() -> None:
+    """Log everything from INFO on to stderr, which the launcher redirects to the log of the process."""
+    logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr)
+
+
+def error_message(line: str) -> str:
+    """The message of a line that was logged as an error; any other line as it is."""
+    return line.rpartition(f" {logging.getLevelName(logging.ERROR)} ")[2]

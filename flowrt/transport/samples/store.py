@@ -1,0 +1,289 @@
+"""Tensor store of a worker, by (column, id): tensors that it made or received, and those that are arriving."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from flowrt.errors import LocalProtocolError, OverBudget, TransferError
+from flowrt.protocol.records import ITEM_BYTES, Column, Part
+from flowrt.runtime.waits import BoundedElsewhere, wait_all
+from flowrt.transport.lanes.chunks import ColumnRun
+from flowrt.transport.samples.row_blocks import Packed, RowBlock, lengths_of, make_contiguous
+
+Rows = Sequence[torch.Tensor] | Packed
+
+
+class TensorStore:
+    """Used on the event loop's thread only. Readers get the stored tensors themselves and may keep them.
+
+    With a budget in bytes (0: none), rows that do not fit in addition to those held and arriving raise OverBudget, with
+    nothing changed. The store does not wait for room: the rows that have to be freed first may depend on these rows.
+    """
+
+    def __init__(self, columns: Sequence[Column], budget_bytes: int = 0) -> None:
+        self._columns = {column.name: column for column in columns}
+        self._blocks: dict[str, dict[int, RowBlock]] = {column.name: {} for column in columns}
+        self._arriving: dict[str, dict[int, asyncio.Future[None]]] = {column.name: {} for column in columns}
+        self._budget_bytes = budget_bytes
+        self._held_bytes = 0
+        self._arriving_bytes: dict[asyncio.Future[None], int] = {}
+        # Arrivals of which rows were freed, or are expected from a newer arrival, before they arrived.
+        self._partly_stale: set[asyncio.Future[None] | None] = set()
+
+    # ---- columns
+
+    def check(self, column: str, rows: Rows) -> None:
+        """Raises LocalProtocolError when a row does not have the column's dtype, or one dimension."""
+        dtype = self.dtype(column)
+        for tensor in _tensors(rows):
+            if tensor.dtype != dtype or tensor.dim() != 1:
+                raise LocalProtocolError(
+                    f"column {column!r} takes 1-D {dtype}, not {tensor.dim()}-D {tensor.dtype}; convert it first"
+                )
+        if isinstance(rows, Packed) and sum(rows.lengths) != len(rows.values):
+            raise LocalProtocolError(
+                f"column {column!r}: rows of {sum(rows.lengths)} elements are packed into {len(rows.values)}"
+            )
+
+    def dtype(self, column: str) -> torch.dtype:
+        found = getattr(torch, self._column(column).dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def scope(self, column: str) -> str:
+        return self._column(column).scope
+
+    def _column(self, column: str) -> Column:
+        try:
+            return self._columns[column]
+        except KeyError:
+            raise LocalProtocolError(
+                f"there is no tensor column {column!r}; the recipe has {sorted(self._columns)}"
+            ) from None
+
+    # ---- writing
+
+    def put(self, column: str, item: int, tensor: torch.Tensor) -> None:
+        """Store a 1-D tensor, as `put_rows` does."""
+        self.put_rows(column, (item,), (tensor,))
+
+    def check_room(self, columns: Mapping[str, Rows]) -> None:
+        """Raises OverBudget when these rows would not fit."""
+        size = sum(row.nbytes for rows in columns.values() for row in _tensors(rows))
+        self._require_room(size, f"{sum(map(len, columns.values()))} rows of {', '.join(columns)}")
+
+    def put_rows(self, column: str, ids: Sequence[int], rows: Rows, room_checked: bool = False) -> None:
+        """Store rows: the tensors themselves, or copies of those that are small parts of larger memory.
+
+        Raises LocalProtocolError when a dtype or shape is not the column's, OverBudget when there is no room (not with
+        ``room_checked``: `check_room` was called before).
+        """
+        self.check(column, rows)
+        if len(ids) != len(rows):
+            raise LocalProtocolError(f"column {column!r}: {len(rows)} rows for {len(ids)} ids")
+        if not ids:
+            return
+        block = RowBlock(ids, rows if isinstance(rows, Packed) else make_contiguous(rows))
+        held = self._blocks[column]
+        replaced = [item for item in ids if item in held] if held else []
+        if not room_checked:
+            freed = sum(held[item].row(item).nbytes for item in replaced) if self._budget_bytes else 0
+            self._require_room(block.size - freed, f"{len(ids)} rows of {column}")
+        self._drop(column, replaced)
+        self._held_bytes += block.size
+        held.update(dict.fromkeys(ids, block))
+
+    def _require_room(self, size: int, what: str) -> None:
+        held = self._held_bytes
+        arriving = sum(self._arriving_bytes.values())
+        if self._budget_bytes and held + arriving + size > self._budget_bytes:
+            raise OverBudget(
+                f"{size} bytes for {what} do not fit into this worker's store: {held} are held and {arriving} are "
+                f"arriving, of {self._budget_bytes}; raise controller.store_gb, or keep fewer samples at a time"
+            )
+
+    def _drop(self, column: str, items: Iterable[int]) -> None:
+        """Drop rows that are held, block by block."""
+        held = self._blocks[column]
+        by_block: dict[RowBlock, list[int]] = {}
+        for item in items:
+            by_block.setdefault(held.pop(item), []).append(item)
+        for block, dropped in by_block.items():
+            self._held_bytes -= block.size
+            block.drop(dropped)
+            self._held_bytes += block.size
+
+    def _drop_block(self, column: str, items: Sequence[int]) -> bool:
+        """Drop these rows if they are a whole block: the usual case, and much faster than `_drop`."""
+        held = self._blocks[column]
+        block = held.get(items[0]) if items else None
+        if block is None or not block.has_all(items):
+            return False
+        for item in items:
+            del held[item]
+        self._held_bytes -= block.size
+        return True
+
+    # ---- reading
+
+    def get(self, column: str, item: int) -> torch.Tensor:
+        """A stored tensor. Raises LocalProtocolError when it is not here."""
+        return self._block(column, item).row(item)
+
+    def _block(self, column: str, item: int) -> RowBlock:
+        try:
+            return self._blocks[column][item]
+        except KeyError:
+            raise LocalProtocolError(f"{column} of {item} is not in this worker's store") from None
+
+    def rows(self, column: str, ids: Sequence[int]) -> Rows:
+        """Stored rows: packed if they are consecutive in memory. Raises LocalProtocolError when one is not here."""
+        if not ids:
+            return ()
+        ids = tuple(ids)
+        packed = self._block(column, ids[0]).consecutive(ids)
+        if packed is not None and self._has(column, ids):
+            return packed
+        return [self._block(column, item).row(item) for item in ids]
+
+    def runs(self, parts: Iterable[Part]) -> list[ColumnRun]:
+        """The rows to send for each part. Raises TransferError when a length is not the announced one."""
+        runs = []
+        for part in parts:
+            rows = self.rows(part.column, part.ids)
+            lengths = lengths_of(rows)
+            if lengths != part.lengths:
+                found, announced = next(pair for pair in zip(lengths, part.lengths, strict=True) if pair[0] != pair[1])
+                raise TransferError(f"column {part.column} has {found} elements where {announced} were announced")
+            sizes = self.sizes(part)
+            runs.append(ColumnRun(sizes, flat=rows.values) if isinstance(rows, Packed) else ColumnRun(sizes, rows))
+        return runs
+
+    def sizes(self, part: Part) -> Sequence[int]:
+        """Bytes of each row of a part."""
+        item_bytes = self._item_bytes(part)
+        return part.lengths if item_bytes == 1 else [length * item_bytes for length in part.lengths]
+
+    def _item_bytes(self, part: Part) -> int:
+        return ITEM_BYTES[self._column(part.column).dtype]
+
+    # ---- arrivals
+
+    def expect(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
+        """Register rows that are arriving, and drop held copies of them. ``arrival`` is done when they have arrived.
+
+        Raises OverBudget, with nothing changed, when there is no room for them.
+        """
+        size = sum(sum(part.lengths) * self._item_bytes(part) for part in parts)
+        self._require_room(size, f"{sum(len(part.ids) for part in parts)} arriving rows")
+        self._arriving_bytes[arrival] = size
+        self.expect_failure(parts, arrival)
+
+    def expect_failure(self, parts: Sequence[Part], arrival: asyncio.Future[None]) -> None:
+        """`expect` for rows that will not arrive: ``arrival`` raises in `wait_for`. Needs no room."""
+        for part in parts:
+            held, arriving = self._blocks[part.column], self._arriving[part.column]
+            if held:
+                self._drop(part.column, held.keys() & set(part.ids))
+            if arriving:
+                self._partly_stale.update(map(arriving.get, part.ids))
+            arriving.update(dict.fromkeys(part.ids, arrival))
+
+    def put_arrived(self, part: Part, flat: torch.Tensor, arrival: asyncio.Future[None]) -> None:
+        """Store the rows of a part that has arrived, except rows freed meanwhile or expected from a newer arrival."""
+        arriving = self._arriving[part.column]
+        stale: list[int] = []
+        if arrival in self._partly_stale:
+            stale = [item for item in part.ids if arriving.get(item) is not arrival]
+        if not stale and len(arriving) == len(part.ids):
+            arriving.clear()
+        else:
+            self._unexpect(part, arrival)
+        self._arriving_bytes[arrival] = self._arriving_bytes.get(arrival, 0) - flat.nbytes
+        if len(stale) == len(part.ids):
+            return
+        block = RowBlock(part.ids, Packed(flat.view(self.dtype(part.column)), part.lengths))
+        self._held_bytes += block.size
+        held = self._blocks[part.column]
+        others = {item: held[item] for item in stale if item in held}
+        held.update(dict.fromkeys(part.ids, block))
+        self._drop(part.column, stale)
+        held.update(others)
+
+    def arrival_done(self, arrival: asyncio.Future[None]) -> None:
+        """All parts of this arrival have been stored."""
+        self._arriving_bytes.pop(arrival, None)
+        self._partly_stale.discard(arrival)
+
+    def arrival_failed(self, parts: Iterable[Part], arrival: asyncio.Future[None]) -> None:
+        """These parts will not arrive."""
+        self.arrival_done(arrival)
+        for part in parts:
+            self._unexpect(part, arrival)
+
+    def _unexpect(self, part: Part, arrival: asyncio.Future[None]) -> None:
+        arriving = self._arriving[part.column]
+        for item in part.ids:
+            if arriving.get(item) is arrival:
+                del arriving[item]
+
+    def _has(self, column: str, ids: Sequence[int]) -> bool:
+        held = self._blocks[column]
+        block = held.get(ids[0]) if ids else None
+        # Rows that arrived together are usually read together.
+        return (block is not None and block.has_all(ids)) or all(map(held.__contains__, ids))
+
+    def missing(self, parts: Iterable[Part]) -> tuple[Part, ...]:
+        """The parts with missing rows, reduced to these rows."""
+        found = []
+        for part in parts:
+            held = self._blocks[part.column]
+            if self._has(part.column, part.ids):
+                continue
+            rows = [row for row in zip(part.ids, part.lengths, strict=True) if row[0] not in held]
+            ids, lengths = zip(*rows, strict=True)
+            found.append(Part(part.column, ids, lengths))
+        return tuple(found)
+
+    async def wait_for(self, parts: Iterable[Part], senders: str = "their owners") -> None:
+        """Wait until none of these rows is arriving. Raises the error of a failed transfer."""
+        found: set[asyncio.Future[None] | None] = set()
+        for part in parts:
+            if self._arriving[part.column]:
+                found.update(map(self._arriving[part.column].get, part.ids))
+        arrivals = {arrival for arrival in found if arrival is not None}
+        if arrivals:
+            # Not gather: cancellation of one waiter must not cancel the arrival that others wait for.
+            await wait_all(
+                arrivals, BoundedElsewhere("the deadline of each lane"), "tensors that are arriving", senders
+            )
+        for arrival in arrivals:
+            arrival.result()
+
+    def free(self, columns: Sequence[str], slots: Sequence[int], groups: Sequence[int]) -> None:
+        """Drop columns (empty: all) of these slots and groups."""
+        for name in columns or list(self._columns):
+            arriving, held = self._arriving[name], self._blocks[name]
+            items = slots if self.scope(name) == "slot" else groups
+            if not self._drop_block(name, items):
+                self._drop(name, {item for item in items if item in held})
+            if arriving:
+                self._partly_stale.update([arriving.pop(item, None) for item in items])
+
+    def inventory(self) -> tuple[Part, ...]:
+        """All rows that this store holds."""
+        parts = []
+        for name, held in self._blocks.items():
+            if held:
+                ids = tuple(sorted(held))
+                parts.append(Part(name, ids, tuple(len(held[item].row(item)) for item in ids)))
+        return tuple(parts)
+
+    def statistics(self) -> tuple[int, int]:
+        """Number of tensors held, and the bytes of memory they occupy."""
+        return sum(map(len, self._blocks.values())), self._held_bytes
+
+
+def _tensors(rows: Rows) -> Sequence[torch.Tensor]:
+    return (rows.values,) if isinstance(rows, Packed) else rows

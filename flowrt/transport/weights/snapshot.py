@@ -1,0 +1,177 @@
+"""Snapshot of a model's weights as flat buckets of bytes in host memory, and its checksum.
+
+- Values are never converted.
+- The checksum is the CRC-32 of all bytes, equal to ``zlib.crc32``.
+- Weights of a device are copied through pinned memory, which the device reads and writes by DMA, on a separate stream.
+  This uses torch's interface for CUDA, whose names torch_npu has for NPUs; IT HAS NOT RUN ON A GPU OR AN NPU YET: its
+  tests run where there is one.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from zlib_ng import zlib_ng
+
+from flowrt.errors import TransferError
+from flowrt.transport.buffers import copy_bytes
+from flowrt.transport.devices import torch_npu
+
+BUCKET_BYTES = 64 * 1024 * 1024
+HALF_PRECISION_BYTES = 2
+CPU = torch.device("cpu")
+Bytes = NDArray[np.uint8]
+
+
+class Crc32:
+    """The CRC-32 of all bytes given to `update` so far."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Bytes) -> None:
+        self._value = zlib_ng.crc32(data, self._value)
+
+    def value(self) -> int:
+        return self._value
+
+
+class Snapshot:
+    """One version in host memory: buckets of at most BUCKET_BYTES; a larger tensor has its own bucket."""
+
+    def __init__(self, version: int, buckets: Sequence[torch.Tensor], item_bytes: int = 2) -> None:
+        self.version = version
+        self.buckets = list(buckets)
+        self.item_bytes = item_bytes  # element size of most bytes: the unit of deltas
+        self.device = CPU  # target of `restore`
+
+    @classmethod
+    def empty(cls, version: int, sizes: Iterable[int]) -> "Snapshot":
+        return cls(version, [host_buffer(size) for size in sizes])
+
+    @classmethod
+    def take(cls, version: int, tensors: Mapping[str, torch.Tensor]) -> "Snapshot":
+        """Copy the tensors (on any device) into new host buckets, in the order of the mapping."""
+        device = device_of(tensors.values())
+        groups = _grouped(tensors)
+        snapshot = cls(version, [host_buffer(sum(t.nbytes for t in group), device) for group in groups])
+        half = sum(t.nbytes for t in tensors.values() if t.element_size() <= HALF_PRECISION_BYTES)
+        snapshot.item_bytes = 2 if 2 * half >= sum(snapshot.bucket_bytes()) else 4
+        with copying(device):
+            for bucket, group in zip(snapshot.buckets, groups, strict=True):
+                offset = 0
+                for tensor in group:
+                    flat = tensor.detach().reshape(-1).view(torch.uint8)
+                    copy_bytes(bucket[offset : offset + flat.numel()], flat, non_blocking=True)
+                    offset += flat.numel()
+        return snapshot
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the buckets into the tensors. Raises TransferError, with nothing changed, if sizes differ."""
+        groups = _grouped(tensors)
+        sizes = [sum(t.nbytes for t in group) for group in groups]
+        if sizes != self.bucket_bytes():
+            raise TransferError(
+                f"version {self.version} has buckets of {self.bucket_bytes()} bytes, this model needs {sizes}; "
+                "do trainer and rollout load the same checkpoint?"
+            )
+        self.device = device = device_of(tensors.values())
+        with torch.no_grad(), copying(device):
+            for bucket, group in zip(self.buckets, groups, strict=True):
+                source, offset = for_device(bucket, device), 0
+                for tensor in group:
+                    _fill(tensor.detach(), source[offset : offset + tensor.nbytes])
+                    offset += tensor.nbytes
+
+    def pinned_for(self, device: torch.device) -> "Snapshot":
+        """The same version in memory pinned for a device, so that `restore` only copies."""
+        return Snapshot(self.version, [for_device(bucket, device) for bucket in self.buckets], self.item_bytes)
+
+    def bucket_bytes(self) -> list[int]:
+        return [bucket.numel() for bucket in self.buckets]
+
+    def checksum(self) -> int:
+        """CRC-32 over all buckets."""
+        crc = Crc32()
+        for bucket in self.buckets:
+            crc.update(bucket.numpy())
+        return crc.value()
+
+
+class RunningChecksum:
+    """The checksum of a snapshot that arrives in chunks, computed on another thread during the transfer."""
+
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
+        self._crc = Crc32()
+
+    def add(self, chunk: torch.Tensor) -> None:
+        """Add the next chunk, in order; returns at once."""
+        self._thread.submit(self._crc.update, chunk.numpy())
+
+    async def total(self) -> int:
+        """The checksum of all chunks added so far."""
+        return await asyncio.wrap_future(self._thread.submit(self._crc.value))
+
+
+def _fill(tensor: torch.Tensor, row_major: torch.Tensor) -> None:
+    """Fill a tensor of any memory layout with the bytes of its elements in row-major order."""
+    if tensor.is_contiguous():
+        # As bytes: their offset may not be aligned for a wider type.
+        copy_bytes(tensor.reshape(-1).view(torch.uint8), row_major, non_blocking=True)
+    else:
+        tensor.copy_(row_major.clone().view(tensor.dtype).view(tensor.shape), non_blocking=True)
+
+
+def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors.values():
+        if not groups or tensor.nbytes > room:
+            groups.append([])
+            room = BUCKET_BYTES
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    return groups
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The accelerator that holds some of these tensors; the CPU if none does."""
+    return next((tensor.device for tensor in tensors if tensor.device.type in ("cuda", "npu")), CPU)
+
+
+def host_buffer(size: int, device: torch.device = CPU) -> torch.Tensor:
+    """``size`` bytes of host memory for copies from ``device``: pinned, from torch's cache, unless that is the CPU."""
+    if device.type == "cpu":
+        # numpy requests huge pages, torch does not: first writes take half the time.
+        return torch.from_numpy(np.empty(size, dtype=np.uint8))
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def for_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The bucket, or a copy in pinned memory, which torch does not reuse before the device has read it."""
+    return bucket if device.type == "cpu" or bucket.is_pinned() else bucket.pin_memory()
+
+
+@contextmanager
+def copying(device: torch.device) -> Iterator[None]:
+    """Context manager for copies with ``non_blocking=True``, on a stream of their own.
+
+    They start after all work queued on the device before, and are complete at the end of the block.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    module: Any = torch_npu().npu if device.type == "npu" else torch.cuda
+    with module.device(device):
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            yield
+            done = stream.record_event()
+        done.synchronize()

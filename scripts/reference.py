@@ -1,0 +1,124 @@
+"""Write docs/reference/configuration.md: every key of a configuration with its type, default, range and meaning.
+
+Run without arguments. The page is made from flowrt/recipes/config.py and flowrt/engines/options.py; a test compares
+the page with them.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults
+from flowrt.recipes.resume_overrides import may_change
+from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
+INTRODUCTION = """# Configuration
+
+<!-- Written by scripts/reference.py from flowrt/recipes/config.py; do not edit. -->
+
+A run has one configuration. `flowrt run`, `flowrt config` and `flowrt resume` build it from three layers, of which the
+last one wins: the defaults of the recipe, the file of `--config FILE.toml`, the flags. A key of this page is a TOML key
+(`trainer.lr` is `lr` in the table `[trainer]`) and a flag with dashes (`--trainer.weight-decay 0.1`, booleans as
+`--trainer.compile True`). `flowrt config > FILE.toml` prints a complete configuration; `flowrt run RECIPE --help` lists
+the flags.
+
+A wrong key, type or value is refused before anything starts, with exit code 2. Keys that end in `_s` are seconds, from
+just above 0 to {days} days unless a range is given. Keys marked * may change when a run is resumed, because they do not
+change what is computed.
+"""
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    base = defaults("arithmetic")
+    lines = [INTRODUCTION.format(days=MAX_TIMEOUT_S // 86400)]
+    lines += _section("The run", "", base)
+    for name, table in _tables("", base):
+        lines += _section(f"`[{name}]`", f"{name}.", table)
+    lines += [
+        "## Defaults of the recipes",
+        "",
+        f"The tables above have the defaults of `{RECIPE_NAMES[0]}`. The other recipes differ in these keys:",
+        "",
+        "| key | " + " | ".join(RECIPE_NAMES) + " |",
+        "|---|" + "---|" * len(RECIPE_NAMES),
+    ]
+    values = [dict(_leaves("", defaults(recipe))) for recipe in RECIPE_NAMES]
+    for key in values[0]:
+        if key != "recipe" and any(one[key] != values[0][key] for one in values):
+            lines.append(f"| `{key}` | " + " | ".join(_value(one[key]) for one in values) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _section(title: str, prefix: str, table: Any) -> list[str]:
+    hints, meanings = get_type_hints(type(table), include_extras=True), _meanings(type(table))
+    about = (inspect.getdoc(type(table)) or "").replace("\n", " ").replace("  ", " ")
+    lines = [f"## {title}", "", about, "", "| key | type | default | range | meaning |", "|---|---|---|---|---|"]
+    for field in dataclasses.fields(table):
+        value, key = getattr(table, field.name), f"{prefix}{field.name}"
+        if not dataclasses.is_dataclass(value):
+            mark = "*" if may_change(key) else ""
+            cells = (_kind(hints[field.name]), _value(value), _range(hints[field.name]), meanings[field.name])
+            lines.append(f"| `{key}`{mark} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def _tables(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
+    """The tables of a configuration by their full names, each before those within it."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield f"{prefix}{field.name}", value
+            yield from _tables(f"{prefix}{field.name}.", value)
+
+
+def _leaves(prefix: str, config: Any) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(f"{prefix}{field.name}.", value)
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The string below each field of a dataclass and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(inspect.getsource(base)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
+                assert isinstance(below.value, ast.Constant)
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _kind(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(hint))
+    return {str: "text", int: "integer", float: "number", bool: "boolean"}[hint]
+
+
+def _value(value: Any) -> str:
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
+
+
+def _range(hint: Any) -> str:
+    """The bounds of a number; empty for other types, and for the usual range of a timeout."""
+    interval = interval_of(hint)
+    return "" if interval is None or interval is TIMEOUT else span(interval, get_args(hint)[0])
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    PAGE.write_text(page())

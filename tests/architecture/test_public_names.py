@@ -1,0 +1,33 @@
+"""The public modules: `__all__` is what they offer, and all of it."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+PUBLIC = ("flowrt.algorithms", "flowrt.api", "flowrt.asyncflow", "flowrt.grpo")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_public_names_are_listed_once_and_exist(name: str) -> None:
+    module = importlib.import_module(name)
+    listed: list[str] = list(module.__all__)
+    assert len(listed) == len(set(listed)), "a name is listed twice"
+    assert [one for one in listed if not hasattr(module, one)] == []
+    assert module.__file__ is not None
+    defined = {
+        node.name
+        for node in ast.parse(Path(module.__file__).read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    assert defined - set(listed) == set(), "public definitions that are not listed"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_listed_explains_itself(name: str) -> None:
+    module = importlib.import_module(name)
+    found = {one: getattr(module, one) for one in module.__all__}
+    explained = {one for one, it in found.items() if inspect.isclass(it) or inspect.isfunction(it)}
+    assert [one for one in sorted(explained) if not found[one].__doc__] == []

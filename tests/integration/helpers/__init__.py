@@ -1,0 +1,1 @@
+"""Programs that tests of real processes start, and what they share with the tests."""

@@ -1,0 +1,177 @@
+"""One rank of an FSDP2 trainer under torchrun: does what a plan says, on samples fixed by the step."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from flowrt.algorithms.objective import Kl, Objective
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.fsdp import checkpoint, sharding
+from flowrt.engines.fsdp.trainer import FsdpTrainer
+from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
+from flowrt.engines.training.forward import decoder_layers
+from flowrt.engines.training.shared_prefix import is_packing_enabled
+from flowrt.errors import EngineError
+from flowrt.transport.devices import Device
+
+SAMPLES = 24
+DEADLINE_S = 240.0
+SAVED_BYTES = 50_000
+"""In a file of a checkpoint: many files, as a large model has."""
+MAX_GRAD_NORM = 1.5
+"""Some of the steps come above it, some below."""
+OPTIONS = TrainOptions(warmup_steps=2, schedule="cosine", decay_steps=12, max_grad_norm=MAX_GRAD_NORM, weight_decay=0.1)
+
+
+def samples(step: int) -> TrainingBatch:
+    """All samples of a step, the same wherever and however it is trained."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, 20, (SAMPLES, 2), generator=generator).tolist()
+    return TrainingBatch(
+        prompts=[torch.randint(2, 32, (p,), generator=generator) for p, _ in lengths],
+        responses=[torch.randint(2, 32, (r,), generator=generator) for _, r in lengths],
+        rollout_logprobs=[-3.5 + 0.3 * torch.randn(r, generator=generator).double() for _, r in lengths],
+        reference_logprobs=[-3.5 + 0.3 * torch.randn(r, generator=generator).double() for _, r in lengths],
+        advantages_N=torch.randn(SAMPLES, generator=generator).double(),
+        weights_N=torch.ones(SAMPLES).double(),
+        groups_N=torch.zeros(SAMPLES, dtype=torch.int64),
+    )
+
+
+def some(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
+    assert batch.reference_logprobs is not None
+    return TrainingBatch(
+        prompts=[batch.prompts[row] for row in rows],
+        responses=[batch.responses[row] for row in rows],
+        rollout_logprobs=[batch.rollout_logprobs[row] for row in rows],
+        reference_logprobs=[batch.reference_logprobs[row] for row in rows],
+        advantages_N=batch.advantages_N[rows],
+        weights_N=batch.weights_N[rows],
+        groups_N=batch.groups_N[rows],
+    )
+
+
+def share(step: int, rank: int, ranks: int) -> list[list[int]]:
+    """Micro-batches of a rank, as if each pulled at its own pace: in each step another rank gets none at all."""
+    working = [one for one in range(ranks) if ranks == 1 or one != step % ranks]
+    if rank not in working:
+        return []
+    place = working.index(rank)
+    mine = [row for row in range(SAMPLES) if (row * row + step) % len(working) == place]
+    size = 2 + (step + rank) % 5
+    return [mine[start : start + size] for start in range(0, len(mine), size)]
+
+
+def train(engine: Any, first: int, last: int) -> list[dict[str, float]]:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    metrics = []
+    for step in range(first, last):
+        batch = samples(step)
+        for rows in share(step, rank, ranks):
+            engine.accumulate(some(batch, rows))
+        metrics.append(engine.step())
+    return metrics
+
+
+def stopping(load: Callable[..., Any]) -> Callable[..., Any]:
+    """As `load_sharded`, of a model that stops half-way through a pass over folded samples."""
+
+    def stop(_: Any, __: Any, named: dict[str, Any]) -> None:
+        if named.get("packed") is not None:
+            raise ValueError("this layer takes no such samples")
+
+    def loaded(*arguments: Any) -> Any:
+        model = load(*arguments)
+        decoder_layers(model)[-1].register_forward_pre_hook(stop, with_kwargs=True)
+        return model
+
+    return loaded
+
+
+def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
+    return FsdpTrainer(
+        Path(order.get("model", model)),
+        Device("cpu"),
+        dataclasses.replace(OPTIONS, **order.get("options", {})),
+        Objective(kl=Kl(1e-3)),
+        fsdp=FsdpOptions(**order.get("fsdp", {})),
+        lora=LoraOptions(**order.get("lora", {})),
+        temperature=1.0,
+    )
+
+
+def carry_out(order: dict[str, Any], model: Path) -> None:
+    """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
+    load = stopping(sharding.load_sharded) if order.get("stops") else sharding.load_sharded
+    with patch.object(sharding, "load_sharded", load):
+        engine = made(order, model)
+    folded = is_packing_enabled(engine.model)
+    whole = sum(not isinstance(one, DTensor) for one in engine.model.parameters())
+    compiled = sum(layer._compiled_call_impl is not None for layer in decoder_layers(engine.model))
+    calls: list[int] = []  # of the first layer, in forward and backward passes
+    first = next(module for name, module in engine.model.named_modules() if name.endswith(".0.mlp"))
+    first.register_forward_pre_hook(lambda *_: calls.append(1))
+    if "damaged" in order:
+        refusal = refused(engine, Path(order["damaged"]))
+        Path(order["out"] + f".{dist.get_rank()}.refused").write_text(refusal)
+    if "load" in order:
+        engine.load(Path(order["load"]))
+    if order.get("discard"):
+        engine.accumulate(some(samples(99), [0, 1, 2]))
+        engine.discard()
+    metrics = train(engine, *order["steps"])
+    if "save" in order:
+        with patch.object(checkpoint, "FILE_BYTES", SAVED_BYTES):
+            engine.save(Path(order["save"]))
+    if "export" in order:
+        engine.export(Path(order["export"]))
+    weights = engine.parameters()
+    if dist.get_rank() == 0:
+        copies = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+        save_file(copies, order["out"] + ".safetensors")
+        told = {"metrics": metrics, "calls": len(calls), "compiled": compiled, "folded": folded, "whole": whole}
+        Path(order["out"] + ".json").write_text(json.dumps(told))
+
+
+def refused(engine: FsdpTrainer, directory: Path) -> str:
+    try:
+        engine.load(directory)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def main(model: Path, plan: Path) -> None:
+    """Go through the plan's phases: in each, the first so many ranks are all there are, and the others wait."""
+    store, rank, _ = next(dist.rendezvous("env://"))
+    deadline = timedelta(seconds=DEADLINE_S)
+    for number, line in enumerate(plan.read_text().splitlines()):
+        phase = json.loads(line)
+        if rank < phase["ranks"]:
+            own = dist.PrefixStore(f"phase {number}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=phase["ranks"], timeout=deadline)
+            for order in phase["orders"]:
+                carry_out(order, model)
+            dist.barrier()
+            dist.destroy_process_group()
+        if rank == 0:
+            store.set(f"done {number}", b"1")
+        store.wait([f"done {number}"], deadline)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)

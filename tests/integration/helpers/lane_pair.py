@@ -1,0 +1,199 @@
+"""Two ends of lanes for tests: one in this process, one in another, and a relay for their rendezvous keys."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from flowrt.errors import TransferError
+from flowrt.protocol.records import LaneTurn
+from flowrt.transport.lanes.lane import LaneSet, lane_name
+from tests.integration.helpers import lane_peer
+
+ROOT = Path(__file__).parents[3]
+HERE, THERE = "here", "there"
+NOT_HERE = {}
+if torch.cuda.device_count() < 2:
+    NOT_HERE["nccl"] = "nccl needs two CUDA devices"
+if lane_peer.npu_count() < 2:
+    NOT_HERE["hccl"] = "hccl needs two NPUs; it has never run on one"
+
+
+class Pair:
+    """``deadline_s`` is that of the lanes at both ends; ``beside`` is a pair that shares the end in this process."""
+
+    def __init__(
+        self,
+        transport: str,
+        deadline_s: float,
+        ends: dict[str, Any],
+        rest_s: float,
+        name: str = THERE,
+        beside: "Pair | None" = None,
+    ) -> None:
+        self.transport, self.name = transport, name
+        self.deadline_s, self.rest_s = deadline_s, rest_s
+        self._pairs: dict[str, Pair] = {} if beside is None else beside._pairs
+        self._pairs[name] = self
+        self.lanes: LaneSet = (
+            LaneSet(worker=HERE, transports=ends, deadline_s=deadline_s, signal=self._signal, idle_s=rest_s)
+            if beside is None
+            else beside.lanes
+        )
+        self._answers: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
+        self._issued: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+        self._process: asyncio.subprocess.Process | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            lane_peer.__name__,
+            self.name,
+            str(self.deadline_s),
+            str(self.rest_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(30):
+            assert json.loads(await self._process.stdout.readline()) == {"ready": self.name}
+        self._listener = asyncio.create_task(self._listen())
+
+    def turn(self, sending: bool, sequence: int = 0, incarnation: int = 0, kind: str = "samples") -> LaneTurn:
+        ends = (HERE, self.name) if sending else (self.name, HERE)
+        return LaneTurn(*ends, kind, incarnation, sequence, self.transport)
+
+    def order(
+        self, turn: LaneTurn, columns: Any, seed: int = 0, pause_s: float = 0.0
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Let the peer take its side of this turn, row by row with pauses if given. The future has its report."""
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[lane_name(turn), turn.sequence] = answer
+        fields = [turn.sender, turn.receiver, turn.kind, turn.incarnation, turn.sequence, turn.transport]
+        self._say(turn=fields, columns=columns, seed=seed, pause_s=pause_s)
+        return answer
+
+    async def issued(self, turn: LaneTurn) -> None:
+        """Wait until the peer has begun its side of this turn."""
+        async with asyncio.timeout(20):
+            await self._issued[lane_name(turn), turn.sequence].wait()
+
+    def forget(self) -> None:
+        """Let the peer drop all tensors that it has received."""
+        self._say(forget=True)
+
+    def kill(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    def worked_s(self) -> float:
+        """CPU time of the peer so far, in seconds."""
+        assert self._process is not None
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    async def close(self) -> None:
+        await self.lanes.close()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if self._process.returncode is None:
+            self.kill(signal.SIGCONT)
+            self._process.stdin.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), 10)
+            except TimeoutError:
+                self._process.kill()
+                raise
+        if self._listener is not None:
+            await self._listener
+        await self._process.wait()
+
+    def _say(self, **words: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+
+    def _signal(self, peer: str, lane: str, key: str, value: bytes) -> None:
+        self._pairs[peer]._say(signal=[HERE, lane, key, value.hex()])
+
+    async def _listen(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            heard = json.loads(line)
+            if "signal" in heard:
+                _, lane, key, value = heard["signal"]
+                self.lanes.deliver(self.name, lane, key, bytes.fromhex(value))
+            elif "issued" in heard:
+                self._issued[tuple(heard["issued"])].set()
+            else:
+                answer = self._answers.pop(tuple(heard["done"]))
+                if not answer.done():
+                    answer.set_result(heard)
+
+
+def lane_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lane ")]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> int:
+    """Number of segments mapped into this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:flowrt-lane")
+
+
+def flat_bytes(message: list[list[torch.Tensor]]) -> list[bytes]:
+    return [b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows) for rows in message]
+
+
+async def moved(pair: Pair, sending: bool, columns: Any, seed: int = 0, **which: Any) -> list[torch.Tensor]:
+    """Move one message and check every byte at its receiver. Returns it if this process is the receiver."""
+    turn, message = pair.turn(sending, **which), lane_peer.message_of(seed, columns)
+    answer = pair.order(turn, columns, seed)
+    async with asyncio.timeout(60):
+        if sending:
+            await pair.lanes.send(turn, lane_peer.runs_of(message))
+            digest = hashlib.sha256(b"".join(flat_bytes(message))).hexdigest()
+            assert (await answer)["digest"] == digest
+            return []
+        received = await pair.lanes.receive(turn, lane_peer.sizes_of(columns))
+        assert (await answer)["error"] is None
+    assert [flat.numpy().tobytes() for flat in received] == flat_bytes(message)
+    return received
+
+
+async def failed(work: Awaitable[Any], within_s: float, match: str = "lane ") -> float:
+    """Assert that the work fails with the name of a lane in this many seconds. Returns how long it took."""
+    begin_s = time.monotonic()
+    async with asyncio.timeout(within_s):
+        with pytest.raises(TransferError, match=match):
+            await work
+    return time.monotonic() - begin_s
+
+
+def take(pair: Pair, sending: bool, columns: Any, **which: Any) -> "asyncio.Future[Any]":
+    """Take the side of this process of a turn."""
+    turn = pair.turn(sending, **which)
+    if sending:
+        return pair.lanes.send(turn, lane_peer.runs_of(lane_peer.message_of(0, columns)))
+    return pair.lanes.receive(turn, lane_peer.sizes_of(columns))

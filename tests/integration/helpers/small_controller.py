@@ -1,0 +1,53 @@
+"""A controller of a small dataflow that can be killed and started again: python small_controller.py RUN_DIR ADDRESS."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from flowrt.controller.core import Core
+from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.policies.batching import TokenBudget
+from flowrt.controller.policies.dispatch.base import Fifo
+from flowrt.controller.policies.weight_sync import DelayedUpdate
+from flowrt.controller.server.server import Server
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.protocol.records import Column, Stage
+from flowrt.runtime.parent_death import die_with_parent
+
+FLOW = Dataflow(
+    (Column("prompt", "int32", "group"), Column("response", "float32", "slot")),
+    (
+        Stage("rollout", needs=("prompt",), makes=("response",), generates=True),
+        Stage("reward", needs=("response", "prompt"), makes=("reward",)),
+        Stage("train", needs=("response", "reward"), makes=(), flow="train", whole_groups=True),
+    ),
+    "train",
+    "train",
+    token_columns=("response",),
+)
+REGROUP_S = 4.0
+RETURN_S = 20.0
+
+
+async def serve(run_dir: Path, address: str) -> None:
+    policies = Policies(StrictLag(1), Fifo(), TokenBudget(1), DelayedUpdate())
+    settings = Settings(
+        steps=3,
+        groups_per_step=1,
+        completing_roles=("trainer",),
+        rejoin_timeout_s=REGROUP_S,
+        reconnect_timeout_s=RETURN_S,
+        worker_timeout_s=30.0,
+    )
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    core = Core(settings=settings, flow=FLOW, policies=policies, term=ledger.term, recovered=ledger.recover())
+    server = Server(core, FLOW.columns, "", run_dir, heartbeat_s=0.5, request_timeout_s=60.0, ledger=ledger)
+    sys.stdout.write(server.bind(address) + "\n")
+    sys.stdout.flush()
+    await server.run()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,108 @@
+"""GRPO as a plain synchronous loop in one process: what a run at staleness 0 must equal, bit for bit.
+
+Generate a whole batch, reward it, score it under the reference, train on it, repeat. No controller, no lanes, no
+versions, no pulls: only the engine's forward pass and the algorithms are flowrt's.
+"""
+
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrt.algorithms import group_advantages
+from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
+from flowrt.engines.hf import load_model, load_tokenizer
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.engines.training.forward import score
+from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.roles.engines import algorithm
+
+Group = dict[str, Any]
+
+
+def generate(policy: Any, tokenizer: Any, config: RunConfig, prompt: torch.Tensor, index: int, member: int) -> Response:
+    engine = TorchRollout(
+        policy,
+        eos_id=tokenizer.eos_token_id,
+        rows=1,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+    )
+    engine.add([Prompt(0, prompt, sample_seed(config.seed, index, 0, member, 0))])
+    responses: list[Response] = []
+    while not responses:
+        responses = engine.run(threading.Event())
+    return responses[0]
+
+
+def micro_batches(groups: list[Group], budget: int) -> list[list[Group]]:
+    """Groups in order, cut as soon as a micro-batch holds ``budget`` tokens."""
+    cuts: list[list[Group]] = [[]]
+    tokens = 0
+    for group in groups:
+        if tokens >= budget:
+            cuts.append([])
+            tokens = 0
+        cuts[-1].append(group)
+        tokens += sum(len(group["prompt"]) + len(response) for response in group["responses"])
+    return cuts
+
+
+def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
+    """Train and return the final weights by name."""
+    torch.set_num_threads(1)
+    problems, tokenizer = task_of(config).training_problems(), load_tokenizer(model)
+    policy, reference = load_model(model), load_model(model).eval()
+    assert enable_packing(reference)
+    loss = algorithm(config)
+    trainer = TorchTrainer(policy, config.trainer, loss, temperature=config.rollout.temperature)
+    order = list(range(len(problems)))
+    random.Random(f"order {config.seed} 0").shuffle(order)
+    for step in range(config.steps):
+        groups = []
+        for index in order[step * config.prompts_per_step : (step + 1) * config.prompts_per_step]:
+            prompt = torch.tensor(tokenizer(problems[index].prompt)["input_ids"], dtype=torch.int32)
+            made = [generate(policy, tokenizer, config, prompt, index, m) for m in range(config.group_size)]
+            rewards = []
+            for response in made:
+                ids = response.tokens.tolist()
+                text = tokenizer.decode(ids, skip_special_tokens=True) if ids[-1] == tokenizer.eos_token_id else ""
+                rewards.append(task_of(config).reward(text, problems[index].answer))
+            tokens = [response.tokens for response in made]
+            scored = score(reference, [prompt] * len(made), tokens, config.rollout.temperature, 1)
+            logprobs = [response.logprobs for response in made]
+            groups.append(
+                {"prompt": prompt, "responses": tokens, "logprobs": logprobs, "scored": scored, "rewards": rewards}
+            )
+        policy.train()
+        for cut in micro_batches(groups, config.trainer.micro_batch_tokens):
+            rewards_N = torch.tensor([reward for group in cut for reward in group["rewards"]])
+            groups_N = torch.tensor([number for number, group in enumerate(cut) for _ in group["rewards"]])
+            trainer.accumulate(
+                TrainingBatch(
+                    prompts=[group["prompt"] for group in cut for _ in group["responses"]],
+                    responses=[tokens for group in cut for tokens in group["responses"]],
+                    rollout_logprobs=[one for group in cut for one in group["logprobs"]],
+                    reference_logprobs=[one for group in cut for one in group["scored"]],
+                    advantages_N=group_advantages(rewards_N, groups_N),
+                    weights_N=torch.ones(len(rewards_N)),
+                    groups_N=torch.zeros(len(rewards_N), dtype=torch.int64),
+                )
+            )
+        trainer.step()
+    return {name: tensor.clone() for name, tensor in trainer.parameters().items()}
+
+
+if __name__ == "__main__":
+    # In a process of its own: the thread settings of whoever calls must not reach the arithmetic.
+    run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = from_toml((run_dir / "config.toml").read_text())
+    torch.save(sync_loop(config, model_dir(config)), out)

@@ -1,0 +1,57 @@
+"""Forks the processes of these tests, with Python and torch loaded once; their standard pipes lead to the test."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import torch
+
+from flowrt import api
+from tests.integration.streams.stream_process import ROLES
+
+Roles = Mapping[str, Callable[..., Coroutine[Any, Any, None]]]
+
+
+def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
+    """What a forked process does; it never returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        api.run_loop(roles[role](**options))
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def nursery(requests: socket.socket, roles: Roles) -> None:
+    """Fork a child for each request, until the test closes the socket."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: their pipes close when they end
+    while True:
+        data, pipes, _, _ = socket.recv_fds(requests, 65536, 2)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            os.dup2(pipes[0], 0)
+            os.dup2(pipes[1], 1)
+        for pipe in pipes:
+            os.close(pipe)
+        if pid == 0:
+            child(roles, **json.loads(data))
+        requests.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    nursery(socket.socket(fileno=int(sys.argv[1])), ROLES)
+    os._exit(0)  # to take torch down in order takes seconds

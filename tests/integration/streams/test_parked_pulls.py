@@ -1,0 +1,153 @@
+"""A pull for rows that are not there yet: it waits silently, is woken by what satisfies it, has a deadline."""
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt import api
+from flowrt.client.connection import Event
+from flowrt.protocol import messages as m
+from tests.integration.streams.conftest import Peer, Run, Start, Stream
+
+WOKEN_S = 1.0
+ROUND_TRIP_S = 1.0
+COLUMNS = (api.Column("data", "float32", "group"),)
+JUDGED = api.Dataflow(
+    COLUMNS, (api.Stage("judge", ("data",), ("score",)), api.Stage("read", ("data", "score", "tag"), ())), tags=("tag",)
+)
+TWO_FLOWS = api.Dataflow(
+    COLUMNS,
+    (api.Stage("read", ("data",), (), flow="rows"), api.Stage("look", ("tag",), (), flow="others")),
+    tags=("tag",),
+)
+
+
+async def parked(stream: Stream, puppet: Start, **pull: Any) -> Peer:
+    """A process whose pull is parked, and what it has said until then."""
+    reader = await puppet(stream.address, "reader")
+    reader.tell("pull", **pull)
+    await stream.until(lambda: "reader" in stream.waits)
+    return reader
+
+
+async def test_parked_pull_is_woken_without_polling(run: Run, puppet: Start) -> None:
+    async with run(TWO_FLOWS) as stream:
+        reader, other = await parked(stream, puppet, slots=8), await puppet(stream.address, "other")
+        stream.heard.clear()
+        longest_s = 0.0
+        for prompt in range(20):
+            began_s = time.monotonic()
+            await other.do("offer", prompts=[prompt], flow="others")
+            assert (await other.do("pull", stage="look"))["prompts"] == [prompt]
+            await other.do("commit", stage="look")
+            longest_s = max(longest_s, time.monotonic() - began_s)
+        await stream.until(lambda: len([who for who, _ in stream.heard if who == "reader"]) > 1)
+        assert {type(message) for who, message in stream.heard if who == "reader"} == {m.Heartbeat}
+        assert (
+            len([who for who, message in stream.heard if who == "other" and not isinstance(message, m.Heartbeat)]) == 60
+        )
+        assert longest_s < ROUND_TRIP_S
+        began_s = time.monotonic()
+        await other.do("offer", prompts=[7, 8])
+        assert (await reader.hear())["prompts"] == [7, 8]
+        assert time.monotonic() - began_s < WOKEN_S
+
+
+async def test_a_parked_pull_is_woken_by_the_commit_that_makes_its_column(run: Run, puppet: Start) -> None:
+    async with run(JUDGED) as stream:
+        reader, judge = await parked(stream, puppet, slots=8), await puppet(stream.address, "judge")
+        await judge.do("offer", prompts=[1, 2, 3])
+        await judge.do("pull", stage="judge", slots=3)
+        assert stream.waits == {"reader": "slots ready for read"}
+        await judge.do("commit", stage="judge", only=[1], inline=["score"])
+        assert (await reader.hear())["prompts"] == [2]
+        reader.tell("pull", slots=8)
+        await judge.do("commit", stage="judge", only=[0, 2], inline=["score"])
+        assert (await reader.hear())["prompts"] == [1, 3]
+
+
+async def test_a_deadline_ends_a_pull_and_leaves_nothing_behind(run: Run, puppet: Start) -> None:
+    async with run() as stream:
+        reader = await parked(stream, puppet, slots=8, deadline_s=0.4)
+        answer = await reader.hear()
+        assert answer["error"] == "WaitExpired"
+        assert "Pull withdrawn after 0.4 s of waiting for slots ready for read" in answer["text"]
+        assert stream.server.status()["waits"] == []
+        other = await puppet(stream.address, "other")
+        await other.do("offer", prompts=[1])
+        assert stream.table.leases == {}
+        assert (await other.do("pull", slots=8))["prompts"] == [1]
+
+
+async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, puppet: Start) -> None:
+    async with run() as stream:
+        producer = await puppet(stream.address, "producer")
+        reader = await parked(stream, puppet, slots=8, deadline_s=0.5)
+        reader.signal(signal.SIGSTOP)
+        await producer.do("offer", prompts=[1, 2])
+        await stream.until(lambda: stream.table.leases)
+        # While it stands still its deadline passes and the grant arrives: when it goes on, it has both.
+        producer.tell("pull", slots=1, deadline_s=0.7)
+        assert (await producer.hear())["error"] == "WaitExpired"
+        reader.signal(signal.SIGCONT)
+        assert (await reader.hear())["prompts"] == [1, 2]
+        assert ("reader", m.CancelRequest) in [(who, type(message)) for who, message in stream.heard]
+        assert (await reader.do("commit"))["refused"] == []
+        await stream.until(lambda: not stream.table.slots)
+        stream.assert_empty()
+
+
+@pytest.mark.parametrize("rounds", [-1, 0, 1, 2, 3])
+async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(run: Run, puppet: Start, rounds: int) -> None:
+    async with run() as stream:
+        producer, session = await puppet(stream.address, "producer"), await api.connect(stream.address, "s", "s", 5)
+        pulling = asyncio.create_task(session.pull("read", slots=8))
+        await stream.until(lambda: "s" in stream.waits)
+        plain, given_up = session._handle, asyncio.Event()
+
+        async def give_up() -> None:
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
+            given_up.set()
+
+        def receive(event: Event) -> None:
+            if isinstance(event, m.Grant) and rounds < 0:
+                pulling.cancel()
+            plain(event)
+            if isinstance(event, m.Grant):
+                giving_up.append(asyncio.create_task(give_up()))
+
+        giving_up: list[asyncio.Task[None]] = []
+        session._handle = receive  # type: ignore[method-assign]
+        await producer.do("offer", prompts=[1, 2], length=1 << 20)
+        async with asyncio.timeout(5):
+            await given_up.wait()
+        assert pulling.cancelled()
+        session._handle = plain  # type: ignore[method-assign]
+        await stream.until(lambda: not stream.table.leases and not stream.waits)
+        assert (await producer.do("pull", slots=8))["prompts"] == [1, 2]
+        await session.close()
+
+
+async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run: Run, puppet: Start) -> None:
+    async with run() as stream:
+        reader, session = await parked(stream, puppet, slots=8), await api.connect(stream.address, "s", "s", 5)
+        plain = session._handle
+
+        def receive(event: Event) -> None:
+            if isinstance(event, m.OfferAccepted):
+                offering.cancel()
+            plain(event)
+
+        session._handle = receive  # type: ignore[method-assign]
+        data = {"data": [torch.full((4,), 3.0)]}
+        offering = asyncio.create_task(session.offer_many("rows", [3], tensors=data, tags={"tag": [3.0]}))
+        assert (await reader.hear())["prompts"] == [3]
+        assert offering.cancelled()
+        await session.close()

@@ -1,0 +1,79 @@
+"""Every benchmark script runs to its end with ``--quick`` and writes its metrics."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sglang.conftest import NOT_HERE, PYTHON
+
+BENCH = Path(__file__).parents[2] / "bench"
+TRL_PYTHON = os.environ.get("TRL_PYTHON", "")
+TIMEOUT_S = 900
+ALONE = (
+    "ablation",
+    "core_events",
+    "curve",
+    "decoding",
+    "deltas",
+    "faults",
+    "main_job",
+    "metadata",
+    "passes",
+    "tensors",
+    "weights",
+)
+"""Scripts that need nothing but this machine; TransferQueue is left out where a script compares with it."""
+WITH_MORE = ("compare_trl", "gsm8k", "sglang_updates")
+
+
+def metrics_of(name: str, folder: Path, *arguments: str) -> dict[str, float]:
+    """The metrics that ``bench/NAME.py --quick`` wrote."""
+    path = folder / "metrics.json"
+    command = [sys.executable, str(BENCH / f"{name}.py"), "--quick", "--json", str(path), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    written: dict[str, dict[str, float]] = json.loads(path.read_text())
+    assert written["machine"]["cores"] == os.cpu_count()
+    return written["metrics"]
+
+
+def test_every_script_is_listed_here() -> None:
+    assert sorted(path.stem for path in BENCH.glob("*.py")) == sorted((*ALONE, *WITH_MORE))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_script_measures(name: str, tmp_path: Path) -> None:
+    found = metrics_of(name, tmp_path)
+    assert found
+    assert [key for key, value in found.items() if not math.isfinite(value)] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_gsm8k_measures(tmp_path: Path) -> None:
+    pairs = [(one, other) for one in range(10) for other in range(10)]
+    rows = [{"question": f"What is {a} plus {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert metrics_of("gsm8k", tmp_path, "--data", str(data))["prompts_trained"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.skipif(not TRL_PYTHON, reason="TRL_PYTHON names no Python that has TRL")
+def test_the_comparison_with_trl_measures(tmp_path: Path) -> None:
+    assert metrics_of("compare_trl", tmp_path, "--baseline-python", TRL_PYTHON)["ratio"] > 0
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.skipif(not PYTHON.exists(), reason=NOT_HERE)
+def test_updates_of_sglang_measure(tmp_path: Path) -> None:
+    assert metrics_of("sglang_updates", tmp_path, "--sglang-python", str(PYTHON))["weight_mb"] > 0

@@ -1,0 +1,70 @@
+"""A controller that fails itself says so and ends the run: nobody waits for deadlines that would never pass."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt import api
+from flowrt.controller.core import Core
+from flowrt.controller.events import Event, MessageReceived, Tick
+from flowrt.controller.storage.ledger import WalCheckpointer
+from flowrt.errors import EXIT_FAILED, Stopped
+
+FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
+ENDS_S = 5.0
+
+
+@pytest.mark.parametrize("kind", [Tick, MessageReceived])
+async def test_exception_in_the_core_ends_the_run_with_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Event]
+) -> None:
+    handle: Callable[..., Any] = Core.handle
+
+    def failing(core: Core, event: Event, now: float) -> Any:
+        if isinstance(event, kind) and "reader" in core.state.membership:
+            raise KeyError("slot 7")
+        return handle(core, event, now)
+
+    monkeypatch.setattr(Core, "handle", failing)
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        async with asyncio.timeout(ENDS_S):
+            with pytest.raises(Stopped, match=r"the controller failed at .*KeyError\('slot 7'\)"):
+                await session.pull("read", slots=1)
+        assert server.ended is not None
+        assert server.ended.code == EXIT_FAILED
+        await session.close()
+
+
+async def test_exception_outside_the_core_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: WalCheckpointer) -> None:
+        raise KeyError("no such thing")
+
+    monkeypatch.setattr(WalCheckpointer, "check", failing)
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", ENDS_S)
+        async with asyncio.timeout(ENDS_S):
+            with pytest.raises(Stopped, match="the controller failed at a tick"):
+                await session.pull("read", slots=1)
+        monkeypatch.undo()
+        assert server.ended is not None
+        await session.close()
+
+
+def test_thread_exhaustion_leaves_the_replay_log_for_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log stays where it is, and the next look may be luckier."""
+
+    def failing(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "ledger.sqlite"
+    path.with_name("ledger.sqlite-wal").write_bytes(bytes(5 << 20))
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    WalCheckpointer(path).check()

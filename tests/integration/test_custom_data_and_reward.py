@@ -1,0 +1,70 @@
+"""Recipe custom, and weight sync by divergence: real runs of a tiny model from a data file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROWS, STEPS = 48, 12
+REWARD = """
+def more_sevens(response, answer):
+    return response.count(answer) / 8
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
+    data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) + "\n" for n in range(ROWS)))
+    reward.write_text(REWARD)
+    return [
+        *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model), "--data.eval-prompts", "0"),
+        *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--loss.kl-coef", "0"),
+        *("--rollout.workers", "1", "--trainer.lr", "1e-3", "--trainer.warmup-steps", "1"),
+        *("--data.reward", f"{reward}:more_sevens", "--checkpoint.every", "0", "--steps", str(STEPS)),
+    ]
+
+
+def test_the_reward_is_the_function_that_was_named(launch: Callable[..., Any], flags: list[str]) -> None:
+    launched = launch(*flags, "--steps", "30")
+    assert launched.wait(120.0) == 0, launched.output
+    rewards = [line["reward"] for line in lines(launched)]
+    assert max(rewards[-5:]) > rewards[0] + 0.2  # responses that are cut off count as they are
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("threshold", "often"), [(0.0, True), (1e9, False)])
+def test_weights_are_taken_when_the_policy_has_moved(
+    launch: Callable[..., Any], flags: list[str], threshold: float, often: bool
+) -> None:
+    """At a bound of 4, a worker that the policy does not update can generate for five steps with its weights.
+
+    Generation must be slower than training: otherwise admission makes the worker fetch, whatever the policy.
+    """
+    slow = ["--rollout.max-running-requests", "4", "--rollout.max-new-tokens", "24"]
+    policy = [
+        *slow,
+        "--max-staleness",
+        "4",
+        "--rollout.weight-sync.policy",
+        "divergence",
+        "--rollout.weight-sync.max-age",
+        "100",
+    ]
+    launched = launch(*flags, *policy, "--rollout.weight-sync.threshold", str(threshold))
+    assert launched.wait(120.0) == 0, launched.output
+    timeline = (launched.run_dir / "timeline.jsonl").read_text().splitlines()
+    swaps = sum(span["kind"] == "swap" for span in map(json.loads, timeline))
+    assert len(lines(launched)) == STEPS
+    assert any(f"divergence_{age}" in line for line in lines(launched) for age in range(1, 5))
+    assert swaps >= STEPS // 2 if often else swaps <= STEPS // 4 + 1, swaps
+
+
+def lines(launched: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,64 @@
+"""A worker that says why it fails and is gone at once: its words are heard, also where its end is noticed first."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from flowrt import api
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+from flowrt.protocol.codec import decode, encode
+from tests.integration.test_sessions import FLOW, POLICIES
+
+WHY = "EngineError: rank 1 cannot reach the store of the ranks"
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
+    settings = api.Settings(steps=2, groups_per_step=1, completing_roles=("trainer",), critical_roles=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path) as running:
+        yield running
+
+
+def join_and_fail(address: str) -> None:
+    """Let in, it fails at once; all that it said has been sent when this returns, and its connection is closed."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 5000)
+        socket.setsockopt(zmq.RCVHWM, 0)  # as a worker: with answers unread its kernel would not close, but reset
+        socket.connect(address)
+        socket.send(
+            encode(m.Hello(protocol=m.PROTOCOL, worker="trainer", role="trainer", host="host", pid=1, lanes=("gloo",)))
+        )
+        assert socket.poll(5000)
+        assert isinstance(decode(socket.recv()), m.Welcome)
+        for number in range(300):  # more than are read in one turn
+            socket.send(encode(m.Pull(request=number, stage="reward", slots=1, tokens=0, step=-1)))
+        socket.send(encode(m.Report((), (("eval_last", 0.5),), ())))
+        socket.send(encode(m.Leave(WHY)))
+
+
+async def test_final_error_of_a_worker_is_processed_before_its_disconnect(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    connections = server._connections
+    failing = asyncio.create_task(asyncio.to_thread(join_and_fail, address))
+    while WorkerId("trainer") not in connections:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # From here on the controller reads nothing: it is busy, and meanwhile all of this comes, and the connection ends.
+    end_s = time.monotonic() + DEADLINE_S
+    while not connections._disconnected:
+        connections.send_now(WorkerId("trainer"), m.Heartbeat())
+        assert time.monotonic() < end_s
+    server._process_disconnects()
+    await failing
+    async with asyncio.timeout(DEADLINE_S):
+        while server.ended is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert WHY in server.ended.reason
+    assert server.refused_messages == 0
+    assert server.metrics.numbers == {"eval_last": 0.5}
+    assert "trainer" not in connections

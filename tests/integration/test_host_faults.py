@@ -1,0 +1,302 @@
+"""Machines that misbehave: a full disk, no descriptors left, a locked or broken ledger, a clock that steps back.
+
+One clear error, an exit code, and nothing lost that was committed.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt import api
+from flowrt.controller.core import Core
+from flowrt.controller.events import AppendLedger
+from flowrt.controller.server.server import Server
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.errors import FlowError, Stopped, WaitExpired
+from flowrt.protocol.records import unpack
+from flowrt.recipes.config_io import defaults, to_toml
+
+ENDS_S = 30.0
+
+
+class Controller:
+    """The controller's process. What it logs comes over a pipe: a full disk must not hide it."""
+
+    def __init__(self, directory: Path, bind: str = "tcp://127.0.0.1:0") -> None:
+        self.run_dir = directory / "run"
+        base = defaults("arithmetic")
+        times = dataclasses.replace(base.controller, bind=bind)
+        config = directory / "config.toml"
+        config.write_text(to_toml(dataclasses.replace(base, run_dir=str(self.run_dir), controller=times)))
+        command = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(config)]
+        self._popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stderr is not None
+        self.said += iter(self._popen.stderr.readline, "")
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def log(self) -> str:
+        return "".join(self.said)
+
+    async def address(self) -> str:
+        path = self.run_dir / "address"
+        await self.until(lambda: path.is_file() and path.read_text().endswith("\n"))
+        return path.read_text().strip()
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(ENDS_S):
+            while not condition():
+                assert self._popen.poll() is None, self.log
+                await asyncio.sleep(0.02)
+
+    def ended(self) -> int:
+        code = self._popen.wait(ENDS_S)
+        self._reader.join(ENDS_S)
+        assert "Traceback" not in self.log, self.log
+        return code
+
+    def errors(self) -> list[str]:
+        return [line for line in self.said if " ERROR " in line]
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.wait(ENDS_S)
+        self._reader.join(ENDS_S)
+        assert self._popen.stderr is not None
+        self._popen.stderr.close()
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    one = Controller(tmp_path)
+    yield one
+    one.close()
+
+
+async def offer(session: api.Session, prompt: int) -> None:
+    columns = {"prompt": torch.zeros(3, dtype=torch.int32), "answer": torch.zeros(1, dtype=torch.uint8)}
+    assert await session.offer("train", prompt, 0, 2, columns, deadline_s=10.0) is not None
+
+
+@contextlib.asynccontextmanager
+async def joined(address: str, name: str) -> AsyncIterator[api.Session]:
+    session = await api.connect(address, name, name, 20.0)
+    try:
+        yield session
+    finally:
+        await session.close()
+
+
+def prompts_of(path: Path) -> dict[int, str]:
+    """What the ledger says, read by somebody else."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    with LedgerReader(path) as ledger:
+        return dict(ledger.query("SELECT prompt, state FROM prompts"))
+
+
+@pytest.mark.slow
+async def test_a_full_disk_ends_the_run_in_order_with_one_error(controller: Controller) -> None:
+    ledger = controller.run_dir / "ledger.sqlite"
+    async with joined(await controller.address(), "source") as source:
+        await offer(source, 1)
+        await controller.until(lambda: prompts_of(ledger) == {1: "in_flight"})
+        resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (0, 0))  # no file can grow any more
+        await offer(source, 2)
+        with pytest.raises(Stopped, match=r"ledger\.sqlite cannot be written: .* is the disk full\?"):
+            await asyncio.wait_for(source.wait_stopped(), ENDS_S)
+    assert controller.ended() == 1
+    [error] = controller.errors()
+    assert "ledger.sqlite cannot be written" in error
+    assert prompts_of(ledger) == {1: "in_flight"}
+    assert not (controller.run_dir / "summary.json").exists()
+
+
+@pytest.mark.slow
+async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_existing_ones(controller: Controller) -> None:
+    address = await controller.address()
+    async with joined(address, "source") as source:
+        extra = await api.connect(address, "extra", "extra", 20.0)
+        used = len(os.listdir(f"/proc/{controller.pid}/fd"))
+        resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (used, used))
+        with pytest.raises(WaitExpired, match="no answer"):
+            await api.connect(address, "reward", "reward", 1.0)
+        await controller.until(lambda: "cannot accept more connections" in controller.log)
+        assert "Too many open files" in controller.log
+        assert "ulimit -n" in controller.log
+        await offer(source, 1)
+        # When somebody leaves, somebody else can come.
+        await extra.close()
+        async with joined(address, "reward"):
+            os.kill(controller.pid, signal.SIGINT)
+            with pytest.raises(Stopped):
+                await asyncio.wait_for(source.wait_stopped(), ENDS_S)
+    assert controller.ended() == 130
+
+
+def fails_to_start(controller: Controller) -> str:
+    """It ends with code 2 and one sentence."""
+    assert controller.ended() == 2, controller.log
+    [line] = controller.errors()
+    controller.close()
+    return line
+
+
+@pytest.mark.slow
+def test_a_broken_ledger_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    ledger = tmp_path / "run" / "ledger.sqlite"
+    ledger.write_bytes(b"this is no database at all, but somebody may want it back" * 100)
+    before = ledger.read_bytes()
+    said = fails_to_start(Controller(tmp_path))
+    assert f"ledger {ledger} cannot be read: file is not a database; it was not changed" in said
+    assert ledger.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_stolen_port_is_named(tmp_path: Path, held_port: int) -> None:
+    """It was free when the launcher looked, and somebody else has it by the time the controller comes."""
+    said = fails_to_start(Controller(tmp_path, bind=f"tcp://127.0.0.1:{held_port}"))
+    assert f"tcp://127.0.0.1:{held_port} is in use; choose another port" in said
+
+
+FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
+ROW = {"data": [torch.zeros(2, dtype=torch.int32)]}
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another process at the ledger: as far as SQLite is concerned, another connection is one."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("BEGIN EXCLUSIVE")
+        yield
+        db.execute("ROLLBACK")
+
+
+async def test_a_locked_ledger_stops_neither_the_loop_nor_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    opened = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
+    async with opened as (server, address), joined(address, "source") as source:
+        with locked(path):
+            server.ledger.add(AppendLedger(7, 0, "in_flight", 0), 1.0)
+            offering = asyncio.create_task(source.offer_many("rows", [1], tensors=ROW))
+            turns, begin_s = 0, time.monotonic()
+            while time.monotonic() - begin_s < 1.5:  # over several commits, none of which may block
+                await asyncio.sleep(0.05)
+                turns += 1
+            assert turns >= 5
+            assert server.ended is None
+            assert prompts_of(path) == {}
+        # What was answered only when it is on disk is answered now.
+        async with asyncio.timeout(ENDS_S):
+            assert await offering is not None
+        assert prompts_of(path) == {7: "in_flight"}
+        assert server.ended is None
+
+
+async def test_source_that_joins_while_the_ledger_is_locked_is_admitted_afterwards(tmp_path: Path) -> None:
+    opened = api.controller(FLOW, api.Settings(), POLICIES, tmp_path)
+    async with opened as (server, address):
+        with locked(tmp_path / "ledger.sqlite"):
+            server.ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
+            coming = asyncio.create_task(api.connect(address, "source", "source", ENDS_S))
+            done, _ = await asyncio.wait([coming], timeout=1.0)  # over two attempts
+            assert not done
+        source = await coming
+        assert unpack(source.welcome.position.passed) == {0: {7}}
+        assert server.ended is None
+        await source.close()
+
+
+@pytest.mark.slow
+def test_controller_reports_a_locked_ledger_and_leaves_it_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
+    ledger.commit()
+    ledger.flush()
+    ledger.close()
+    with locked(path):
+        said = fails_to_start(Controller(tmp_path))
+    assert (
+        f"ledger {path} cannot be opened: database is locked; another process has it locked: stop that process" in said
+    )
+    assert prompts_of(path) == {7: "trained"}
+
+
+def test_ledger_that_stays_locked_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    journal = RunMetrics(tmp_path, 0.0)
+    books = RunRecorder(ledger, journal)
+    ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
+    with locked(path):
+        assert not books.write(100.0, 30.0)
+        assert not books.write(129.0, 30.0)
+        with pytest.raises(FlowError, match=r"is locked by another process, for 30 s; stop that process"):
+            books.write(130.0, 30.0)
+    assert books.write(131.0, 30.0)
+    assert prompts_of(path) == {7: "trained"}
+    journal.close()
+    ledger.close()
+
+
+class SteppingClock:
+    """Goes back by hours when it is told to."""
+
+    def __init__(self) -> None:
+        self.back_s = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() - self.back_s
+
+
+async def test_a_clock_that_steps_back_delays_no_deadline(tmp_path: Path) -> None:
+    clock = SteppingClock()
+    core = Core(api.Settings(lease_s=1.0, no_progress_timeout_s=4.0), FLOW, POLICIES)
+    server = Server(core, FLOW.columns, "", tmp_path, heartbeat_s=0.5, request_timeout_s=60.0, clock=clock)
+    address = server.bind("tcp://127.0.0.1:0")
+    async with (
+        server.running(),
+        joined(address, "source") as source,
+        joined(address, "a") as a,
+        joined(address, "b") as b,
+    ):
+        await source.offer_many("rows", [1], tensors=ROW)
+        held = await a.pull("read", 1)
+        waiting = asyncio.create_task(b.pull("read", 1))
+        clock.back_s = 7200.0
+        again = await asyncio.wait_for(waiting, 10.0)  # the lease of the other has ended in its time
+        assert again.slots == held.slots
+        clock.back_s = 14400.0
+        with pytest.raises(Stopped, match="no progress for"):
+            await asyncio.wait_for(source.wait_stopped(), 15.0)
+    assert server.ended is not None
+    assert server.ended.code == 3

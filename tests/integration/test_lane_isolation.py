@@ -1,0 +1,44 @@
+"""Isolation of lanes: a hanging peer delays its own lanes only."""
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from tests.integration.helpers import lane_peer as peer
+from tests.integration.helpers.lane_pair import Pair, failed, moved, take
+
+DEADLINE_S, TURNS = 8.0, 50
+BOTH = (True, False)
+SMALL, LARGE = [["int32", [3, 0, 5]]], [["uint8", [40_000_000]]]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm", "socket"])
+async def test_hanging_peer_does_not_delay_other_lanes(transport: str) -> None:
+    hanging = Pair(transport, DEADLINE_S, peer.transports(), 10.0, "hanging")
+    other = Pair(transport, DEADLINE_S, {}, 10.0, "other", beside=hanging)
+    started = []
+    try:
+        for pair in (hanging, other):
+            await pair.start()
+            started.append(pair)
+            for sending in BOTH:
+                await moved(pair, sending, SMALL)
+        hanging.kill(signal.SIGSTOP)
+        stuck = [take(hanging, sending, LARGE, sequence=1) for sending in BOTH]
+        slowest_s = 0.0
+        for sequence in range(1, TURNS + 1):
+            begin_s = time.monotonic()
+            await asyncio.gather(*(moved(other, sending, SMALL, sequence, sequence=sequence) for sending in BOTH))
+            slowest_s = max(slowest_s, time.monotonic() - begin_s)
+            if sequence == 1:
+                assert not any(work.done() for work in stuck)
+        assert slowest_s < DEADLINE_S / 4
+        for work in stuck:
+            await failed(work, 2 * DEADLINE_S, "lane .*hanging.* failed")
+        for sending in BOTH:
+            await moved(other, sending, LARGE, sequence=TURNS + 1)
+    finally:
+        for pair in started:
+            await pair.close()

@@ -1,0 +1,56 @@
+"""A process that is stopped is noticed within 5 s, and one that is alive and has nothing to say is left alone."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+
+from flowrt.net.link import ServerLink
+from flowrt.protocol import messages as m
+
+NOTICED_S = 5.0
+TICK_S = 0.1
+PEER = """
+import asyncio, sys
+from flowrt.protocol import messages as m
+from flowrt.net.link import ClientLink
+async def main():
+    link = ClientLink(lambda message: None, lambda error: None)
+    link.connect(sys.argv[1])
+    link.send(m.Heartbeat())
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_stopped_process_is_distinguished_from_a_silent_one() -> None:
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    left = asyncio.Event()
+    link = ServerLink(lambda peer, message: heard.set_result(peer), lambda peer, reason: None, left.set)
+    address = link.bind("tcp://127.0.0.1:0")
+    peer = await asyncio.create_subprocess_exec(sys.executable, "-c", PEER, address)
+    try:
+        async with asyncio.timeout(60):
+            name = await heard
+        await watch(link, left, 7.0)  # it has said one word, and lives
+        assert not left.is_set()
+        assert link.send(name, m.Heartbeat())
+        peer.send_signal(signal.SIGSTOP)
+        begun_s = time.monotonic()
+        await watch(link, left, 20.0)
+        assert left.is_set()
+        assert time.monotonic() - begun_s < NOTICED_S
+    finally:
+        peer.kill()
+        await asyncio.wait_for(peer.wait(), 20)
+        link.close()
+
+
+async def watch(link: ServerLink, left: asyncio.Event, at_most_s: float) -> None:
+    """Look as the controller does, until somebody has left or the time is over."""
+    end_s = time.monotonic() + at_most_s
+    while not left.is_set() and time.monotonic() < end_s:
+        link.guard.close_stopped()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(left.wait(), TICK_S)

@@ -1,0 +1,242 @@
+"""The conversation over real sockets: who is let in, what is refused, what moves beside the controller."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from flowrt import api
+from flowrt.controller.events import AppendLedger
+from flowrt.errors import EXIT_DISMISSED, LocalProtocolError, RemoteProtocolError, WaitExpired
+from flowrt.protocol import messages as m
+from flowrt.protocol.codec import decode, encode
+from flowrt.protocol.records import MAX_SIGNAL_BYTES, unpack
+
+COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
+STAGES = (
+    api.Stage("rollout", needs=("prompt",), makes=("response",), generates=True),
+    api.Stage("reward", needs=("response", "prompt"), makes=("reward",)),
+    api.Stage("train", needs=("response", "reward"), makes=(), flow="train", whole_groups=True),
+)
+FLOW = api.Dataflow(COLUMNS, STAGES, "train", "train", token_columns=("response",))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(1), api.DelayedUpdate())
+
+
+@pytest.fixture
+async def controller(tmp_path: Path) -> AsyncIterator[tuple[api.Server, str]]:
+    settings = api.Settings(steps=2, groups_per_step=1, completing_roles=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path, config="seed = 1") as running:
+        yield running
+
+
+class Stranger:
+    """A bare DEALER socket: says whatever bytes it likes."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def say(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    async def hung_up(self) -> None:
+        """Wait until the other side has ended the connection."""
+        assert await asyncio.to_thread(self._ends.poll, 5000), "still connected after 5 s"
+        self._ends.recv_multipart()
+
+    async def hear(self) -> m.Message:
+        readable = await asyncio.to_thread(self._socket.poll, 5000)
+        assert readable, "no answer within 5 s"
+        return decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._ends.close()
+        self._socket.close()
+        self._context.term()
+
+
+async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        await condition.wait()
+
+
+async def test_another_protocol_version_is_refused_with_both_numbers(controller: tuple[api.Server, str]) -> None:
+    stranger = Stranger(controller[1])
+    stranger.say(
+        encode(m.Hello(protocol=m.PROTOCOL + 1, worker="new", role="reward", host="host", pid=1, lanes=("gloo",)))
+    )
+    answer = await stranger.hear()
+    stranger.close()
+    assert isinstance(answer, m.Rejected)
+    assert f"speaks protocol {m.PROTOCOL + 1}, the controller {m.PROTOCOL}" in answer.reason
+
+
+async def test_only_a_source_receives_the_previous_position(controller: tuple[api.Server, str]) -> None:
+    """All of it, for a large run, is large: whoever offers nothing has no use for it."""
+    server, address = controller
+    server.ledger.add(AppendLedger(7, 0, "trained", 0), 1.0)
+    told = {}
+    for role in ("source", "reward"):
+        session = await api.connect(address, role, role, 5)
+        told[role] = unpack(session.welcome.position.passed)
+        await session.close()
+    assert told == {"source": {0: {7}}, "reward": {}}
+
+
+async def test_a_name_is_taken_once(controller: tuple[api.Server, str]) -> None:
+    first = await api.connect(controller[1], "reward", "reward", 5)
+    with pytest.raises(LocalProtocolError, match="a worker named reward is here already"):
+        await api.connect(controller[1], "reward", "reward", 5)
+    await first.close()
+
+
+async def test_missing_controller_is_reported_after_the_deadline() -> None:
+    with pytest.raises(WaitExpired, match=r"waited 0 s for a controller at tcp://127\.0\.0\.1:9 and got no answer"):
+        await api.connect("tcp://127.0.0.1:9", "reward", "reward", 0.3)
+
+
+async def test_worker_may_start_before_its_controller(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"tcp://127.0.0.1:{held.getsockname()[1]}"
+    early = asyncio.create_task(api.connect(address, "reward", "reward", 20))
+    done, _ = await asyncio.wait([early], timeout=0.5)  # long enough to have been refused a few times
+    assert not done
+    settings = api.Settings(steps=2, groups_per_step=1, completing_roles=("trainer",))
+    async with api.controller(FLOW, settings, POLICIES, tmp_path, address):
+        session = await early
+        assert session.worker == "reward"
+        await session.close()
+
+
+async def test_a_signal_that_is_too_long_costs_its_sender_and_not_the_run(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    other, sender = await api.connect(address, "other", "reward", 5), Stranger(address)
+    sender.say(
+        encode(m.Hello(protocol=m.PROTOCOL, worker="sender", role="reward", host="host", pid=1, lanes=("gloo",)))
+    )
+    assert isinstance(await sender.hear(), m.Welcome)
+    sender.say(encode(m.RendezvousKey("other", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1))))
+    await sender.hung_up()
+    sender.close()
+    assert server.refused_messages == 1
+    assert server.ended is None
+    assert set(server.status()["workers"]) == {"other"}
+    await other.close()
+
+
+async def test_garbage_closes_the_connection_and_affects_no_other(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    rubbish = [(b"",), (b"\xc1",), (b"\xc1" + os.urandom(300),), (b"two", b"frames")]
+    for frames in rubbish:
+        stranger = Stranger(address)
+        stranger.say(*frames)
+        await stranger.hung_up()
+        stranger.close()
+    stranger = Stranger(address)
+    for message in (
+        m.Heartbeat(),
+        m.StepCompleted(0, ()),
+        m.Hello(protocol=m.PROTOCOL, worker="late", role="reward", host="host", pid=1, lanes=("gloo",)),
+    ):
+        stranger.say(encode(message))
+    answers = [await stranger.hear() for _ in range(3)]
+    assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # what could be read is answered
+    stranger.close()
+    assert server.refused_messages == len(rubbish) + 2
+    assert server.ended is None
+    worker = await api.connect(address, "reward", "reward", 5)
+    assert worker.welcome.config == "seed = 1"
+    await worker.close()
+
+
+async def test_a_worker_that_breaks_the_protocol_is_dismissed_by_name(controller: tuple[api.Server, str]) -> None:
+    server, address = controller
+    worker = await api.connect(address, "liar", "trainer", 5)
+    worker.step_done(0, {})
+    with pytest.raises(api.Stopped, match="liar says StepCompleted, but has never pulled") as told:
+        await worker.wait_stopped()
+    assert told.value.code == EXIT_DISMISSED
+    assert server.ended is None
+    await worker.close()
+    again = await api.connect(address, "liar", "trainer", 5)  # its place is free for another one
+    assert server.ended is None
+    await again.close()
+
+
+async def test_pull_of_an_unknown_stage_is_refused(controller: tuple[api.Server, str]) -> None:
+    worker = await api.connect(controller[1], "reward", "reward", 5)
+    with pytest.raises(RemoteProtocolError, match="no stage 'rewards'"):
+        await worker.pull("rewards", slots=1)
+    await worker.close()
+
+
+async def test_tensors_go_from_store_to_store_and_are_freed(controller: tuple[api.Server, str]) -> None:
+    address = controller[1]
+    source, rollout, reward, trainer = [await api.connect(address, n, n, 5) for n in ("s", "o", "w", "trainer")]
+    prompt = torch.arange(5, dtype=torch.int32)
+    responses = [torch.rand(length) for length in (3, 0)]
+    rollout.params.applied("policy", 0)
+    assert await source.offer("train", 7, 0, 2, {"prompt": prompt}) == 0
+    batch = await rollout.pull("rollout", slots=2)
+    assert all(torch.equal(tensor, prompt) for tensor in batch.tensors["prompt"])
+    spans = [(0, 3), (0, 0)]
+    await rollout.commit("rollout", batch.slots, batch.leases, {"response": responses}, spans=spans)
+    judged = await reward.pull("reward", slots=8)
+    assert all(torch.equal(a, b) for a, b in zip(judged.tensors["response"], responses, strict=True))
+    await reward.commit("reward", judged.slots, judged.leases, inline={"reward": [0.5, 1.0]})
+    learned = await trainer.pull("train", slots=0, step=0)
+    assert learned.inline["reward"] == [0.5, 1.0]
+    assert all(torch.equal(a, b) for a, b in zip(learned.tensors["response"], responses, strict=True))
+    assert (await trainer.pull("train", slots=0, step=0)).closed
+    trainer.step_done(0, {})
+    # The answer to a later request comes after the orders to free; of the trainer's, after its word of the step.
+    for session in (trainer, source, rollout, reward):
+        with pytest.raises(RemoteProtocolError):
+            await session.pull("nothing", slots=1)
+        assert session.store.statistics() == (0, 0)
+    for session in (source, rollout, reward, trainer):
+        await session.close()
+
+
+async def test_weights_are_staged_whole_and_old_versions_dropped(controller: tuple[api.Server, str]) -> None:
+    trainer, rollout = [await api.connect(controller[1], name, name, 5) for name in ("t", "o")]
+    rollout.params.applied("policy", 0)
+    with pytest.raises(RemoteProtocolError):  # an answer: the controller has heard of version 0 here
+        await rollout.pull("nothing", slots=1)
+    for version in (1, 2):
+        await trainer.params.publish("policy", api.Snapshot.take(version, {"w": torch.full((1000,), float(version))}))
+        async with asyncio.timeout(10):
+            staged = await rollout.params.wait_staged()
+            while staged.snapshot.version < version:
+                await asyncio.sleep(0)
+                staged = await rollout.params.wait_staged()
+        weights = {"w": torch.zeros(1000)}
+        staged.snapshot.restore(weights)
+        assert weights["w"].unique().tolist() == [version]
+    for session in (trainer, rollout):
+        with pytest.raises(RemoteProtocolError):
+            await session.pull("nothing", slots=1)
+        assert {version for _, version, _ in session.params._held} == {2}
+        await session.close()
+
+
+async def test_cancelled_wait_leaves_no_task(controller: tuple[api.Server, str]) -> None:
+    session = await api.connect(controller[1], "o", "o", 5)
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        waiting = asyncio.create_task(session.unless_ended(session.params.wait_staged()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before
+    await session.close()

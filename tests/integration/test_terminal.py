@@ -1,0 +1,61 @@
+"""A run does not depend on who reads what it prints, in which encoding, or on the name of its directory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLOWRT = str(Path(sys.executable).with_name("flowrt"))
+SMALL = ["--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--data.eval-prompts", "0"]
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def run(run_dir: Path, model: Path, output: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    words = [*SMALL, "--rollout.workers", "1", "--model", str(model), "--run-dir", str(run_dir)]
+    return subprocess.Popen(
+        [FLOWRT, "run", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.slow
+def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained_model: Path) -> None:
+    read, write = os.pipe()
+    process = run(tmp_path / "run", untrained_model, write, {})
+    os.close(write)
+    with open(read, "rb", buffering=0) as output:
+        assert output.read(10) == b"run direct"
+    assert process.wait(120.0) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_directory_may_look_like_markup_where_only_ascii_is_printed(
+    tmp_path: Path, untrained_model: Path
+) -> None:
+    run_dir = tmp_path / "m" / "a[/x]b[red]"
+    with (tmp_path / "output").open("wb") as output:
+        process = run(run_dir, untrained_model, output.fileno(), ASCII)
+        code = process.wait(120.0)
+    said = (tmp_path / "output").read_text("ascii")
+    assert code == 0, said
+    assert f"plot {tmp_path}/m/a[/x]b[red]/run.png" in said
+    again = subprocess.run([FLOWRT, "resume", str(run_dir)], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert f"run {run_dir} is complete: 2 steps" in again.stdout
+
+
+def test_a_directory_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path / "run-") + b"\xff"
+    refused = subprocess.run([FLOWRT.encode(), b"run", b"--run-dir", name], capture_output=True, timeout=60)
+    assert refused.returncode == 2
+    [line] = refused.stderr.splitlines()
+    assert line.startswith(b"flowrt: run_dir is ")
+    assert b"not text in this locale" in line
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,131 @@
+"""Connections without keys that never say hello, or speak an old protocol or none: hung up on, counted, bounded."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flowrt import api
+from flowrt.errors import EXIT_DISMISSED, RemoteProtocolError, Stopped
+from flowrt.net import connection_guard
+from flowrt.protocol import messages as m
+
+FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
+POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
+SOON_S = 20.0
+OLD_ZMTP = b"\x01\x00" + b"\x02\x00x" * 1000
+BALLAST = """
+import socket, sys, threading, time
+host, _, port = sys.argv[1].removeprefix("tcp://").rpartition(":")
+ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+part = b"\\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+def send():
+    peer = socket.create_connection((host, int(port)))
+    try:
+        peer.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32))
+        peer.sendall(b"\\x04" + bytes([len(ready)]) + ready)
+        peer.recv(200)
+        for _ in range(120):
+            peer.sendall(part)
+        peer.recv(1 << 20)
+        while peer.recv(1 << 20):
+            pass
+    except OSError:
+        pass
+threads = [threading.Thread(target=send) for _ in range(24)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+async def is_hung_up_on(address: str, said: bytes) -> None:
+    """Returns when the controller has ended a connection that says this and then nothing; fails after a while."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(said)
+    try:
+        async with asyncio.timeout(SOON_S):
+            while await reader.read(1 << 16):
+                pass
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("said", [OLD_ZMTP, b"\x01\x00", os.urandom(4000), b"GET / HTTP/1.0\r\n\r\n"])
+async def test_foreign_protocol_closes_the_connection_with_a_short_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: bytes
+) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", SOON_S)
+        start_s = time.monotonic()
+        with caplog.at_level(logging.INFO):
+            await asyncio.gather(*(is_hung_up_on(address, said) for _ in range(50)))
+        assert len(caplog.records) <= 5 + 2 * (time.monotonic() - start_s)
+        assert "Traceback" not in caplog.text
+        assert server.refused_connections >= 50
+        with pytest.raises(RemoteProtocolError):  # an answer
+            await session.pull("no such stage", slots=1)
+        await session.close()
+
+
+async def test_connection_that_never_sends_hello_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "HELLO_TIMEOUT_S", 0.5)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        session = await api.connect(address, "reader", "reader", SOON_S)
+        await is_hung_up_on(address, greeting + b"\x04" + bytes([len(ready)]) + ready)
+        assert server.refused_connections == 1
+        assert server.ended is None
+        await asyncio.wait([asyncio.create_task(session.wait_stopped())], timeout=1.0)
+        assert server._connections.workers() == ["reader"], "a worker that is in has no such limit"
+        await session.close()
+
+
+async def test_unauthenticated_connections_together_hold_bounded_memory(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        before, most = psutil.Process().memory_info().rss, 0
+        with subprocess.Popen([sys.executable, "-c", BALLAST, address]) as strangers:  # noqa: ASYNC220
+            while strangers.poll() is None:
+                await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.01)
+                most = max(most, psutil.Process().memory_info().rss - before)
+        assert strangers.returncode == 0
+        assert most < 600 << 20, f"{most >> 20} MB at most"
+        after = psutil.Process().memory_info().rss - before
+        assert after < 100 << 20, f"{after >> 20} MB are kept"
+        assert server.refused_connections >= 24
+        session = await api.connect(address, "reader", "reader", SOON_S)
+        await session.close()
+
+
+async def test_a_worker_that_floods_another_with_rendezvous_keys_is_dismissed(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        deaf = await api.connect(address, "deaf", "reader", SOON_S)
+        flooder = await api.connect(address, "flooder", "reader", SOON_S)
+        for _ in range(1000):
+            flooder.send(m.RendezvousKey("deaf", "lane", "key", bytes(16 << 10)))
+        with pytest.raises(Stopped, match="more rendezvous keys than lanes need") as stopped:
+            async with asyncio.timeout(SOON_S):
+                await flooder.wait_stopped()
+        assert stopped.value.code == EXIT_DISMISSED
+        assert server.ended is None
+        await flooder.close()
+        await deaf.close()
+
+
+async def test_a_long_name_in_a_request_is_answered_with_a_short_reason(tmp_path: Path) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        observer = await api.connect(address, "watcher", "observer", SOON_S)
+        observer.send(m.Drain(1, "\0" * 20_000_000))
+        with pytest.raises((RemoteProtocolError, Stopped)):
+            await observer.pull("no such stage", slots=1)
+        assert server.ended is None
+        await observer.close()

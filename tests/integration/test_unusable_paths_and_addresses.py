@@ -1,0 +1,154 @@
+"""Files, run directories and addresses that cannot be used: exit code 2, one sentence, nothing written."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# ---- TOML
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("group_sise = 4", ["'group_sise'", "did you mean 'group_size'?"]),
+        ("[trainer]\nlearning_rte = 1.0", ["'trainer.learning_rte'"]),
+        ("[rollout]\nworker = 1", ["'rollout.worker'", "did you mean 'workers'?"]),
+        ('steps = "many"', ["'steps'", "takes int", "str 'many'"]),
+        ("steps = true", ["'steps'", "takes int", "bool"]),
+        ("[trainer]\nlr = [1.0]", ["'trainer.lr'", "takes float", "list"]),
+        ("trainer = 1", ["'trainer'", "table"]),
+        ('recipe = "gsm9k"', ["'gsm9k'", "did you mean 'gsm8k'?"]),
+        ("steps == 4", ["is not TOML", "line 1"]),
+    ],
+)
+def test_mistakes_in_toml(refused: Callable[..., Any], tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    said = refused("--config", str(path)).sentence()
+    for part in expected:
+        assert part in said
+    assert str(path) in said or "recipe" in text
+
+
+def test_config_file_is_missing(refused: Callable[..., Any], tmp_path: Path) -> None:
+    said = refused("--config", "nowhere.toml").sentence()
+    assert "nowhere.toml" in said
+    assert "No such file" in said
+
+
+def test_config_file_and_command_line_disagree_on_the_recipe(refused: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('recipe = "gsm8k"')
+    said = refused("arithmetic", "--config", "run.toml").sentence()
+    assert "'gsm8k'" in said
+    assert "'arithmetic'" in said
+
+
+# ---- run directory
+
+
+def test_run_directory_whose_name_is_too_long(refused: Callable[..., Any], tmp_path: Path) -> None:
+    assert "cannot be used: File name too long" in refused(run_dir=tmp_path / ("x" * 300)).sentence()
+
+
+def test_trained_model_in_place_of_the_run_directory(refused: Callable[..., Any], tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "one"
+    for final in (run_dir, run_dir.parent):
+        said = refused("--trainer.final-dir", str(final), run_dir=run_dir).sentence()
+        assert f"trainer.final_dir {final} contains the run directory {run_dir}" in said
+
+
+def test_run_directory_already_holds_something(refused: Callable[..., Any], tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    said = refused(run_dir=used).sentence()
+    assert str(used) in said
+    assert "is not empty" in said
+    assert "--run-dir" in said
+    assert (used / "notes.txt").read_text() == "mine"
+
+
+def test_run_directory_is_a_file(refused: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    said = refused(run_dir=path).sentence()
+    assert str(path) in said
+    assert "--run-dir" in said
+    assert path.read_text() == "mine"
+
+
+def test_run_directory_cannot_be_made(refused: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    said = refused(run_dir=path / "run").sentence()
+    assert str(path / "run") in said
+    assert "--run-dir" in said
+
+
+# ---- addresses
+
+
+def test_controller_port_in_use(refused: Callable[..., Any], model_shell: str, held_port: int) -> None:
+    address = f"tcp://127.0.0.1:{held_port}"
+    said = refused("--model", model_shell, "--controller.bind", address).sentence()
+    assert f"{address} is in use" in said
+    assert "another port" in said
+
+
+def test_controller_port_in_use_is_noticed_before_the_model_is_built(
+    refused: Callable[..., Any], held_port: int, tmp_path: Path
+) -> None:
+    address = f"tcp://127.0.0.1:{held_port}"
+    refusal = refused("--controller.bind", address, "--sft.steps", "0", run_dir=tmp_path / "runs" / "first")
+    assert "is in use" in refusal.sentence()
+    assert "building the model" not in refusal.stdout
+
+
+@pytest.mark.parametrize("address", ["somewhere", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "tcp://127.0.0.1:http"])
+def test_malformed_bind_address(refused: Callable[..., Any], model_shell: str, address: str) -> None:
+    said = refused("--model", model_shell, "--controller.bind", address).sentence()
+    assert address in said
+    assert "tcp://HOST:PORT" in said
+
+
+def worker(address: str) -> tuple[int, str]:
+    """Start a reward worker that looks for its controller for a second; its exit code and what it said."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "flowrt.roles.reward", "--controller", address, "--connect-timeout-s", "1"],
+        timeout=90,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("listening", [False, True], ids=["nobody listens", "somebody listens and is silent"])
+def test_worker_whose_controller_does_not_answer(listening: bool, held_port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        free_port = closed.getsockname()[1]
+    address = f"tcp://127.0.0.1:{held_port if listening else free_port}"
+    code, said = worker(address)
+    lines = said.splitlines()
+    assert len(lines) == 2, said
+    assert f"reward-0 is looking for the controller at {address} (timeout 1 s)" in lines[0]
+    assert "waited 1 s" in lines[1]
+    assert f"controller at {address}" in lines[1]
+    assert code == 1
+
+
+def test_worker_with_a_malformed_controller_address() -> None:
+    code, said = worker("somewhere:http")
+    lines = said.splitlines()
+    assert len(lines) == 2, said
+    assert "'somewhere:http'" in lines[1]
+    assert "tcp://HOST:PORT" in lines[1]
+    assert code == 2

@@ -1,0 +1,70 @@
+"""A controller that crashes at any moment and comes back with what it had written down: nothing is lost by it."""
+
+import dataclasses
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.controller.events import AppendReplay, Tick
+from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.replay import StageCommitted
+from tests.effort import examples
+from tests.property.test_core import RUNS, scenarios
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.run_invariants import assert_sound
+from tests.simulation.scenario import Scenario
+
+
+@RUNS
+@given(scenarios(), st.integers(1, 3))
+def test_nothing_is_lost_and_nothing_is_trained_twice(scenario: Scenario, crashes: int) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
+    assert_sound(cluster)
+    assert dict(cluster.core.state.dropped) == {}
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(scenarios(kills=2, broken_lanes=1, withdrawals=2, evals=3), st.integers(1, 2))
+def test_with_all_other_misfortunes(scenario: Scenario, crashes: int) -> None:
+    assert_sound(SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run())
+
+
+@RUNS
+@given(scenarios(members=3, prompts_at_once=1), st.sampled_from(OnLostSample))
+def test_under_every_policy_for_lost_members(scenario: Scenario, policy: OnLostSample) -> None:
+    assert_sound(
+        SimulatedCluster(dataclasses.replace(scenario, crashes=2, losses=1, on_lost_sample=policy, attempts=3)).run()
+    )
+
+
+@RUNS
+@given(scenarios(), st.integers(1, 3))
+def test_what_was_generated_is_not_generated_again(scenario: Scenario, crashes: int) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
+    made = [
+        event.entry
+        for event in cluster.log
+        if isinstance(event, AppendReplay) and isinstance(event.entry, StageCommitted)
+    ]
+    times = Counter(slot for one in made if one.stage == "rollout" for slot in one.slots)
+    assert set(times.values()) == {1}
+    assert {row.slot for _, row in cluster.trained} <= set(times)
+
+
+def test_a_worker_that_does_not_come_back_is_waited_for_a_while_only() -> None:
+    cluster = SimulatedCluster(Scenario(seed=3, steps=2))
+    while not cluster.steps:
+        cluster.step()
+    cluster.crash()
+    lost = cluster.workers["rollout0"]
+    lost.alive = False
+    lost.outbox.clear()
+    for worker in cluster.workers.values():
+        while worker.outbox:
+            cluster.handle(worker.outbox.popleft())
+    assert sorted(cluster.core.state.recovery.awaited) == ["rollout0"]
+    cluster.clock.advance(cluster.core.settings.rejoin_timeout_s + 0.1)
+    cluster.handle(Tick())
+    assert sorted(cluster.core.state.recovery.awaited) == []
+    assert_sound(cluster.run())

@@ -1,0 +1,275 @@
+"""What holds of dispatch whatever happens: identity settings, bounds on waiting, nothing lost."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.controller.policies.dispatch.base import Dispatch, Fifo, Puller, Queue, Start
+from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
+from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.state.samples import NO_STEP, Lease, Slot
+from flowrt.ids import LeaseId, WorkerId
+from flowrt.simulation.dispatch import ROLLOUT, Cluster, DispatchSimulator, SampleFactory
+from tests.effort import examples
+
+COST = DecodeCost(0.01, 0.0005)
+STEEP = DecodeCost(0.01, 0.01)
+EIGHT = st.integers(0, 7)
+# What happens next: (what, and numbers that say to whom, how much, which).
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["issue", "come", "leave", "take", "take", "end"]), EIGHT, EIGHT, EIGHT), max_size=60
+)
+WAYS = (Start.NOW, Start.NOW, Start.NOW, Start.ELSEWHERE, Start.NOT_YET)
+
+
+@dataclass
+class Stage:
+    """A queue with the world around it: which slots exist, which are ready, who works on which."""
+
+    queue: Queue
+    may_start: Callable[[Slot, int], Start] | None
+    held_bytes: Callable[[Slot, str], int]
+    learns: bool = False
+    issuing: SampleFactory = field(default_factory=SampleFactory)
+    idle: list[Slot] = field(default_factory=list)  # neither ready nor worked on
+    ready: dict[int, Slot] = field(default_factory=dict)
+    running: dict[str, list[Slot]] = field(default_factory=dict)
+    answers: list[tuple[str, list[int]]] = field(default_factory=list)
+
+    def happen(self, events: list[tuple[str, int, int, int]]) -> None:
+        for event, a, b, c in events:
+            getattr(self, event)(a, b, c)
+            assert len(self.queue) == len(self.ready)
+            known = [*self.idle, *self.ready.values(), *(slot for slots in self.running.values() for slot in slots)]
+            assert all((slot in self.queue) == (slot.id in self.ready) for slot in known)
+
+    def issue(self, members: int, prompt: int, now: int) -> None:
+        slots = self.issuing.group(members % 3 + 1, prompt).slots
+        for slot in slots:
+            slot.inline = {"urgency": (prompt * 5 + members) % 8 / 4}
+        self.idle += slots
+        if now % 2:
+            self.come(7, 0, 0)
+
+    def come(self, most: int, skip: int, again: int) -> None:
+        slots = self.idle[skip % 3 :][: most + 1]
+        self.idle = [slot for slot in self.idle if slot not in slots]
+        self.ready.update((slot.id, slot) for slot in slots)
+        self.queue.add(slots + slots[: again % 2])
+
+    def leave(self, which: int, _: int, absent: int) -> None:
+        if absent % 2 and self.idle:
+            self.queue.discard(self.idle[which % len(self.idle)])
+        elif self.ready:
+            slot = self.ready.pop(sorted(self.ready)[which % len(self.ready)])
+            self.queue.discard(slot)
+            self.idle.append(slot)
+
+    def take(self, worker: int, requests: int, salt: int) -> None:
+        name, asks = f"w{worker % 4}", self.may_start
+        may_start = None if asks is None else (lambda slot: asks(slot, salt))
+        puller = Puller(WorkerId(name), requests + 1, may_start, lambda slot: self.held_bytes(slot, name))
+        slots = self.queue.take(puller)
+        assert len(slots) <= requests + 1
+        assert may_start is None or all(may_start(slot) is Start.NOW for slot in slots)
+        for slot in slots:
+            del self.ready[slot.id]
+            slot.leases[ROLLOUT.name] = Lease(
+                id=LeaseId(0),
+                stage=ROLLOUT.name,
+                worker=WorkerId(name),
+                deadline_s=math.inf,
+                version=0,
+                step=NO_STEP,
+                slots={slot.id: slot},
+            )
+        self.running.setdefault(name, []).extend(slots)
+        self.answers.append((name, [slot.id for slot in slots]))
+
+    def end(self, worker: int, _: int, lost: int) -> None:
+        """A worker has generated a slot, or loses it: then it will be ready again."""
+        if running := self.running.get(f"w{worker % 4}"):
+            slot = running.pop(0)
+            del slot.leases[ROLLOUT.name]
+            if lost % 3 == 0:
+                self.idle.append(slot)
+            elif self.learns:
+                self.queue.on_generated(slot, 4 ** (slot.group.prompt % 4))
+
+
+def mixed(slot: Slot, salt: int) -> Start:
+    return WAYS[hash((slot.id, salt)) % len(WAYS)]
+
+
+@settings(max_examples=examples(150))
+@given(EVENTS, st.booleans(), st.integers(1, 4))
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        Priority(lambda slot: 3.25, ageing=0.1, max_skips=1),
+        Priority(lambda slot: -1e6, ageing=1e-9),
+        Sticky(1),
+        LengthAware(COST, 8, fraction=0.0),
+        LengthAware(COST, 8),
+    ],
+    ids=["one urgency", "one urgency, hardly ageing", "one skip", "no lane", "nothing learned"],
+)
+def test_the_identity_setting_is_first_issued_first_served(
+    dispatch: Dispatch, events: list[tuple[str, int, int, int]], asks: bool, bytes_scale: int
+) -> None:
+    answers = []
+    for policy in (dispatch, Fifo()):
+        learns = isinstance(dispatch, LengthAware) and dispatch.fraction == 0
+        stage = Stage(
+            policy.queue(ROLLOUT), mixed if asks else None, lambda slot, name: slot.id * bytes_scale % 7, learns
+        )
+        stage.happen(events)
+        answers.append(stage.answers)
+    assert answers[0] == answers[1]
+
+
+@given(EVENTS, st.booleans(), st.integers(1, 9))
+def test_equal_bytes_go_in_order_of_issue(events: list[tuple[str, int, int, int]], asks: bool, look: int) -> None:
+    answers = []
+    for policy in (Sticky(look), Fifo()):
+        stage = Stage(policy.queue(ROLLOUT), mixed if asks else None, lambda slot, name: 5)
+        stage.happen(events)
+        answers.append(stage.answers)
+    assert answers[0] == answers[1]
+
+
+def in_issue_order(slot: Slot, salt: int) -> Start:
+    """As admission does: from some slot on it is too early."""
+    if slot.id % 8 == salt:
+        return Start.ELSEWHERE
+    return Start.NOT_YET if slot.id > 6 * salt + 3 else Start.NOW
+
+
+@settings(max_examples=examples(150))
+@given(EVENTS, st.booleans(), st.integers(1, 5))
+@pytest.mark.parametrize("policy", ["priority", "sticky", "tail"])
+def test_nothing_is_lost_or_given_twice(
+    policy: str, events: list[tuple[str, int, int, int]], asks: bool, size: int
+) -> None:
+    policies: dict[str, Dispatch] = {
+        "priority": Priority(lambda slot: slot.inline["urgency"], 0.25, max_skips=size),
+        "sticky": Sticky(size),
+        "tail": LengthAware(COST, 4 * size, fraction=0.5),
+    }
+    queue = policies[policy].queue(ROLLOUT)
+    stage = Stage(
+        queue, in_issue_order if asks else None, lambda slot, name: (slot.id * 31 + ord(name[1]) * 17) % 9, learns=True
+    )
+    stage.happen(events)
+    stage.may_start = None
+    for _ in range(40 + len(events)):  # every worker gives up what it runs and pulls, until nothing is ready
+        for worker in range(4):
+            while stage.running.get(f"w{worker}"):
+                stage.end(worker, 0, 1)
+            stage.take(worker, 7, 0)
+    assert not len(queue)
+
+
+def pull(worker: str, requests: int = 1, may_start: Callable[[Slot], Start] | None = None) -> Puller:
+    return Puller(WorkerId(worker), requests, may_start, lambda slot: slot.id if worker == "greedy" else 0)
+
+
+def starts_up_to(limit: int, slot: Slot) -> Start:
+    return Start.NOT_YET if slot.id > limit else Start.NOW
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.tuples(EIGHT, st.integers(1, 2), st.integers(0, 2), st.integers(0, 12)), min_size=10, max_size=60),
+    st.integers(1, 4),
+    st.sampled_from([0.125, 0.25, 0.5, 1.0]),
+    st.booleans(),
+)
+def test_a_slot_is_overtaken_by_no_more_later_groups_than_its_ageing_allows(
+    steps: list[tuple[int, int, int, int]], look: int, ageing: float, asks: bool
+) -> None:
+    policy = Priority(lambda slot: slot.inline["urgency"], ageing, look)
+    queue, issuing = policy.queue(ROLLOUT), SampleFactory()
+    overtaken: dict[int, set[int]] = {}
+    waiting: dict[int, Slot] = {}
+    for urgency, members, pulls, ahead in steps:
+        for slot in (slots := issuing.group(members).slots):
+            slot.inline = {"urgency": urgency / 4}
+            waiting[slot.id] = slot
+        queue.add(slots)
+        for _ in range(pulls):
+            limit = min(waiting, default=0) + ahead if asks else issuing.slots
+            taken = queue.take(pull("w0", 1, partial(starts_up_to, limit)))
+            assert taken or not waiting
+            for slot in taken:
+                del waiting[slot.id]
+                for other in waiting.values():
+                    if other.id <= limit and other.group.id < slot.group.id:
+                        overtaken.setdefault(other.id, set()).add(slot.group.id)
+        for slot_id, slot in waiting.items():
+            allowed = policy.most_overtaking(1.75 - slot.inline["urgency"])
+            assert len(overtaken.get(slot_id, ())) <= allowed
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=30, max_size=90), st.integers(1, 4))
+def test_bytes_let_a_slot_be_overtaken_no_more_often_than_promised(steps: list[tuple[int, int]], look: int) -> None:
+    """A greedy puller holds the more of a slot the later it was issued."""
+    policy, issuing = Sticky(look), SampleFactory()
+    queue, overtaken = policy.queue(ROLLOUT), dict[int, int]()
+    queue.add(slots := issuing.many(20))
+    waiting = {slot.id for slot in slots}
+    for greedy, arrivals in steps:
+        queue.add(slots := issuing.many(arrivals))
+        waiting |= {slot.id for slot in slots}
+        for slot in queue.take(pull("greedy" if greedy > 0 else "w0")):
+            waiting.remove(slot.id)
+            overtaken |= {one: overtaken.get(one, 0) + 1 for one in waiting if one < slot.id}
+        assert all(overtaken.get(one, 0) <= policy.most_overtaking for one in waiting)
+
+
+@settings(max_examples=examples(15))
+@given(st.lists(st.tuples(st.integers(2, 7), st.integers(1, 31)), min_size=60, max_size=80))
+def test_a_slot_of_either_lane_is_overtaken_no_more_often_than_promised(steps: list[tuple[int, int]]) -> None:
+    """Of eight workers two are reserved and never pull again, while there is always more to do for the others."""
+    policy, issuing = LengthAware(STEEP, 128), SampleFactory()
+    queue = policy.queue(ROLLOUT)
+    for epoch in range(3):
+        queue.add(slot for prompt in range(32) for slot in issuing.group(4, prompt, epoch).slots)
+        first = queue.take(pull("w0", 16))
+        taken = first + [slot for _ in range(130) for w in range(1, 8) for slot in queue.take(pull(f"w{w}", 16))]
+        for slot in taken:
+            queue.on_generated(slot, 1_000 if slot.group.prompt else 5_000)
+    assert [slot.group.prompt for slot in first] == [0], "the first worker is reserved for the long prompt"
+    queue.add(backlog := [slot for prompt in range(31, -1, -1) for slot in issuing.group(4, prompt).slots])
+    waiting, overtaken = {slot.id for slot in backlog}, dict[int, int]()
+    for step, (worker, prompt) in enumerate(steps):
+        queue.add(slots := issuing.group(4, prompt if step % 20 else 0).slots)
+        waiting |= {slot.id for slot in slots}
+        for slot in (slot for _ in range(4) for slot in queue.take(pull(f"w{worker}", 16))):
+            waiting.remove(slot.id)
+            overtaken |= {one: overtaken.get(one, 0) + 1 for one in waiting if one < slot.id}
+        assert all(overtaken.get(one, 0) <= policy.most_overtaking for one in waiting)
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(st.sampled_from([[100] * 4, [110] * 4, [90] * 4, [500] * 2]), min_size=8, max_size=24),
+    st.integers(1, 8),
+    st.integers(2, 12),
+    st.floats(0, 1),
+)
+def test_two_lanes_leave_no_worker_waiting_for_ever(
+    lengths: list[list[int]], workers: int, rows: int, fraction: float
+) -> None:
+    samples = sum(map(len, lengths))
+    run = DispatchSimulator(LengthAware(STEEP, samples, fraction), Cluster(workers, rows, STEEP))
+    for epoch in range(3):
+        seconds = run.run(dict(enumerate(lengths)), epoch)  # raises if something is left
+        assert seconds >= max(map(max, lengths)) * STEEP(1) * (1 - 1e-9)

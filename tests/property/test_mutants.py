@@ -1,0 +1,76 @@
+"""The test of the simulations: each classic bug is planted into the mind or the ledger, and has to be found.
+
+Simulated clusters run, the same ones for every bug. It is found when `Core.check`, a simulated worker or the count at
+the end objects; without a bug they all pass.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from flowrt.controller.policies.batching import Batcher, GroupCount, TokenBudget
+from flowrt.controller.settings import OnLostSample
+from tests.property.mutants import BUGS, planted
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.resumed_runs import live
+from tests.simulation.run_invariants import assert_exact, assert_sound
+from tests.simulation.scenario import Scenario
+
+RUNS = 32
+
+
+def scenario_of(seed: int) -> Scenario:
+    """A small cluster with a share of every misfortune."""
+    rng = random.Random(f"planted {seed}")
+    bound, groups = rng.randint(0, 2), rng.randint(1, 3)
+    batchers: list[Batcher] = [TokenBudget(1), TokenBudget(40), GroupCount(2)]
+    return Scenario(
+        seed=seed,
+        bound=bound,
+        strict_issue_order=rng.random() < 0.2,
+        steps=rng.randint(2, 5),
+        groups_per_step=groups,
+        members=rng.randint(1, 3),
+        batcher=rng.choice(batchers),
+        rollouts=rng.randint(1, 3),
+        rewards=rng.randint(1, 2),
+        references=rng.randint(0, 1),
+        ranks=rng.randint(1, 2),
+        speeds=rng.choice([(), (("rollout0", 0.02),)]),
+        evals=rng.choice([0, 3]),
+        kills=rng.randint(0, 3),
+        broken_lanes=rng.randint(0, 4),
+        expiries=rng.randint(0, 2),
+        losses=rng.randint(0, 2),
+        withdrawals=rng.randint(0, 4),
+        repeats=4,
+        on_lost_sample=rng.choice(list(OnLostSample)),
+        prompts_at_once=min(rng.randint(1, 2), (bound + 1) * groups),
+        max_actions=10_000,
+    )
+
+
+def run_all(directory: Path) -> None:
+    """Clusters with misfortunes, and among them runs that are cut short and go on."""
+    for seed in range(RUNS):
+        assert_sound(SimulatedCluster(scenario_of(seed)).run())
+        if seed % 4 == 0:
+            scenario = Scenario(seed=seed, bound=seed % 3, steps=4, checkpoint_every=2)
+            lives = live(scenario, [100 + 8 * seed, 60], directory / f"{seed}.sqlite")
+            try:
+                assert_exact(lives, scenario)
+            finally:
+                lives.ledger.close()
+
+
+@pytest.mark.slow
+def test_without_a_bug_every_run_is_sound(tmp_path: Path) -> None:
+    run_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.slow
+def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+    with planted(*BUGS[name]), pytest.raises(AssertionError):
+        run_all(tmp_path)

@@ -1,0 +1,100 @@
+"""Every phase of a run, with every role slow, hung, missing or dead: it ends in bounded time, and says why."""
+
+import re
+
+import pytest
+
+from tests.simulation.degraded_runs import (
+    ACT_S,
+    CANCELLED,
+    LEASE_S,
+    SILENCE_S,
+    SLOW_S,
+    STALL_S,
+    DegradedRun,
+    Kind,
+    Phase,
+)
+
+ROLES = ("source", "rollout", "reward", "reference", "trainer", "evaluate")
+PHASES = [phase for phase in Phase if phase not in (Phase.RESUME, Phase.DRAIN)]
+"""For those see `test_endings_after`."""
+LITTLE_S = 10.0
+"""What a run without trouble may take from any of its phases on."""
+MOST_SLOW_ACTIONS = 300
+
+
+def outcome(phase: Phase, role: str, kind: Kind) -> int:
+    """The exit code that each of these has to end with."""
+    if role == "evaluate" or (role == "rollout" and kind is Kind.HUNG and phase is not Phase.DEPARTURE):
+        return CANCELLED if phase is Phase.CANCEL else 0  # nobody needs it to train, or there is another one
+    if kind is Kind.SLOW:
+        return CANCELLED if phase is Phase.CANCEL else 0
+    if role == "rollout" and phase is Phase.DEPARTURE:
+        return 3  # the other one has left, and rollout workers may leave: nobody is left to generate
+    if kind is Kind.HUNG:
+        return CANCELLED if phase is Phase.CANCEL else 3
+    if kind is Kind.MISSING:
+        if phase is Phase.START:
+            return 0 if role == "rollout" else 3
+        return 1
+    if phase is Phase.CANCEL:
+        return CANCELLED
+    return 0 if role == "rollout" and phase in (Phase.START, Phase.EVALUATION) else 1
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
+def test_it_ends_in_bounded_time_with_an_outcome_and_a_reason(phase: Phase, role: str, kind: Kind) -> None:
+    """End of data, end of run, evaluation, cancellation, departure, start-up: where others hang, whoever is in trouble.
+
+    Among the shapes: a straggler wedges the buffer; a drain waits for the longest; the source ends early and strands
+    the trainer; at the last step somebody waits for a version that never comes; a consumer waits on nothing for hours.
+    """
+    run = DegradedRun(phase, role, kind).play()
+    ended = run.core.ended
+    assert ended is not None
+    assert ended.code == outcome(phase, role, kind), ended.reason
+    if ended.code == 0:
+        limit_s = SLOW_S * MOST_SLOW_ACTIONS if kind is Kind.SLOW else LEASE_S + SILENCE_S + LITTLE_S
+        assert ended.reason == "the run is complete"
+    elif ended.code == 3:
+        limit_s = STALL_S + LEASE_S + SILENCE_S + LITTLE_S
+        if kind is Kind.MISSING and phase is Phase.START:
+            assert f"no worker of these roles has joined within 300 s: {role}; start one of each" in ended.reason
+        else:
+            assert "no progress for 300 s" in ended.reason
+            assert " waits " in ended.reason
+    elif ended.code == CANCELLED:
+        limit_s = 2 * ACT_S
+        assert ended.reason == "cancelled"
+    else:
+        limit_s = SILENCE_S + LITTLE_S
+        assert ended.reason.startswith(f"{role}0: ")
+        assert re.search(
+            # The last word came up to a heartbeat before it died.
+            r"not heard of for 3[01] s" if kind is Kind.DEAD else "left before its part was complete",
+            ended.reason,
+        )
+    assert run.took_s <= limit_s
+
+
+def test_what_a_hung_worker_holds_comes_back_when_its_lease_ends() -> None:
+    """An engine that sleeps for ever, and nobody knows: its own deadline is the lease, and another does the work."""
+    run = DegradedRun(Phase.TRAINING, "rollout", Kind.HUNG).play()
+    assert run.core.ended is not None
+    assert run.core.ended.code == 0
+    assert LEASE_S <= run.took_s < LEASE_S + LITTLE_S
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("phase", PHASES, ids=lambda one: one.name.lower())
+def test_one_long_rollout_does_not_serialise_the_run(phase: Phase, seed: int) -> None:
+    """The slowest of two takes 400 times as long as the other: the run goes on at the pace of the other."""
+    if phase in (Phase.CANCEL, Phase.DEPARTURE):
+        return
+    run = DegradedRun(phase, "rollout", Kind.SLOW, seed).play()
+    assert run.core.ended is not None
+    assert run.core.ended.code == 0
+    assert run.took_s < SLOW_S * 40

@@ -1,0 +1,306 @@
+"""A whole cluster in one process: simulated workers around a real `Core`, in a seeded order, with a driven clock.
+
+Messages are FIFO between a worker and the controller, transfers are FIFO within a lane, and everything else is
+interleaved at random: the same scenario always takes the same course. Workers may be slow, die and come back; lanes
+may break; leases may expire. A run in which nobody can do anything any more raises AssertionError.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from flowrt.controller.core import Core
+from flowrt.controller.events import AppendLedger, AppendReplay, Command, Event, Persist, Send, StepClosed, Tick
+from flowrt.controller.policies.admission import StrictLag
+from flowrt.controller.settings import Policies, Settings
+from flowrt.controller.state.replay import RecoveredState
+from flowrt.errors import FlowError
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import LaneTurn, Position, unpack
+from flowrt.runtime.clock import DrivenClock
+from tests.simulation.controller_restart import Durable, RejoiningWorker
+from tests.simulation.fault_injection import FaultInjection
+from tests.simulation.rows import LaneId, Row, Shared, lane_of
+from tests.simulation.scenario import LEASE_S, MODEL, Scenario, grpo_dataflow
+from tests.simulation.worker import Worker
+
+Action = tuple[float, Callable[[], None]]
+"""How likely it is next, relative to the others, and what it does."""
+
+
+def make_core(
+    scenario: Scenario,
+    position: Position | None = None,
+    term: int = 1,
+    recovered: RecoveredState | None = None,
+    /,
+    **numbers: Any,
+) -> Core:
+    """The mind of the simulated run: strict staleness bound, first in first out, everyone fetches at once.
+
+    ``numbers`` are settings in place of those of a run in which nothing ever takes too long.
+    """
+    settings = Settings(
+        steps=scenario.steps,
+        groups_per_step=scenario.groups_per_step,
+        strict_issue_order=scenario.strict_issue_order,
+        model=MODEL,
+        on_lost_sample=scenario.on_lost_sample,
+        attempts=scenario.attempts,
+        completing_roles=("source", "trainer"),
+        checkpointing_roles=("trainer",),
+        source_roles=("source",),
+        lease_s=LEASE_S,
+        worker_timeout_s=float("inf"),
+        no_progress_timeout_s=float("inf"),
+        position=position or Position(),
+    )
+    policies = Policies(
+        admission=StrictLag(scenario.bound),
+        dispatch=scenario.dispatch,
+        batcher=scenario.batcher,
+        refresh=scenario.refresh,
+        sharing=scenario.sharing,
+        cut=scenario.cut,
+    )
+    changed = dataclasses.replace(settings, **numbers)
+    return Core(
+        settings=changed, flow=grpo_dataflow(scenario.references > 0), policies=policies, term=term, recovered=recovered
+    )
+
+
+class SimulatedCluster:
+    """Make one, `run` it, look at what it recorded."""
+
+    def __init__(self, scenario: Scenario, position: Position | None = None) -> None:
+        """``position``: where a run goes on whose earlier lives were cut short."""
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed)
+        self.clock = DrivenClock()
+        self.core = self._make_core(position)
+        self.shared = Shared(scenario, self.rng, lambda: self.core.state.models.policy.latest)
+        self.shared.passed = unpack(self.core.settings.position.passed)
+        self.workers: dict[str, RejoiningWorker] = {}
+        self.term = 1
+        self.kept = Durable()
+        self.records: list[AppendLedger] = []
+        self.state: dict[tuple[int, int], str] = {}  # what the ledger would say, by (epoch, prompt)
+        self.steps: list[StepClosed] = []
+        self.trained: list[tuple[int, Row]] = []  # (step, slot) as the trainer saw them
+        self.log: list[Event | Command] = []
+        self.actions = 0
+        self.durable = 0  # records that are on disk for certain
+        self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
+        self._finished = False
+        self.misfortunes = FaultInjection(self)
+        roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
+        roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
+        for role, count in roles.items():
+            for rank in range(count):
+                self.workers[f"{role}{rank}"] = RejoiningWorker(f"{role}{rank}", role, self.shared)
+        self._ranks = [worker for worker in self.workers.values() if worker.role == "trainer"]
+        first_step = self.core.settings.position.step
+        for trainer in self._ranks:
+            trainer.step, trainer.closed = first_step, first_step == scenario.steps
+        self._ranks[0].unpublished = first_step or None
+        if first_step == scenario.steps:
+            self._say_finished()
+
+    def _make_core(self, position: Position | None) -> Core:
+        return make_core(self.scenario, position)
+
+    def run(self, most_actions: int | None = None) -> "SimulatedCluster":
+        """Until the run is complete and nothing is on its way, or so many things have happened.
+
+        Raises AssertionError when it cannot be completed.
+        """
+        while self.actions != most_actions and self.step():
+            assert self.actions < self.scenario.max_actions, f"{self.actions} actions and no end; {self.stuck()}"
+        if self.actions == most_actions and any(True for _ in self.possible()):
+            return self
+        assert self.core.ended is not None, f"nobody can do anything; {self.stuck()}"
+        assert self.core.ended.code == 0, self.core.ended.reason
+        return self
+
+    def step(self) -> bool:
+        """Let one thing happen; False when nothing can."""
+        actions = list(self.possible()) or self.misfortunes.rests()
+        if not actions:
+            return False
+        self.actions += 1
+        if not self.misfortunes.strike():
+            _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
+            action()
+        return True
+
+    def stuck(self) -> str:
+        """What everybody waits for."""
+        window = self.core.state.window
+        waits = "; ".join(f"{who} waits for {what}" for who, what, _ in self.core.waiting())
+        return f"step {window.step}, {len(window.taken)} groups taken, {len(window.waiting)} waiting: {waits}"
+
+    # ---- what can happen next
+
+    def possible(self) -> Iterator[Action]:
+        speeds = dict(self.scenario.speeds)
+        some = False
+        for worker in self._awake():
+            speed = speeds.get(worker.id, 1.0)
+            for action in self._of(worker):
+                some = True
+                yield action
+            for work in worker.options() if worker.alive else ():
+                some = True
+                yield (speed, work)
+        if self._step_is_complete():
+            some = True
+            yield (1.0, self._end_step)
+        # Only when all else is done, so that what is left over at the end is left over for good.
+        if not some and self._source_is_done():
+            yield (1.0, self._finish)
+
+    def _source_is_done(self) -> bool:
+        return self.workers["source0"].closed and not self._finished and not self.misfortunes.rests()
+
+    def _awake(self) -> list[Worker]:
+        """Those that may do something now."""
+        return list(self.workers.values())
+
+    def _of(self, worker: Worker) -> Iterator[Action]:
+        """Messages and transfers of one worker that can be delivered, and its return if it is dead."""
+        if worker.outbox:
+            yield (1.0, partial(self._deliver, worker))
+        elif not worker.alive:
+            yield (1.0, partial(self._rejoin, worker))
+        if worker.inbox:
+            yield (1.0, lambda: worker.receive(worker.inbox.popleft()))
+        for lane, turns in worker.expected.items() if worker.alive else ():
+            if turns and (self._is_broken(lane) or self.shared.sent[lane]):
+                speed = self.scenario.fetch_speed if lane[2] == "weights" else 1.0
+                yield (speed, partial(self._transfer, worker, lane))
+
+    def _is_broken(self, lane: LaneId) -> bool:
+        return lane in self.shared.broken or not all(end.alive for end in self._ends[lane])
+
+    def _step_is_complete(self) -> bool:
+        """All ranks know that the step is closed and have done their share of it."""
+        return all(
+            rank.closed
+            and not rank.jobs
+            and not rank.pulling
+            and rank.unpublished is None
+            and rank.step < self.scenario.steps
+            for rank in self._ranks
+        )
+
+    # ---- what happens
+
+    def _deliver(self, worker: Worker) -> None:
+        event = worker.outbox.popleft()
+        if self.core.ended is None or worker.id in self.core.state.membership:  # nobody is let in after the end
+            self.handle(event)
+
+    def handle(self, event: Event) -> list[Command]:
+        """Let the core take one event and carry out what it commands."""
+        self.log.append(event)
+        self.misfortunes.hear(event)
+        try:
+            commands = self.core.transition(event, self.clock.now())
+        except (LookupError, FlowError) as error:
+            raise AssertionError(f"the mind failed at {event}: {error!r}") from error
+        self.core.check()
+        self.carry_out(commands)
+        if isinstance(event, Tick):
+            overdue = [one.id for one in self.core.state.table.leases.values() if one.deadline_s <= self.clock.now()]
+            assert not overdue, f"leases {overdue} are past their deadlines, and go on"
+        return commands
+
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        """Do what the core commands."""
+        self.log += commands
+        for command in commands:
+            match command:
+                case Send(worker, message):
+                    self._send(worker, message)
+                case AppendLedger(prompt, epoch, state):
+                    self.records.append(command)
+                    if state in ("dropped", "unread"):
+                        self.kept.dropped[command.reason.split(";")[0]] += 1
+                    self.state[epoch, prompt] = state
+                case StepClosed():
+                    self.steps.append(command)
+                case AppendReplay(entry):
+                    self.kept.keep(entry)
+                case Persist(worker, request):
+                    self.durable = len(self.records)
+                    self._send(worker, m.Committed(request, (), ""))
+
+    def _send(self, receiver: WorkerId, message: m.Message) -> None:
+        match message:
+            case m.Grant():
+                turns: list[LaneTurn] = [one.turn for one in message.incoming]
+            case m.SendSamples(turn) | m.ReceiveWeights(turn) | m.SendWeights(turn):
+                turns = [turn]
+            case m.RendezvousKey():
+                return  # that a peer is gone: the lanes here fail by themselves
+            case _:
+                turns = []
+        for turn in turns:
+            # A worker that comes back under its old name is not the one that this lane was made for.
+            self._ends.setdefault(lane_of(turn), (self.workers[turn.sender], self.workers[turn.receiver]))
+        if self.workers[receiver].alive:
+            self.workers[receiver].inbox.append(message)
+
+    def _transfer(self, worker: Worker, lane: LaneId) -> None:
+        turn, packet = worker.expected[lane].popleft()
+        if self._is_broken(lane):
+            worker.lost(turn, packet)
+            return
+        sent = self.shared.sent[lane].popleft()
+        assert sent == (turn, packet), f"{worker.id} expects {turn} {packet}, but {sent} was sent"
+        worker.arrived(turn, packet)
+
+    def _end_step(self) -> None:
+        """The optimiser steps on all ranks at once."""
+        first = self._ranks[0]
+        step = first.step
+        for rank in self._ranks:
+            self.trained += [(step, row) for row in rank.trained]
+            rank.trained.clear()
+            rank.step, rank.closed = step + 1, False
+        first.say(m.StepCompleted(step, (("loss", 0.5),)))
+        if (step + 1) % self.scenario.publish_every == 0:
+            first.unpublished = step + 1
+        if self.scenario.checkpoint_every and (step + 1) % self.scenario.checkpoint_every == 0:
+            first.requests += 1
+            first.say(m.CheckpointWritten(first.requests, step + 1))
+        if step + 1 == self.scenario.steps:
+            self._say_finished()
+
+    def _say_finished(self) -> None:
+        for rank in self._ranks:
+            rank.say(m.RoleCompleted())
+            rank.closed = True
+
+    def _finish(self) -> None:
+        self._finished = True
+        self.workers["source0"].say(m.RoleCompleted())
+
+    def crash(self) -> None:
+        """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""
+        for worker in self.workers.values():
+            for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
+                worker.receive(worker.inbox.popleft())
+        self.term += 1
+        self.core = make_core(self.scenario, None, self.term, self.kept.recovered())
+        self.shared.sent.clear()
+        for worker in self.workers.values():
+            worker.outbox.clear()  # of the dead, nobody has anything to hear any more
+            if worker.alive:
+                worker.come_back(self.term - 1)
+
+    def _rejoin(self, dead: Worker) -> None:
+        self.workers[dead.id] = RejoiningWorker(dead.id, dead.role, self.shared)

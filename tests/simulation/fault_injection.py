@@ -1,0 +1,142 @@
+"""What goes wrong in a simulated cluster, at random moments: workers die, lanes break, words come twice or late."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flowrt.controller.events import Dismiss, Event, MessageReceived, Send, Tick, WorkerConnected, WorkerDisconnected
+from flowrt.errors import RemoteProtocolError
+from flowrt.protocol import messages as m
+from tests.simulation.scenario import LEASE_S
+from tests.simulation.state_dump import snapshot
+from tests.simulation.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import SimulatedCluster
+
+CHANCE = 0.02
+ILLEGAL: tuple[m.Message, ...] = (
+    m.OfferAccepted(1, 1),
+    m.Commit(request=1, stage="no such stage", slots=(0,), leases=(0,), parts=(), inline=(), spans=()),
+    m.Commit(request=1, stage="train", slots=(0,), leases=(0,), parts=(), inline=(), spans=()),
+    m.ReleaseLease(stage="rollout", slots=(0, 1), leases=(0,), lost=False, reason=""),
+    m.Publish((), ()),
+    m.WeightsActivated("another model", 0),
+    m.Drain(1, "trainer0"),
+    m.StepCompleted(-1, ()),
+)
+"""What no worker may say at any time."""
+REPEATED = m.Commit | m.ReleaseLease | m.CancelRequest | m.StepCompleted | m.RoleCompleted
+"""What may be said twice, or long after its lease or its step has ended, and must not count again."""
+
+
+class FaultInjection:
+    """Those of one scenario, in a random order; each waits until there is somebody to strike."""
+
+    def __init__(self, cluster: "SimulatedCluster") -> None:
+        self._cluster = cluster
+        self._rng = cluster.rng
+        self._said: list[MessageReceived] = []
+        scenario = cluster.scenario
+        self._left = ["kill"] * scenario.kills
+        self._left += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
+        self._left += ["lose"] * scenario.losses + ["withdraw"] * scenario.withdrawals
+        self._left += ["repeat"] * scenario.repeats + ["crash"] * scenario.crashes
+        self._left += ["violate"] * scenario.violations
+        self._rng.shuffle(self._left)
+
+    def strike(self) -> bool:
+        """Perhaps something goes wrong now; returns whether it was its turn."""
+        if not self._left or self._rng.random() >= CHANCE:
+            return False
+        if self._happens(self._left[-1]):
+            self._left.pop()
+        return True
+
+    def rests(self) -> list[tuple[float, Callable[[], None]]]:
+        """The end of the first rest after fetches that failed, if there is one; the clock stands still otherwise."""
+        now, rests = self._cluster.clock.now(), self._cluster.core.state.models.backing_off.values()
+        left_s = [end_s - now for resting in rests for end_s in resting.values() if end_s > now]
+        return [(1.0, partial(self._let_pass, min(left_s)))] if left_s else []
+
+    def _let_pass(self, seconds: float) -> None:
+        """Nothing happens for so long, and the controller looks for what is due."""
+        self._cluster.clock.advance(seconds)
+        self._cluster.handle(Tick())
+
+    def hear(self, event: Event) -> None:
+        """This was said, and may be said again: by the same process, not by another that has taken its name."""
+        if isinstance(event, WorkerConnected):
+            self._said = [one for one in self._said if one.worker != event.worker]
+        if isinstance(event, MessageReceived) and isinstance(event.message, REPEATED):
+            self._said.append(event)
+
+    def _happens(self, kind: str) -> bool:
+        cluster, rng = self._cluster, self._rng
+        workers = [worker for worker in cluster.workers.values() if worker.alive]
+        working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference")]
+        match kind:
+            case "expire":
+                self._let_pass(LEASE_S + 1)
+                return True
+            case "kill" if working and cluster.core.ended is None:
+                self.kill(rng.choice(working))
+                return True
+            case "crash" if cluster.core.ended is None:
+                cluster.crash()
+                return True
+            case "lose" if jobs := [(worker, job) for worker in working for job in worker.jobs]:
+                worker, job = rng.choice(jobs)
+                worker.abandon(job, True, "its environment broke")
+                return True
+            case "withdraw" if waiting := [worker for worker in workers if worker.pulling]:
+                rng.choice(waiting).withdraw()
+                return True
+            case "break" if lanes := [
+                lane for worker in cluster.workers.values() for lane, turns in worker.expected.items() if turns
+            ]:
+                cluster.shared.broken.add(rng.choice(lanes))
+                return True
+            case "violate" if working and cluster.core.ended is None:
+                self._violate(rng.choice(working))
+                return True
+            case "repeat" if self._said:
+                self._repeat(rng.choice(self._said))
+                return True
+        return False
+
+    def kill(self, worker: Worker) -> None:
+        """It vanishes; some of what it said last is still heard, then the controller learns of it."""
+        worker.alive = False
+        worker.inbox.clear()
+        for _ in range(self._rng.randint(0, len(worker.outbox))):
+            worker.outbox.pop()
+        worker.outbox.append(WorkerDisconnected(worker.id, ""))
+
+    def _violate(self, worker: Worker) -> None:
+        """It says something illegal and is dismissed; another one takes its place."""
+        if worker.id not in self._cluster.core.state.membership:
+            return
+        commands = self._cluster.core.handle(
+            MessageReceived(worker.id, self._rng.choice(ILLEGAL)), self._cluster.clock.now()
+        )
+        assert isinstance(commands[0], Dismiss), f"{worker.id} broke the protocol, which led to {commands}"
+        worker.alive = False
+        worker.inbox.clear()
+        worker.outbox.clear()
+        self._cluster.core.check()
+        self._cluster.carry_out(commands)
+
+    def _repeat(self, event: MessageReceived) -> None:
+        """The same words come again: they may be answered, and change nothing."""
+        core = self._cluster.core
+        if event.worker not in core.state.membership:
+            return
+        before = snapshot(core)
+        try:
+            commands = core.transition(event, self._cluster.clock.now())
+        except RemoteProtocolError:
+            commands = []
+        told = [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, m.Committed))]
+        assert not told, f"{event} came twice, and the second time led to {told}"
+        assert snapshot(core) == before, f"{event} came twice, and the second time changed something"

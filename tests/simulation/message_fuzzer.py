@@ -1,0 +1,120 @@
+"""Whatever a hostile or broken peer may send: messages that nearly make sense, and bytes that nearly are messages."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from flowrt.protocol.codec import MIN_REFERENCE_ITEMS, encode
+from flowrt.protocol.messages import MESSAGES, Message
+
+NAMES = ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0", "policy", "samples", "weights", "")
+WORDS = (
+    *NAMES,
+    "train",
+    "eval",
+    "rollout",
+    "reward",
+    "evaluate",
+    "prompt",
+    "answer",
+    "response",
+    "logprobs",
+    "x\n\x00",
+)
+EDGES = (-(2**63), 2**63 - 1, 2**53 + 1, 2**32, 2**31, 10**6, 1000, 64, -2)
+REALS = (0.0, -1.0, 1.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
+LONG = (tuple(range(MIN_REFERENCE_ITEMS)), (1,) * MIN_REFERENCE_ITEMS, tuple(range(-1, 2 * MIN_REFERENCE_ITEMS)))
+"""Columns that a message says once, however often it holds them."""
+_MOST = 4
+_OPENERS = (0x90, 0x9F, 0xDC, 0xDD, 0xC4, 0xC6, 0xD9, 0xDB, 0x80, 0xDF, 0xC1, 0xC7, 0xCF, 0xCB)
+
+
+class MessageFuzzer:
+    """A seeded stream of messages and bytes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def message(self, kinds: Sequence[type[Message]] = MESSAGES) -> Message:
+        """A message that the codec takes; its numbers are mostly small, and names are mostly known ones."""
+        message: Message = self._record(self.random.choice(kinds))
+        return message
+
+    def changed(self, message: Any) -> Any:
+        """The same record with one field made anew."""
+        kind: Any = type(message)
+        fields = _fields(kind)
+        if not fields:
+            return message
+        name, hint = self.random.choice(fields)
+        return dataclasses.replace(message, **{name: self._value(hint)})
+
+    def mangled(self, data: bytes) -> bytes:
+        """The bytes with a few of them changed, cut out, put in, doubled, or the rest cut off."""
+        raw, draw = bytearray(data), self.random
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(raw) + 1)
+            match draw.randrange(6):
+                case 0 if at < len(raw):
+                    raw[at] = draw.randrange(256)
+                case 1:
+                    del raw[at : at + draw.randint(1, 4)]
+                case 2:
+                    raw[at:at] = draw.randbytes(draw.randint(1, 4))
+                case 3:
+                    raw[at:at] = raw[at : at + draw.randint(1, 16)] * draw.randint(1, 8)
+                case 4:
+                    raw[at:at] = bytes([draw.choice(_OPENERS)]) + draw.randbytes(draw.randint(0, 4))
+                case _:
+                    del raw[at + draw.randint(0, 8) :]
+        return bytes(raw)
+
+    def data(self) -> bytes:
+        """Bytes of a message, mostly no longer of one."""
+        data = encode(self.message())
+        return data if self.random.random() < 0.05 else self.mangled(data)
+
+    def _record(self, kind: Any) -> Any:
+        return kind(**{name: self._value(hint) for name, hint in _fields(kind)})
+
+    def _value(self, hint: Any) -> Any:
+        draw = self.random
+        if get_origin(hint) is Annotated:
+            if hint.__metadata__[0] == "q" and draw.random() < 0.1:
+                return draw.choice(LONG)
+            make = self._whole if hint.__metadata__[0] == "q" else self._real
+            return tuple(make() for _ in range(self._count()))
+        if dataclasses.is_dataclass(hint):
+            return self._record(hint)
+        arguments = get_args(hint)
+        if get_origin(hint) is tuple:
+            if arguments[-1] is Ellipsis:
+                return tuple(self._value(arguments[0]) for _ in range(self._count()))
+            return tuple(self._value(one) for one in arguments)
+        if NoneType in arguments:
+            return None if draw.random() < 0.5 else self._value(arguments[0])
+        if hint is str:
+            return draw.choice(WORDS)
+        if hint is bytes:
+            return draw.randbytes(3)
+        if hint is bool:
+            return draw.random() < 0.5
+        return self._whole() if hint is int else self._real()
+
+    def _count(self) -> int:
+        return self.random.choice((0, 1, 1, 1, 2, _MOST))
+
+    def _whole(self) -> int:
+        return self.random.choice(EDGES) if self.random.random() < 0.08 else self.random.randint(-1, 5)
+
+    def _real(self) -> float:
+        return self.random.choice(REALS)
+
+
+@cache
+def _fields(kind: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]

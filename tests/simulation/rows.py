@@ -1,0 +1,86 @@
+"""What simulated workers hold and work on: rows of grants, tensors by key, turns of lanes."""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import LaneTurn, Part, Weights
+from tests.simulation.scenario import GROUP_COLUMNS, Scenario, leases_of
+
+Key = tuple[str, int]
+LaneId = tuple[str, str, str, int]
+Packet = tuple[Part, ...] | Weights
+"""What one turn of a lane carries: parts of samples, or a version of the weights."""
+Turns = dict[LaneId, deque[tuple[LaneTurn, Packet]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A leased slot; ``needs`` are the tensors that the work reads."""
+
+    stage: str
+    slot: int
+    lease: int
+    group: int
+    member: int
+    prompt: int
+    epoch: int
+    spans: tuple[int, ...]
+    needs: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class Job:
+    """Rows that are worked on together."""
+
+    rows: list[Row]
+    begun: int = -1  # the version that generation began with
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the workers of one simulation have in common."""
+
+    scenario: Scenario
+    rng: random.Random
+    latest: Callable[[], int]  # the newest version that was published
+    sent: Turns = field(default_factory=lambda: defaultdict(deque))
+    broken: set[LaneId] = field(default_factory=set)
+    evals_offered: int = 0
+    passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that the run is done with, by epoch
+
+
+def lane_of(turn: LaneTurn) -> LaneId:
+    return (turn.sender, turn.receiver, turn.kind, turn.incarnation)
+
+
+def keys_of(parts: Iterable[Part]) -> dict[Key, int]:
+    """The lengths of tensors by (column, id)."""
+    return {(part.column, item): length for part in parts for item, length in zip(part.ids, part.lengths, strict=True)}
+
+
+def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
+    """The leased slots of a grant; asserts that its columns have as many rows as it has slots."""
+    ids = zip(grant.slots, leases_of(grant), grant.groups, grant.members, grant.prompts, grant.epochs, strict=True)
+    assert len(grant.attempts) == len(grant.slots)
+    assert len(grant.spans) in (0, len(grant.slots))
+    assert all(len(values.values) == len(grant.slots) for values in grant.inline)
+    granted = keys_of(grant.parts)
+    for (slot, lease, group, member, prompt, epoch), spans in zip(
+        ids, grant.spans or [()] * len(grant.slots), strict=True
+    ):
+        needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
+        assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
+        yield Row(
+            stage=stage,
+            slot=slot,
+            lease=lease,
+            group=group,
+            member=member,
+            prompt=prompt,
+            epoch=epoch,
+            spans=spans,
+            needs=needs,
+        )

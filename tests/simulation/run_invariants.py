@@ -1,0 +1,84 @@
+"""What holds at the end of every simulated run, whatever happened in it: the promises, counted from outside."""
+
+from collections import Counter, defaultdict
+
+from flowrt.controller.settings import OnLostSample
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.resumed_runs import ResumedRuns
+from tests.simulation.rows import Row
+from tests.simulation.scenario import GROUP_COLUMNS, PROMPTS_PER_EPOCH, Scenario
+
+
+def assert_sound(cluster: SimulatedCluster) -> None:
+    """What holds at the end of every run, whatever happened in it."""
+    scenario = cluster.scenario
+    assert [closed.step for closed in cluster.steps] == list(range(scenario.steps))
+    assert all(closed.groups == scenario.groups_per_step for closed in cluster.steps)
+    assert all(closed.samples == len(closed.lags) for closed in cluster.steps)
+    # The bound: as the controller counts, and as the trainer saw the spans.
+    assert all(0 <= lag <= scenario.bound for closed in cluster.steps for lag in closed.lags)
+    assert all(step - min(row.spans[::2]) <= scenario.bound for step, row in cluster.trained)
+    assert all(max(row.spans[::2]) <= step for step, row in cluster.trained)
+    assert_whole_groups(cluster)
+    # Nothing stays behind, but for prompts of an offer that the last step did not need.
+    table = cluster.core.state.table
+    live = {(group.epoch, group.prompt) for group in table.groups.values()}
+    assert len(live) < scenario.prompts_at_once
+    assert_accounts_agree(cluster, live)
+    assert table.leases == {}
+    if not live:
+        assert (table.groups, table.slots) == ({}, {})
+        assert (table.rows.total(), table.bytes.total(), set(table.undone.values())) == (0, 0, {0})
+    groups, slots = set(table.groups), set(table.slots)
+    for worker in cluster.workers.values():
+        left = {key for key in worker.have if key[1] not in (groups if key[0] in GROUP_COLUMNS else slots)}
+        assert left == set(), f"{worker.id} still holds {sorted(left)}"
+        assert set(worker.coming.values()) <= worker.failed
+
+
+def assert_whole_groups(cluster: SimulatedCluster) -> None:
+    """Each prompt is trained once, in one step, with all members that its group has not lost."""
+    scenario = cluster.scenario
+    for closed in cluster.steps:
+        assert closed.samples == len([row for at, row in cluster.trained if at == closed.step])
+    rows_of: dict[tuple[int, int], list[tuple[int, Row]]] = defaultdict(list)
+    for step, row in cluster.trained:
+        rows_of[row.epoch, row.prompt].append((step, row))
+    for rows in rows_of.values():
+        assert len({(step, row.group) for step, row in rows}) == 1
+        members = sorted(row.member for _, row in rows)
+        if scenario.on_lost_sample is OnLostSample.TRAIN_REMAINING and len(members) < scenario.members:
+            assert set(members) < set(range(scenario.members))
+            assert len(set(members)) == len(members) >= 2
+        else:
+            assert members == list(range(scenario.members))
+
+
+def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]]) -> None:
+    """What was opened was trained once or dropped with a reason; what was dropped was replaced."""
+    scenario = cluster.scenario
+    trained = {(row.epoch, row.prompt) for _, row in cluster.trained}
+    assert {pair for pair, state in cluster.state.items() if state == "trained"} == trained
+    assert len(trained) == scenario.steps * scenario.groups_per_step
+    trainings = Counter((one.epoch, one.prompt) for one in cluster.records if one.state == "trained")
+    assert set(trainings.values()) == {1}
+    assert all(one.reason for one in cluster.records if one.state == "dropped")
+    others = Counter(state for pair, state in cluster.state.items() if pair not in live | trained)
+    assert set(others) <= {"dropped"}
+    assert sum(others.values()) <= sum(cluster.core.state.dropped.values())
+
+
+def assert_exact(lives: ResumedRuns, scenario: Scenario) -> None:
+    """All lives of a run together trained what one would have trained that was never cut short."""
+    wanted = scenario.steps * scenario.groups_per_step
+    account = lives.ledger.account(live=[])
+    assert (account.lost, account.trained_twice) == (0, 0)
+    assert account.states.get("trained") == wanted
+    # The prompts are those of a run that was never cut short: the first ones in the order of the source.
+    trained = {(row.epoch, row.prompt): step for step, row in lives.trained()}
+    assert set(trained) == {divmod(number, PROMPTS_PER_EPOCH) for number in range(wanted)}
+    assert Counter(trained.values()) == dict.fromkeys(range(scenario.steps), scenario.groups_per_step)
+    rows = Counter((row.epoch, row.prompt, row.member) for _, row in lives.trained())
+    assert set(rows.values()) == {1}
+    assert rows.total() == wanted * scenario.members
+    assert all(0 <= step - min(row.spans[::2]) <= scenario.bound for step, row in lives.trained())

@@ -1,0 +1,112 @@
+"""What a simulation runs: a dataflow like that of GRPO, and a cluster with its speeds and misfortunes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudget
+from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
+from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
+from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
+from flowrt.controller.settings import Dataflow, OnLostSample
+from flowrt.protocol.messages import Grant
+from flowrt.protocol.records import NO_BASE, Column, Lengths, Stage, Weights
+
+MODEL = "policy"
+PROMPTS_PER_EPOCH = 5
+LEASE_S = 100.0
+COLUMNS = (
+    Column("prompt", "int32", "group"),
+    Column("answer", "uint8", "group"),
+    Column("response", "int32", "slot"),
+    Column("logprobs", "float32", "slot"),
+    Column("ref_logprobs", "float32", "slot"),
+)
+GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "group")
+TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
+
+
+def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[Lengths, ...]:
+    """The group columns of prompts that are as long as each other, as an offer brings them."""
+    return tuple(Lengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+
+
+def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -> tuple[int, tuple[int, ...], int]:
+    """The prompts that a source offers after ``number`` of them: their epoch, which, and where it goes on then."""
+    while True:
+        epoch, first = divmod(number, PROMPTS_PER_EPOCH)
+        count = min(most, PROMPTS_PER_EPOCH - first)
+        number += count
+        done = passed.get(epoch, frozenset())
+        prompts = tuple(prompt for prompt in range(first, first + count) if prompt not in done)
+        if prompts:
+            return epoch, prompts, number
+
+
+def whole(version: int) -> Weights:
+    """A version of the simulated model."""
+    return Weights(model=MODEL, version=version, base=NO_BASE, bucket_bytes=(8, 8), checksum=0)
+
+
+def leases_of(grant: Grant) -> tuple[int, ...]:
+    """The grant's lease, once a slot."""
+    return (grant.lease,) * len(grant.slots)
+
+
+def grpo_dataflow(reference: bool = True) -> Dataflow:
+    """GRPO with evaluation, with or without logprobs of a reference model."""
+    stages = [
+        Stage("rollout", ("prompt",), TENSORS_MADE["rollout"], generates=True),
+        Stage("reward", ("response", "answer"), ("reward",)),
+        Stage("evaluate", ("reward",), (), flow="eval"),
+    ]
+    needs = ["prompt", "response", "logprobs", "reward"]
+    if reference:
+        stages.append(Stage("reference", ("prompt", "response"), TENSORS_MADE["reference"], flow="train"))
+        needs.append("ref_logprobs")
+    stages.append(Stage("train", tuple(needs), (), flow="train", whole_groups=True))
+    return Dataflow(
+        columns=COLUMNS,
+        stages=tuple(stages),
+        train_stage="train",
+        train_flow="train",
+        token_columns=("prompt", "response"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A cluster and a run; ``kills`` and the like say how many misfortunes happen, at random moments."""
+
+    seed: int = 0
+    bound: int = 1
+    strict_issue_order: bool = False
+    steps: int = 4
+    groups_per_step: int = 2
+    members: int = 2
+    batcher: Batcher = field(default_factory=lambda: TokenBudget(1))
+    dispatch: Dispatch = field(default_factory=Fifo)
+    refresh: WeightSyncPolicy = field(default_factory=DelayedUpdate)
+    sharing: RankBalancing = field(default_factory=OnDemand)
+    cut: FixedTokens | None = None
+    rollouts: int = 2
+    rewards: int = 1
+    references: int = 1  # 0: the dataflow has no reference stage
+    ranks: int = 1
+    capacity: int = 3  # slots that a worker works on at once
+    evals: int = 0
+    publish_every: int = 1
+    speeds: tuple[tuple[str, float], ...] = ()  # of the workers that are not as fast as the rest, by id
+    fetch_speed: float = 1.0
+    kills: int = 0
+    broken_lanes: int = 0
+    expiries: int = 0  # the clock jumps past the deadline of every lease
+    crashes: int = 0  # of the controller, which comes back
+    losses: int = 0  # somebody says that the samples that it works on cannot be made
+    withdrawals: int = 0  # somebody does not want to wait for its pull any longer
+    violations: int = 0  # a worker breaks the protocol and is dismissed
+    repeats: int = 0  # something that was said comes again, perhaps long after
+    on_lost_sample: OnLostSample = OnLostSample.REGENERATE
+    attempts: int = 8
+    prompts_at_once: int = 1  # in one offer to train on
+    checkpoint_every: int = 0  # steps after which the trainer saves its state; 0: never
+    max_actions: int = 50_000

@@ -1,0 +1,41 @@
+"""The state of a core as text, to compare before and after a message, or between a core and its copy."""
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from flowrt.controller.core import Core
+
+
+def canonical(value: Any) -> Any:
+    """The value with its sets sorted: two equal sets may iterate in different orders, depending on the hash seed."""
+    if isinstance(value, AbstractSet):
+        return ("set", sorted(repr(canonical(one)) for one in value))
+    if isinstance(value, Mapping):
+        return [(canonical(key), canonical(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [canonical(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(one.name, canonical(getattr(value, one.name))) for one in dataclasses.fields(value) if one.repr]
+        return (type(value).__name__, fields)
+    return value
+
+
+def snapshot(core: Core) -> str:
+    """Everything but the time at which a worker was heard."""
+    state = core.state
+    members = [(one.id, one.role, one.finished, one.standing) for one in state.membership.members()]
+    table, window, recovery, requests = state.table, state.window, state.recovery, state.requests
+    slots = [{name: getattr(slot, name) for name in slot.__slots__ if name != "group"} for slot in table.slots.values()]
+    groups = [(group.id, len(group.slots), group.tensors) for group in table.groups.values()]
+    leases = [(lease.id, lease.worker, list(lease.slots)) for lease in table.leases.values()]
+    ready = [[slot in queue for slot in table.slots.values()] for queue in table.ready.values()]
+    waits = [(parked.worker, parked.request) for parked in requests.all()]
+    parts = (members, slots, groups, leases, ready, table.undone, table.rows, table.bytes, waits)
+    training = (window.step, list(window.taken), window.waiting, window.exhausted)
+    ends = (table.exhausted, window.ender, window.share_ended_step, window.last)
+    back = (recovery.until_s, recovery.awaited, recovery.returned, recovery.deferred)
+    asked = (requests.pullers, requests.offerers, state.lanes.last_failure)
+    rest = (state.models.of, state.preemption.order, asked, state.lanes._state, dict(state.dropped), state.ended)
+    return repr(canonical((parts, training, ends, back, *rest)))

@@ -1,0 +1,166 @@
+"""Advantages of drawn groups against plain loops, in float64; and which samples are trained."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.credit import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair
+
+EPS = 1e-6
+
+
+def groups_of(
+    rewards: list[float],
+    group: list[int],
+    lengths: list[int] | None = None,
+    truncated: list[bool] | None = None,
+    kl: list[float] | None = None,
+) -> Groups:
+    count = len(rewards)
+    return Groups(
+        rewards_N=torch.tensor(rewards, dtype=torch.float64),
+        group_N=torch.tensor(group),
+        lengths_N=torch.tensor(lengths or [1] * count),
+        truncated_N=torch.tensor(truncated or [False] * count),
+        staleness_N=torch.zeros(count, dtype=torch.int64),
+        kl_N=None if kl is None else torch.tensor(kl, dtype=torch.float64),
+    )
+
+
+def members(values: list[float], group: list[int], at: int) -> list[float]:
+    return [value for value, one in zip(values, group, strict=True) if one == group[at]]
+
+
+def opo(rewards: list[float], group: list[int], lengths: list[int], at: int) -> float:
+    of_group = members([float(length) for length in lengths], group, at)
+    mine = members(rewards, group, at)
+    return rewards[at] - sum(a * b for a, b in zip(of_group, mine, strict=True)) / sum(of_group)
+
+
+def max_rl(mine: list[float], reward: float) -> float:
+    average = statistics.fmean(mine)
+    return (reward - average) / average if abs(average) > EPS else 0.0
+
+
+Formula = Callable[[list[float], list[int], list[int], int], float]
+FORMULAS: dict[str, tuple[GroupAdvantages, Formula]] = {
+    "grpo": (
+        GroupAdvantages(),
+        lambda r, g, _, at: (r[at] - statistics.fmean(members(r, g, at))) / (statistics.stdev(members(r, g, at)) + EPS),
+    ),
+    "dr_grpo": (GroupAdvantages(scale="none"), lambda r, g, _, at: r[at] - statistics.fmean(members(r, g, at))),
+    "rloo": (
+        GroupAdvantages(baseline="leave_one_out", scale="none"),
+        lambda r, g, _, at: r[at] - (sum(members(r, g, at)) - r[at]) / (len(members(r, g, at)) - 1),
+    ),
+    "reinforce": (GroupAdvantages(baseline="none", scale="none"), lambda r, _g, _l, at: r[at]),
+    "lite_ppo": (
+        GroupAdvantages(scale="batch_std"),
+        lambda r, g, _, at: (r[at] - statistics.fmean(members(r, g, at))) / (statistics.stdev(r) + EPS),
+    ),
+    "opo": (GroupAdvantages(baseline="length_weighted", scale="none"), opo),
+    "max_rl": (GroupAdvantages(scale="group_mean"), lambda r, g, _, at: max_rl(members(r, g, at), r[at])),
+    "reinforce_plus_plus": (
+        GroupAdvantages(baseline="none", scale="none", whiten=True),
+        lambda r, _g, _l, at: (r[at] - statistics.fmean(r)) / (statistics.stdev(r) + EPS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_advantages_equal_their_formula(name: str) -> None:
+    rule, formula = FORMULAS[name]
+    rng = random.Random(name)
+    for _ in range(200):
+        group = [one for one in range(rng.randint(1, 4)) for _ in range(rng.randint(2, 5))]
+        rng.shuffle(group)
+        low, high, digits = rng.choice(((0, 1, 0), (-10, 10, 9), (1, 2, 9)))
+        rewards = [round(rng.uniform(low, high), digits) for _ in group]
+        lengths = [rng.randint(1, 9) for _ in group]
+        got = rule(groups_of(rewards, group, lengths)).advantages_N.tolist()
+        expected = [formula(rewards, group, lengths, at) for at in range(len(group))]
+        scale = max(1.0, *map(abs, expected))
+        assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) <= 1e-11 * scale
+
+
+@pytest.mark.parametrize("rule", [GroupAdvantages(), GroupAdvantages(baseline="leave_one_out", scale="none")])
+def test_a_group_whose_rewards_are_equal_has_advantages_of_exactly_zero(rule: GroupAdvantages) -> None:
+    assert rule(groups_of([0.1] * 7, [3] * 7)).advantages_N.tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [GroupAdvantages(), GroupAdvantages(scale="none"), GroupAdvantages(baseline="leave_one_out", scale="none")],
+)
+def test_a_group_of_one_is_refused_where_samples_are_compared(rule: GroupAdvantages) -> None:
+    with pytest.raises(ValueError, match="group 4 has 1 sample"):
+        rule(groups_of([1.0, 2.0, 3.0], [3, 3, 4]))
+
+
+def test_a_group_of_one_is_worth_its_reward_without_a_baseline() -> None:
+    assert GroupAdvantages(baseline="none", scale="none")(groups_of([0.5], [4])).advantages_N.tolist() == [0.5]
+
+
+def test_the_scope_is_the_step_where_the_whole_batch_counts() -> None:
+    assert GroupAdvantages().scope == "group"
+    assert GroupAdvantages(scale="batch_std").scope == "step"
+    assert GroupAdvantages(whiten=True).scope == "step"
+
+
+def test_the_overlong_penalty_is_linear_over_its_cache() -> None:
+    penalty = OverlongPenalty(limit=10, cache=4)
+    assert penalty(torch.tensor([0, 6, 7, 8, 10, 12])).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    rule = GroupAdvantages(baseline="none", scale="none", overlong=penalty)
+    assert rule(groups_of([1.0, 1.0], [0, 0], lengths=[6, 10])).advantages_N.tolist() == [1.0, 0.0]
+
+
+def test_a_divergence_in_the_reward_is_subtracted_and_needs_a_reference() -> None:
+    rule = GroupAdvantages(baseline="none", scale="none", kl_coef=0.5)
+    assert rule(groups_of([1.0], [0], kl=[0.4])).advantages_N.tolist() == [0.8]
+    with pytest.raises(ValueError, match="needs a reference"):
+        rule(groups_of([1.0], [0]))
+
+
+def test_truncated_samples_are_compared_but_not_trained() -> None:
+    rule = GroupAdvantages(scale="none", mask_truncated=True)
+    credit = rule(groups_of([1.0, 0.0], [0, 0], truncated=[False, True]))
+    assert credit.advantages_N.tolist() == [0.5, -0.5]
+    assert credit.trained_N.tolist() == [True, False]
+
+
+def test_the_best_of_each_group_are_trained_alone() -> None:
+    credit = BestOfGroup(keep=2)(groups_of([0.0, 3.0, 3.0, 1.0, 7.0], [0, 0, 0, 0, 1]))
+    assert credit.trained_N.tolist() == [False, True, True, False, True]
+    assert credit.advantages_N.tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert not BestOfGroup(above=0.0)(groups_of([0.0, 0.0], [0, 0])).trained_N.any()
+
+
+def test_a_preference_pair_is_the_best_and_the_worst_of_a_group() -> None:
+    credit = PreferencePair()(groups_of([0.5, 1.0, 0.0, 2.0, 2.0], [0, 0, 0, 1, 1]))
+    assert credit.advantages_N.tolist() == [0.0, 1.0, -1.0, 0.0, 0.0]
+    assert credit.trained_N.tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GroupAdvantages(baseline="none", scale="group_mean"),
+        lambda: OverlongPenalty(limit=4, cache=5),
+        lambda: OverlongPenalty(limit=4, cache=0),
+        lambda: BestOfGroup(keep=0),
+    ],
+)
+def test_credit_that_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"(is|divides by)"):
+        make()
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+    with pytest.raises(ValueError, match="the reward of sample 1"):
+        GroupAdvantages()(groups_of([0.0, reward], [0, 0]))

@@ -1,0 +1,21 @@
+"""The weight seam: the identity setting is the default, bit for bit; older samples never count more."""
+
+import pytest
+import torch
+
+from flowrt.algorithms.staleness_weights import PolynomialAge, Uniform
+
+STALENESS_N = torch.tensor([0, 1, 2, 7])
+
+
+def test_power_zero_is_uniform() -> None:
+    assert torch.equal(PolynomialAge(0.0)(STALENESS_N), Uniform()(STALENESS_N))
+
+
+def test_the_discount_is_the_published_one() -> None:
+    torch.testing.assert_close(PolynomialAge(0.5)(STALENESS_N), torch.tensor([1.0, 2**-0.5, 3**-0.5, 8**-0.5]))
+
+
+def test_a_negative_power_is_refused() -> None:
+    with pytest.raises(ValueError, match="older samples would count more"):
+        PolynomialAge(-1.0)

@@ -1,0 +1,233 @@
+"""Files beside the ledger may be damaged: they are written anew from it, or count as missing; never a wrong count."""
+
+import json
+import math
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.controller.events import AppendLedger, StepClosed
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.errors import ConfigError, FlowError
+from flowrt.launcher.observer import address_of
+from flowrt.launcher.supervision import SUMMARY, read_summary
+from flowrt.launcher.views.plot import draw
+from flowrt.protocol.messages import Report
+from flowrt.protocol.records import BusySpan, Position
+from flowrt.runtime.timeline import is_step, read_lines
+
+STEPS = 6
+HARM = {
+    "half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "missing": None,
+    "doubled": lambda data: data.split(b"\n")[0] + b"\n" + data,
+    "noise": lambda data: bytes(range(128, 256)) + data[20:],
+    "list": lambda data: b"[1, 2]\n" + data,
+    "object": lambda data: b"{}\n" + data,
+    "nan": lambda data: data.replace(b'"reward": ', b'"reward": NaN, "was": '),
+}
+
+
+def closed(step: int, reward: float = 0.5) -> StepClosed:
+    return StepClosed(
+        step=step,
+        groups=2,
+        samples=8,
+        tokens=64,
+        lags=(0, 1),
+        inline_means=(("reward", reward + step),),
+        metrics=(("grad_norm", 1.0),),
+    )
+
+
+def trained(run_dir: Path) -> bytes:
+    """A run of some steps with its ledger; returns metrics.jsonl."""
+    ledger, metrics = Ledger(run_dir / "ledger.sqlite"), RunMetrics(run_dir, 0.0)
+    recorder = RunRecorder(ledger, metrics)
+    ledger.resume(0, 0.0)
+    for step in range(STEPS):
+        recorder.record(AppendLedger(step, 0, "trained", step), float(step))
+        recorder.record(closed(step), float(step))
+        assert recorder.write(float(step), 1.0)
+    metrics.close()
+    ledger.close()
+    return (run_dir / "metrics.jsonl").read_bytes()
+
+
+def gone_on(run_dir: Path, step: int) -> RunMetrics:
+    """The metrics of a controller that goes on after so many steps."""
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger.resume(step, 0.0)
+    lines = ledger.step_lines(step)
+    ledger.close()
+    metrics = RunMetrics(run_dir, 100.0, Position(step), lines=lines)
+    metrics.close()
+    return metrics
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("step", [0, 4, STEPS])
+def test_metrics_are_written_anew_from_the_ledger(tmp_path: Path, harm: str, step: int) -> None:
+    whole = trained(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    change = HARM[harm]
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(whole))
+    metrics = gone_on(tmp_path, step)
+    found = path.read_bytes() if path.exists() else b""
+    assert found == b"".join(whole.splitlines(keepends=True)[:step])
+    assert metrics.latest.get("step", -1) == step - 1
+
+
+def test_a_ledger_without_the_metrics_of_a_step_is_refused_and_named(tmp_path: Path) -> None:
+    trained(tmp_path)
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()  # enters what was only jotted down
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM steps WHERE step = 2")
+    ledger = Ledger(path)
+    assert len(ledger.step_lines(2)) == 2
+    with pytest.raises(FlowError, match=r"has no metrics of step 2: it is damaged"):
+        ledger.step_lines(STEPS)
+    ledger.close()
+
+
+@pytest.mark.parametrize("value", ["1" * 310, "-" + "9" * 400, "NaN", "1e999", '"x"', "null", "[]"])
+def test_a_line_of_metrics_with_what_is_no_measurement_is_damaged(value: str, tmp_path: Path) -> None:
+    whole = trained(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(whole.replace(b'"reward": ', b'"reward": ' + value.encode() + b', "was": ', 1))
+    found, damaged = read_lines(path, is_step)
+    assert (len(found), damaged) == (STEPS - 1, 1)
+
+
+# ---- numbers that are none
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(st.lists(st.tuples(st.text(max_size=8), NUMBERS), max_size=5), st.lists(NUMBERS, max_size=5))
+def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, float]], metrics: list[float]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name)
+        path = run_dir / "ledger.sqlite"
+        for _ in range(2):
+            ledger, run_metrics = Ledger(path), RunMetrics(run_dir, 0.0)
+            ledger.resume(0, 0.0)
+            recorder = RunRecorder(ledger, run_metrics)
+            spans = tuple(BusySpan("train", value, value) for value in metrics)
+            recorder.record_report("mine", "mine", Report(spans, tuple(numbers), ()), 0)
+            named = tuple((f"metric{index}", value) for index, value in enumerate(metrics))
+            recorder.record(
+                StepClosed(
+                    step=0,
+                    groups=1,
+                    samples=1,
+                    tokens=1,
+                    lags=(0,),
+                    inline_means=(("reward", float("nan")),),
+                    metrics=named,
+                ),
+                1.0,
+            )
+            assert recorder.write(0.0, 1.0)
+            ledger.close()  # what was added is pending, as after a kill
+            run_metrics.close()
+        with LedgerReader(path) as reader:
+            assert reader.states() == {}
+        kept = {name: value for name, value in numbers if math.isfinite(value)}
+        assert run_metrics.numbers == kept
+        for text in (run_dir / "metrics.jsonl").read_text().splitlines():
+            json.loads(text, parse_constant=lambda constant: pytest.fail(constant))
+
+
+def test_a_ledger_that_accepted_a_nan_opens_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add_summary_value("x", float("nan"), 3)
+    ledger.add_summary_value("y", 1.0, 3)
+    ledger.commit()
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.position(4).numbers == (("y", 1.0),)
+    ledger.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger, metrics = Ledger(path), RunMetrics(tmp_path, 0.0)
+    recorder = RunRecorder(ledger, metrics)
+    recorder.compact()
+    assert recorder.write(0.0, 1.0)
+    path.unlink()
+    if replaced:
+        path.write_bytes(b"")
+    recorder.compact()
+    with pytest.raises(FlowError, match="was removed or replaced during the run"):
+        recorder.write(0.0, 1.0)
+    ledger.close()
+    metrics.close()
+
+
+# ---- summary, timeline
+
+WHOLE = {name: kind() if isinstance(kind, type) else None for name, kind in SUMMARY.items()}
+
+
+@pytest.mark.parametrize("content", ["", "{half", "[]", "{}", "[" * 100_000, "\ud800", '{"exit_code": 0, "reason": 3}'])
+def test_a_damaged_summary_counts_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(WHOLE))
+    assert read_summary(tmp_path) == WHOLE
+    path.write_text(content, errors="surrogatepass")
+    assert read_summary(tmp_path) is None
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(FlowError, match="was killed"):
+        address_of(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert read_summary(tmp_path) is None
+
+
+@pytest.mark.parametrize("harm", [name for name in HARM if name != "missing"])
+def test_a_picture_is_drawn_of_what_can_be_read(tmp_path: Path, harm: str) -> None:
+    change = HARM[harm]
+    assert change is not None
+    whole = trained(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(change(whole))
+    span = {"worker": "trainer", "role": "trainer", "kind": "train", "start_s": 0.0, "end_s": 1.0}
+    (tmp_path / "timeline.jsonl").write_bytes(change(json.dumps(span).encode() + b"\n"))
+    assert draw(tmp_path).stat().st_size > 1000
+
+
+def test_a_run_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        address_of(tmp_path)
+
+
+def test_a_metric_does_not_take_the_place_of_a_field_of_its_line(tmp_path: Path) -> None:
+    metrics = RunMetrics(tmp_path, 0.0)
+    step = StepClosed(
+        step=0,
+        groups=2,
+        samples=8,
+        tokens=64,
+        lags=(0, 1),
+        inline_means=(("tokens", 3.0),),
+        metrics=(("step", 7.0), ("samples", 1.0), ("loss", 0.5)),
+    )
+    line = json.loads(metrics.write_step(step, 1.0))
+    metrics.close()
+    assert (line["step"], line["samples"], line["tokens"], line["loss"]) == (0, 8, 64, 0.5)

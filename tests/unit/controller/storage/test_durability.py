@@ -1,0 +1,129 @@
+"""What outlasts the machine: a checkpoint is on disk before it has its name, and the ledger before the checkpoint."""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowrt.controller.events import AppendLedger
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.engines.simulated.costs import TrainCost
+from flowrt.engines.simulated.engine import SimulatedTrainer
+from flowrt.engines.simulated.time import ManualSimClock
+from flowrt.engines.tiny_model import wrap_tokenizer
+from flowrt.protocol.records import Position
+from flowrt.ranks.barrier import RankCollectives
+from flowrt.recipes.config import CheckpointConfig, RunConfig
+from flowrt.recipes.run_dir import checkpoint_dir
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.roles.checkpoints import Checkpoints, keep_model
+
+Entries = dict[Path, int]
+
+
+class Disk:
+    """What is on disk for sure: each file or directory as it was when it was last synced."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._synced: dict[int, int] = {}  # by inode, which a rename leaves as it is: the last change that is safe
+        self.renamed: dict[Path, list[Path]] = {}  # to this name: what of it could have been lost then
+        self._fsync, self._rename = os.fsync, os.rename
+        patch.setattr(os, "fsync", self.fsync)
+        patch.setattr(os, "rename", self.rename)
+
+    def fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        found = os.fstat(descriptor)
+        self._synced[found.st_ino] = found.st_mtime_ns
+
+    def rename(self, source: Any, target: Any) -> None:
+        if Path(source).is_dir():
+            self.renamed[Path(target)] = [one for one in (*Path(source).rglob("*"), Path(source)) if self.lacks(one)]
+        self._rename(source, target)
+
+    def lacks(self, path: Path) -> bool:
+        """Whether it has changed since it was synced."""
+        found = path.stat()
+        return self._synced.get(found.st_ino) != found.st_mtime_ns
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+class Session:
+    """As much of one as saving needs; at the controller's answer nothing may have the checkpoint's name."""
+
+    def __init__(self, whole: Path) -> None:
+        self._whole = whole
+        self.welcome = SimpleNamespace(position=Position(0))
+        self.timeline = self
+        self.asked: list[int] = []
+
+    @contextlib.contextmanager
+    def busy(self, kind: str) -> Iterator[None]:
+        yield
+
+    async def saved(self, step: int) -> None:
+        assert not self._whole.exists()
+        self.asked.append(step)
+
+
+async def test_a_checkpoint_is_on_disk_before_it_has_its_name(disk: Disk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    wrap_tokenizer(Arithmetic(0, 0).tokenizer()).save_pretrained(run_dir / "model")
+    config = RunConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(every=1, keep=1))
+    whole = checkpoint_dir(run_dir, 1)
+    session: Any = Session(whole)
+    await Checkpoints(session, config, SimulatedTrainer(TrainCost(0.0), ManualSimClock()), RankCollectives()).save(1)
+    assert session.asked == [1]
+    assert len(list(whole.iterdir())) > 1
+    assert disk.renamed == {whole: []}
+    assert not disk.lacks(whole.parent), "its name may be lost"
+    assert not disk.lacks(run_dir), "the directory of all checkpoints may be lost"
+
+
+def test_the_model_that_a_run_keeps_is_on_disk_before_it_has_its_name(disk: Disk, tmp_path: Path) -> None:
+    model, kept = tmp_path / "model", tmp_path / "run" / "kept"
+    (model / "part").mkdir(parents=True)
+    kept.parent.mkdir()
+    for name in ("config.json", "part/weights"):
+        (model / name).write_text("a model")
+    keep_model(model, kept)
+    assert disk.renamed == {kept: []}
+    assert not disk.lacks(kept.parent)
+
+
+def test_what_a_checkpoint_stands_on_is_synced_in_the_ledger_and_nothing_else_waits_for_that(tmp_path: Path) -> None:
+    """SQLite does not report when it syncs; the test reads the setting under which it wrote."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    levels: list[tuple[str, int]] = []
+    rewrite_term = ledger._replay.rewrite_term
+
+    def level() -> int:
+        [(found,)] = ledger._db.execute("PRAGMA synchronous").fetchall()
+        return int(found)
+
+    def checked_rewrite() -> None:
+        before = ledger._db.total_changes
+        rewrite_term()
+        assert ledger._db.total_changes > before, "a commit that changes nothing syncs nothing"
+        levels.append(("persist", level()))
+
+    ledger._replay.rewrite_term = checked_rewrite  # type: ignore[method-assign]
+    normal, full = 1, 2
+    ledger.add(AppendLedger(1, 0, "trained", step=0), 0.0)
+    ledger.commit()
+    assert level() == normal
+    ledger.persist()
+    assert levels == [("persist", full)]
+    assert level() == normal
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    ledger.close()

@@ -1,0 +1,113 @@
+"""The ledger read by others: while somebody writes, afterwards, and when it is none."""
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrt.cli import main
+from flowrt.controller.events import AppendLedger
+from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.errors import ConfigError
+
+
+def written(path: Path) -> Ledger:
+    """Two lives of a run; the last one goes on."""
+    ledger = Ledger(path)
+    ledger.resume(0, 10.0)
+    for at_s, state in ((11.0, "in_flight"), (12.0, "ready"), (12.5, "leased"), (13.0, "trained")):
+        ledger.add(AppendLedger(17, 0, state, 2), at_s)
+    ledger.add(AppendLedger(prompt=18, epoch=0, state="dropped", step=0, reason="its source left"), 13.0)
+    ledger.resume(1, 100.0)
+    ledger.add(AppendLedger(17, 0, "in_flight", 1), 101.5)
+    ledger.add(AppendLedger(17, 1, "in_flight", 1), 102.0)
+    ledger.commit()
+    return ledger
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_counts_and_lives_while_the_run_goes_on_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = written(tmp_path / "ledger.sqlite")
+    for going_on in (True, False):
+        before = sorted(path.name for path in tmp_path.iterdir())
+        assert main(["ledger", str(tmp_path)]) == 0
+        said = words(capsys)
+        assert "in_flight 2 " in said
+        assert "dropped 1 " in said
+        assert "1 dropped: its source left" in said
+        assert "all 3 " in said
+        assert main(["ledger", str(tmp_path), "--prompt", "17", "--epoch", "0"]) == 0
+        said = words(capsys)
+        assert "prompt 17: in_flight in epoch 0" in said
+        assert "0 1 3.000 2 trained" in said
+        assert "unread rolled back: trained in step 2" in said
+        assert "0 2 1.500 1 in_flight" in said
+        assert main(["ledger", str(tmp_path), "--prompt=17"]) == 0
+        assert "in_flight in epoch 0, in_flight in epoch 1" in words(capsys)
+        # Whoever only looks leaves nothing behind.
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        if going_on:
+            ledger.close()
+
+
+def test_what_a_killed_controller_had_committed_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "copy").mkdir()
+    ledger = written(tmp_path / "run" / "ledger.sqlite")
+    for path in (tmp_path / "run").iterdir():
+        shutil.copy(path, tmp_path / "copy" / path.name)  # as it lies there when nobody has closed it
+    ledger.close()
+    with LedgerReader(tmp_path / "copy" / "ledger.sqlite") as reader:
+        assert reader.states() == {"in_flight": 2, "dropped": 1}
+
+
+def test_a_prompt_that_was_never_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "ledger.sqlite").close()
+    assert main(["ledger", str(tmp_path), "--prompt", "99"]) == 2
+    assert "prompt 99 has not been offered: it is unread" in capsys.readouterr().err
+    assert main(["ledger", str(tmp_path), "--prompt", "17", "--epoch", "5"]) == 2
+    assert "prompt 17 has not been offered in epoch 5" in capsys.readouterr().err
+    assert main(["ledger", str(tmp_path), "--epoch", "5"]) == 2
+
+
+def no_database(path: Path) -> None:
+    path.write_text("something else, long enough to be looked at " * 100)
+
+
+def foreign(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE prompts (name TEXT)")
+    database.commit()
+    database.close()
+
+
+def truncated(path: Path) -> None:
+    written(path).close()
+    path.write_bytes(path.read_bytes()[:6000])
+
+
+def empty(path: Path) -> None:
+    path.touch()
+
+
+@pytest.mark.parametrize("spoil", [no_database, foreign, truncated, empty])
+def test_a_file_that_is_no_ledger(
+    spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(tmp_path / "ledger.sqlite")
+    assert main(["ledger", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "ledger.sqlite is not a ledger of a flowrt run, or is damaged" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_missing_file_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there"):
+        LedgerReader(tmp_path / "ledger.sqlite")
+    assert not list(tmp_path.iterdir())

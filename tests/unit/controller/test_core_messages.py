@@ -1,0 +1,357 @@
+"""The mind, one message at a time: what is refused, what is made again, what is told to whom."""
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from flowrt.controller.events import AppendLedger, Command, EndRun, StepClosed, Tick, WorkerDisconnected
+from flowrt.errors import RemoteProtocolError
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import LaneTurn, Lengths, Part, Values
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offered_lengths, whole
+
+
+def granted_talk() -> tuple[CoreDriver, m.Grant]:
+    talk = CoreDriver()
+    talk.offer()
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    return talk, grant
+
+
+def test_a_late_commit_is_refused() -> None:
+    talk, grant = granted_talk()
+    talk.now += LEASE_S + 1
+    talk.event(Tick())
+    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    assert answer.refused == grant.slots
+    assert talk.pull("rollout1", "rollout") is not None
+
+
+def test_a_commit_of_another_workers_lease_dismisses_who_said_it_and_the_lease_goes_on() -> None:
+    talk, grant = granted_talk()
+    reason, _ = talk.dismissed("rollout1", talk.generated(grant))
+    assert f"rollout1 uses lease {grant.lease} for stage 'rollout', which is of rollout0" in reason
+    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    assert answer.refused == ()
+
+
+def changed(commit: m.Commit, **fields: Any) -> m.Commit:
+    return m.Commit(**{name: getattr(commit, name) for name in m.Commit.__slots__} | fields)
+
+
+SPAN_0 = ((0, 3),)
+MALFORMED: dict[str, dict[str, Any]] = {
+    "unknown stage": {"stage": "sing"},
+    "no columns": {"parts": ()},
+    "a column less": {"parts": (Part("response", (0,), (3,)),)},
+    "a column more": {"inline": (Values("reward", (1.0,)),)},
+    "no leases": {"leases": ()},
+    "more slots than leases": {"slots": (0, 1)},
+    "too few lengths": {"parts": (Part("response", (0,), ()), Part("logprobs", (0,), (3,)))},
+    "too many spans": {"spans": ((0, 3), (0, 3))},
+    "parts of other slots": {"parts": (Part("response", (9,), (3,)), Part("logprobs", (9,), (3,)))},
+    "a column twice": {"parts": tuple(Part(c, (0,), (3,)) for c in ("response", "response", "logprobs"))},
+    "a tensor column inline": {"parts": (Part("logprobs", (0,), (3,)),), "inline": (Values("response", (1.0,)),)},
+    "a negative length": {"parts": (Part("response", (0,), (-3,)), Part("logprobs", (0,), (3,)))},
+    "generated without spans": {"spans": ()},
+    "an empty span": {"spans": ((),)},
+    "half a span": {"spans": ((0,),)},
+    "a span of a version that does not exist": {"spans": ((5, 3),)},
+    "a span of a negative version": {"spans": ((-1, 3),)},
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_commit_is_illegal_and_changes_nothing(name: str) -> None:
+    talk, grant = granted_talk()
+    talk.assert_illegal("rollout0", changed(talk.generated(grant), **MALFORMED[name]))
+    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    assert answer.refused == ()
+
+
+def test_spans_come_from_the_stage_that_generates_only() -> None:
+    talk, grant = granted_talk()
+    talk.say("rollout0", talk.generated(grant))
+    score = talk.pull("reward0", "reward")
+    assert score is not None
+    values = (Values("reward", (1.0,)),)
+    talk.assert_illegal(
+        "reward0",
+        m.Commit(
+            request=3,
+            stage="reward",
+            slots=score.slots,
+            leases=leases_of(score),
+            parts=(),
+            inline=values,
+            spans=((7, 3),),
+        ),
+    )
+
+
+def test_training_is_ended_by_the_step_not_by_a_commit() -> None:
+    talk = CoreDriver()
+    talk.ready_to_train()
+    grant = talk.pull("trainer0", "train", 0)
+    assert grant is not None
+    talk.assert_illegal(
+        "trainer0",
+        m.Commit(request=5, stage="train", slots=grant.slots, leases=leases_of(grant), parts=(), inline=(), spans=()),
+    )
+
+
+def test_a_step_ends_once_and_only_when_it_is_full() -> None:
+    talk = CoreDriver()
+    talk.ready_to_train()
+    talk.assert_illegal("trainer0", m.StepCompleted(0, ()))
+    assert talk.pull("trainer0", "train", 0) is not None
+    talk.assert_illegal("trainer0", m.StepCompleted(1, ()))
+    assert [c.step for c in talk.say("trainer0", m.StepCompleted(0, ())) if isinstance(c, StepClosed)] == [0]
+    talk.assert_illegal("trainer0", m.StepCompleted(0, ()))
+
+
+TURN = LaneTurn(sender="trainer0", receiver="rollout1", kind="weights", incarnation=0, sequence=0, transport="gloo")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [m.WeightsStaged(MODEL, 1), m.FetchFailed(TURN, whole(1), ""), m.Publish((whole(0),), ()), m.Publish((), ())],
+)
+@pytest.mark.parametrize("worker", ["reward0"])
+def test_weights_that_nobody_asked_for_are_illegal_or_nothing(worker: str, message: m.Message) -> None:
+    talk = CoreDriver()
+    before = talk.snapshot()
+    with contextlib.suppress(RemoteProtocolError):
+        assert talk.say(worker, message) == []
+    assert talk.snapshot() == before
+
+
+def test_what_only_the_controller_says_is_illegal() -> None:
+    talk = CoreDriver()
+    talk.assert_illegal("rollout0", m.OfferAccepted(1, 1))
+    talk.assert_illegal("rollout0", m.WeightsActivated("another model", 1))
+
+
+@pytest.mark.parametrize(
+    ("columns", "lengths"),
+    [
+        ((), ()),
+        (("prompt",), (4,)),
+        (("prompt", "answer", "colour"), (4, 1, 1)),
+        (("prompt", "response"), (4, 1)),
+        (("prompt", "answer"), (-4, 1)),
+        (("prompt", "prompt", "answer"), (4, 4, 1)),
+    ],
+)
+def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    talk = CoreDriver()
+    try:
+        offered = tuple(Lengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
+        commands = talk.say(
+            "source0",
+            m.Offer(request=1, flow="train", prompts=(0,), epoch=0, members=1, at_least=0, lengths=offered, tags=()),
+        )
+    except RemoteProtocolError:
+        commands = []
+    assert talk.heard(commands, m.OfferAccepted) == []
+    assert talk.core.state.table.groups == {}
+
+
+def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
+    # rollout0 is to receive the prompt but has not said anything since: rollout1 must not be sent to it.
+    talk = CoreDriver()
+    talk.say(
+        "source0",
+        m.Offer(
+            request=0,
+            flow="train",
+            prompts=(0,),
+            epoch=0,
+            members=2,
+            at_least=0,
+            lengths=offered_lengths(4, 1),
+            tags=(),
+        ),
+    )
+    assert talk.pull("rollout0", "rollout") is not None
+    second = talk.pull("rollout1", "rollout")
+    assert second is not None
+    assert [one.turn.sender for one in second.incoming] == ["source0"]
+
+
+def test_tensors_that_died_on_their_way_are_made_again() -> None:
+    # The only owner dies while it sends; the receiver, who counts as a holder, then says that nothing came.
+    talk = CoreDriver()
+    talk.offer()
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    talk.say("rollout0", talk.generated(grant))
+    score = talk.pull("reward0", "reward")
+    assert score is not None
+    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    talk.undelivered("reward0", "reward", score)
+    again = talk.pull("rollout1", "rollout")
+    assert again is not None
+    assert again.slots == grant.slots
+
+
+def test_a_failed_transfer_is_believed_even_when_its_lease_has_ended() -> None:
+    talk = CoreDriver()
+    talk.offer()
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    talk.now += LEASE_S + 1
+    talk.event(Tick())
+    talk.undelivered("rollout0", "rollout", grant)
+    again = talk.pull("rollout0", "rollout")
+    assert again is not None
+    assert [one.turn.sender for one in again.incoming] == ["source0"]
+
+
+def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
+    talk = CoreDriver(members=2)
+    talk.say(
+        "source0",
+        m.Offer(
+            request=0,
+            flow="train",
+            prompts=(0,),
+            epoch=0,
+            members=2,
+            at_least=0,
+            lengths=offered_lengths(4, 1),
+            tags=(),
+        ),
+    )
+    for _ in range(2):
+        grant = talk.pull("rollout0", "rollout")
+        assert grant is not None
+        talk.say("rollout0", talk.generated(grant))
+    talk.score()
+    talk.score()
+    first = talk.pull("trainer0", "train", 0)
+    assert first is not None
+    talk.undelivered("trainer0", "train", first)
+    second = talk.pull("trainer0", "train", 0)
+    assert second is not None
+    coming = {(p.column, item) for one in second.incoming for p in one.parts for item in p.ids}
+    assert {("response", slot) for slot in first.slots} <= coming
+
+
+def test_a_dead_rollout_shows_in_the_ledger() -> None:
+    talk = CoreDriver()
+    talk.ready_to_train()
+    records = [c.state for c in talk.event(WorkerDisconnected(WorkerId("rollout0"), "")) if isinstance(c, AppendLedger)]
+    assert records[-1:] == ["in_flight"]
+
+
+def test_a_source_that_leaves_takes_its_prompts_along_without_a_crash() -> None:
+    talk = CoreDriver()
+    talk.offer()
+    talk.event(WorkerDisconnected(WorkerId("source0"), ""))
+    talk.pull("rollout0", "rollout")
+
+
+def test_an_evaluation_that_waits_for_new_weights_holds_up_nobody() -> None:
+    talk = CoreDriver(bound=1)
+    talk.offer("eval", at_least=1)
+    talk.offer("train", prompt=1)
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    assert grant.prompts == (1,)
+
+
+def test_an_evaluation_is_opened_past_training_prompts_that_wait_for_admission() -> None:
+    talk = CoreDriver(bound=0)
+    talk.offer("train", prompt=0)
+    talk.offer("train", prompt=1)
+    assert len(talk.heard(talk.offer("eval", prompt=2), m.OfferAccepted)) == 1
+
+
+def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
+    talk = CoreDriver()
+    talk.configure(no_progress_timeout_s=10.0)
+    talk.offer()
+    talk.now = 11.0
+    assert [type(command) for command in talk.event(Tick())] == [EndRun]
+
+
+def test_illegal_talk_is_no_progress() -> None:
+    talk, grant = granted_talk()
+    talk.now = 5.0
+    talk.assert_illegal("rollout0", changed(talk.generated(grant), parts=()))
+
+
+def publish(talk: CoreDriver, version: int) -> list[Command]:
+    return talk.say("trainer0", m.Publish((whole(version),), ()))
+
+
+def test_a_version_is_fetched_by_each_receiver_and_the_old_one_retired() -> None:
+    talk = CoreDriver()
+    fetched = talk.heard(publish(talk, 1), m.ReceiveWeights)
+    assert [(who, fetch.weights.version, fetch.turn.sender) for who, fetch in fetched] == [
+        ("rollout0", 1, "trainer0"),
+        ("rollout1", 1, "rollout0"),  # passed on while it arrives
+    ]
+    assert talk.heard(publish(talk, 2), m.ReceiveWeights) == []
+    first = talk.say("rollout0", m.WeightsStaged(MODEL, 1))
+    assert talk.heard(first, m.ReceiveWeights)[0][1].weights.version == 2
+    # Each drops the old version when it has the new one and nobody fetches the old one from it.
+    assert [(who, retire.version) for who, retire in talk.heard(first, m.EvictVersion)] == [("trainer0", 1)]
+    last = talk.say("rollout1", m.WeightsStaged(MODEL, 1))
+    assert talk.heard(last, m.ReceiveWeights)[0][1].weights.version == 2
+    staged = talk.say("rollout0", m.WeightsStaged(MODEL, 2)) + talk.say("rollout1", m.WeightsStaged(MODEL, 2))
+    assert [(who, retire.version) for who, retire in talk.heard(staged, m.EvictVersion)] == [
+        ("rollout0", 1),
+        ("rollout1", 1),
+    ]
+
+
+def test_nobody_fetches_from_a_holder_that_is_gone() -> None:
+    talk = CoreDriver()
+    publish(talk, 1)
+    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
+    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    assert "rollout0" not in {fetch.holder for fetch in talk.core.state.models.policy.fetching.values()}
+    assert {holder for holders in talk.core.state.models.policy.holders.values() for holder in holders} == {"trainer0"}
+
+
+def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
+    # The holder dies, the controller orders another fetch, and only then the receiver says that the first one failed.
+    talk = CoreDriver()
+    talk.say("rollout1", m.WeightsActivated(MODEL, 0))
+    publish(talk, 1)
+    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
+    talk.say(
+        "rollout1",
+        m.FetchFailed(
+            LaneTurn(
+                sender="trainer0", receiver="rollout1", kind="weights", incarnation=0, sequence=0, transport="gloo"
+            ),
+            whole(1),
+            "lane broke",
+        ),
+    )
+    holder = talk.core.state.models.policy.fetching[WorkerId("rollout1")].holder
+    assert holder == "rollout0"
+    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    assert talk.core.state.models.policy.fetching[WorkerId("rollout1")].holder == "trainer0"
+    publish(talk, 2)
+    again = talk.heard(
+        talk.say(
+            "rollout1",
+            m.FetchFailed(
+                LaneTurn(
+                    sender="trainer0", receiver="rollout1", kind="weights", incarnation=0, sequence=0, transport="gloo"
+                ),
+                whole(1),
+                "lane broke",
+            ),
+        ),
+        m.ReceiveWeights,
+    )
+    assert len(again) <= 1

@@ -1,0 +1,68 @@
+"""Rows of several columns that one worker has come in one transfer: a transfer a column would cost as much again."""
+
+from flowrt.controller.events import WorkerDisconnected
+from flowrt.ids import WorkerId
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import Part
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import offered_lengths
+
+
+def forget_copies(talk: CoreDriver) -> None:
+    """The reward worker leaves: what it was sent to score has one owner again, whoever made it."""
+    talk.event(WorkerDisconnected(WorkerId("reward0"), ""))
+
+
+def test_all_columns_of_one_owner_come_together() -> None:
+    """Two columns that rollout0 made, in one transfer, though reward0 has a copy of one; the prompt comes along."""
+    talk = CoreDriver()
+    talk.ready_to_train()
+    commands = talk.say("trainer0", m.Pull(request=1, stage="train", slots=1, tokens=0, step=0))
+    ((who, grant),) = talk.heard(commands, m.Grant)
+    assert who == "trainer0"
+    (incoming,) = grant.incoming
+    assert incoming.turn.sender == "rollout0"
+    assert sorted(incoming.parts, key=lambda part: part.column) == [
+        Part("logprobs", grant.slots, (3,)),
+        Part("prompt", grant.groups, (4,)),
+        Part("response", grant.slots, (3,)),
+    ]
+    ((sender, order),) = talk.heard(commands, m.SendSamples)
+    assert (sender, order.turn, order.parts) == ("rollout0", incoming.turn, incoming.parts)
+
+
+def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_their_own() -> None:
+    talk = CoreDriver(members=3)
+    talk.say(
+        "source0",
+        m.Offer(
+            request=0,
+            flow="train",
+            prompts=(0,),
+            epoch=0,
+            members=3,
+            at_least=0,
+            lengths=offered_lengths(4, 1),
+            tags=(),
+        ),
+    )
+    made: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
+    for worker in ("rollout0", "rollout1", "rollout0"):
+        generate = talk.pull(worker, "rollout")
+        assert generate is not None
+        talk.say(worker, talk.generated(generate))
+        made[worker] += generate.slots
+    for _ in range(3):
+        talk.score()
+    forget_copies(talk)
+    grant = talk.pull("trainer0", "train", 0)
+    assert grant is not None
+    assert len(grant.slots) == 3
+    assert len(grant.incoming) == 2
+    assert {
+        incoming.turn.sender: [part for part in incoming.parts if part.column != "prompt"]
+        for incoming in grant.incoming
+    } == {
+        worker: [Part(column, tuple(slots), (3,) * len(slots)) for column in ("response", "logprobs")]
+        for worker, slots in made.items()
+    }

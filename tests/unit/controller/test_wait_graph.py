@@ -1,0 +1,223 @@
+"""Who waits for whom, as the controller sees it: each wait names who has to act, and what nobody will untie."""
+
+import json
+from collections.abc import Mapping
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from flowrt.controller.diagnostics.status import status
+from flowrt.controller.diagnostics.wait_graph import MAX_WAITS, Edge, WaitGraph, find_deadlocks
+from flowrt.controller.events import EndRun, Tick, WorkerDisconnected
+from flowrt.ids import WorkerId
+from flowrt.launcher.views.status import draw
+from flowrt.protocol import messages as m
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import MODEL, offered_lengths, whole
+
+NOBODY: Mapping[str, float] = {}
+
+
+def graph(talk: CoreDriver) -> WaitGraph:
+    return talk.core.wait_graph(talk.now, request_timeout_s=600.0)
+
+
+def wait_of(talk: CoreDriver, worker: str) -> Edge:
+    [edge] = [edge for edge in graph(talk).waits if edge.who == worker]
+    return edge
+
+
+def test_a_reward_worker_waits_for_whoever_generates() -> None:
+    talk = CoreDriver()
+    talk.offer()
+    assert talk.pull("rollout0", "rollout") is not None
+    assert talk.pull("reward0", "reward") is None
+    talk.now = 7.0
+    edge = wait_of(talk, "reward0")
+    assert (edge.what, edge.blocked_on, edge.age_s, edge.limit_s) == (
+        "slots ready for reward",
+        ("rollout0",),
+        7.0,
+        600.0,
+    )
+    states = {one.worker: (one.state, one.holds) for one in graph(talk).workers}
+    assert states["rollout0"] == ("at work", "1 slots of rollout (a lease ends in 93 s)")
+    assert states["reward0"][0] == "waiting"
+    assert states["trainer0"][0] == "idle"
+
+
+def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
+    talk = CoreDriver()
+    talk.offer()
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    assert talk.pull("trainer0", "train", step=0) is None
+    assert wait_of(talk, "trainer0").blocked_on == ("rollout0",)
+    talk.say("rollout0", talk.generated(grant))
+    # It could be scored, and nobody has ever asked for that.
+    edge = wait_of(talk, "trainer0")
+    assert edge.blocked_on == ()
+    assert "no worker can satisfy this" in str(edge)
+    assert "and no worker pulls what is ready for reward" in str(edge)
+    assert talk.pull("reward0", "reward") is not None
+    assert wait_of(talk, "trainer0").blocked_on == ("reward0",)
+
+
+def test_an_offer_waits_for_the_trainer_and_a_rollout_for_the_source() -> None:
+    talk = CoreDriver(bound=0)
+    assert talk.pull("trainer0", "train", step=0) is None
+    talk.offer(prompt=0)
+    assert talk.pull("rollout0", "rollout") is not None
+    talk.offer(prompt=1)
+    assert talk.pull("rollout1", "rollout") is None
+    assert wait_of(talk, "source0").blocked_on == ("trainer0",)
+    assert wait_of(talk, "rollout1").blocked_on == ("source0",)
+    # Everybody waits, and all for rollout0, which is at work.
+    assert graph(talk).deadlocks == ()
+
+
+def gated_talk() -> CoreDriver:
+    """Step 0 is trained, and its weights were never published: nobody may generate for step 1."""
+    talk = CoreDriver(bound=0, steps=3)
+    talk.ready_to_train()
+    grant = talk.pull("trainer0", "train", step=0)
+    assert grant is not None
+    talk.say("trainer0", m.StepCompleted(0, ()))
+    talk.offer(prompt=1)
+    talk.say("rollout0", m.Pull(request=5, stage="rollout", slots=1, tokens=0, step=-1))
+    return talk
+
+
+def test_a_rollout_that_may_not_start_waits_for_newer_weights() -> None:
+    talk = gated_talk()
+    edge = wait_of(talk, "rollout0")
+    assert edge.what.startswith("newer weights: 1 slots ready for rollout, but version 0")
+    assert edge.blocked_on == ("trainer0",)
+    # It is published: from now on it is on its way, and then the worker's own turn.
+    talk.say("trainer0", m.Publish((whole(1),), ()))
+    talk.now = 3.0
+    [fetch] = [edge for edge in graph(talk).waits if edge.what == f"version 1 of {MODEL}" and edge.who == "rollout0"]
+    assert (fetch.blocked_on, fetch.age_s) == (("trainer0",), 3.0)
+    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
+    assert wait_of(talk, "rollout0").blocked_on == ("rollout0",)
+
+
+def test_each_waiting_for_the_others_next_version_is_a_deadlock() -> None:
+    """Trainer waits for samples, generation waits for weights: nobody will act, and the status says so."""
+    talk = gated_talk()
+    assert graph(talk).deadlocks == ()  # the trainer may be about to publish
+    talk.say("trainer0", m.Pull(request=6, stage="train", slots=1, tokens=0, step=1))
+    assert graph(talk).deadlocks == (("rollout0", "trainer0"),)
+    assert "deadlock: rollout0, trainer0" in graph(talk).sentences(10)
+    assert "deadlock: rollout0, trainer0" in printed(talk)
+    talk.say("trainer0", m.Publish((whole(1),), ()))
+    assert graph(talk).deadlocks == ()
+    assert "deadlock" not in printed(talk)
+
+
+def printed(talk: CoreDriver, cut_off: Mapping[str, float] = NOBODY) -> str:
+    """What ``flowrt status`` shows of it where there are no colours, every stretch of white space made one space."""
+    console = Console(width=200, file=StringIO(), color_system=None)
+    console.print(draw(json.loads(json.dumps(status(talk.core, talk.now, 600.0, {}, {}, cut_off)))))
+    assert isinstance(console.file, StringIO)
+    return " ".join(console.file.getvalue().replace("│", " ").split())
+
+
+def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> None:
+    talk = CoreDriver()
+    talk.say("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
+    assert not wait_of(talk, "trainer0").overdue
+    assert "over its" not in printed(talk)
+    talk.now = 2.0
+    edge = wait_of(talk, "trainer0")
+    assert (edge.blocked_on, edge.age_s, edge.overdue) == (("rollout0",), 11.0, True)
+    overdue = "trainer0 waits 11 s for a piece over lane rollout0>trainer0, over its 10 s: blocked on rollout0"
+    assert printed(talk).startswith(overdue)
+    assert "trainer0 a piece over lane rollout0>trainer0 11.0 s 10 s rollout0" in printed(talk)
+    talk.say("trainer0", m.Report((), (), ()))
+    assert not [edge for edge in graph(talk).waits if edge.who == "trainer0"]
+    talk.say("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))
+    assert len(str(graph(talk).as_json())) < 10_000
+
+
+def test_who_is_cut_off_is_named_first() -> None:
+    talk = CoreDriver()
+    assert "nothing has come" not in printed(talk)
+    said = printed(talk, {"rollout0": 6.4})
+    assert said.startswith("no network traffic from rollout0 for 6 s: its link or its machine is down")
+
+
+def test_a_source_that_died_is_nobody() -> None:
+    talk = CoreDriver()
+    assert talk.pull("rollout0", "rollout") is None
+    talk.offer()
+    assert talk.pull("rollout1", "rollout") is None
+    assert wait_of(talk, "rollout1").blocked_on == ("source0",)
+    talk.event(WorkerDisconnected(WorkerId("source0"), ""))
+    assert wait_of(talk, "rollout1").blocked_on == ()
+
+
+def test_a_stall_says_who_waited_for_whom() -> None:
+    talk = CoreDriver()
+    talk.configure(no_progress_timeout_s=10.0)
+    talk.offer()
+    assert talk.pull("rollout0", "rollout") is not None
+    assert talk.pull("reward0", "reward") is None
+    talk.now = 11.0
+    [end] = talk.event(Tick())
+    assert isinstance(end, EndRun)
+    assert end.code == 3
+    assert "no progress for 11 s" in end.reason
+    assert "reward0 waits 11.0 s for slots ready for reward (blocked on rollout0)" in end.reason
+    assert "rollout0 holds 1 slots of rollout" in end.reason
+
+
+def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
+    talk = CoreDriver()
+    for number in range(3 * MAX_WAITS):
+        talk.now = float(number)
+        talk.say("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
+        talk.say(
+            "source0",
+            m.Offer(
+                request=500 + number,
+                flow="train",
+                prompts=(number,),
+                epoch=0,
+                members=1,
+                at_least=0,
+                lengths=offered_lengths(4, 1),
+                tags=(),
+            ),
+        )
+    told = status(talk.core, talk.now, 600.0, {}, {}, {})
+    assert len(told["waits"]) == MAX_WAITS
+    waits = told["graph"]["waits"]
+    assert len(waits) == MAX_WAITS
+    ages = [wait["age_s"] for wait in waits]
+    assert ages == sorted(ages, reverse=True)
+    assert ages[0] == talk.now
+    assert told["graph"]["more"] > 3 * MAX_WAITS
+    assert len(json.dumps(told)) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("blocked_on", "at_work", "deadlocks"),
+    [
+        ({"a": ["b"], "b": ["a"]}, [], (("a", "b"),)),
+        ({"a": ["b"], "b": ["a"]}, ["b"], ()),
+        ({"a": ["b", "c"], "b": ["a"]}, [], ()),  # c may act
+        ({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["e"], "e": ["d"]}, [], (("a", "b", "c"), ("d", "e"))),
+        ({"a": ["a"]}, [], (("a",),)),
+        ({"a": []}, [], ()),  # nobody could: said of the wait itself
+    ],
+)
+def test_deadlocks(
+    blocked_on: dict[str, list[str]], at_work: list[str], deadlocks: tuple[tuple[str, ...], ...]
+) -> None:
+    edges = [
+        Edge(who=who, what="it", blocked_on=tuple(turn), age_s=0.0, limit_s=1.0, blocks=True)
+        for who, turn in blocked_on.items()
+    ]
+    assert find_deadlocks(edges, at_work) == deadlocks

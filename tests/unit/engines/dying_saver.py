@@ -1,0 +1,117 @@
+"""Saves checkpoints, and dies just before its n-th change of the run directory: python dying_saver.py DIRECTORY.
+
+Forks for each n with everything loaded once, and prints what each death has left, a JSON line each.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flowrt.engines.simulated.costs import TrainCost
+from flowrt.engines.simulated.engine import SimulatedTrainer
+from flowrt.engines.simulated.time import ManualSimClock
+from flowrt.engines.tiny_model import wrap_tokenizer
+from flowrt.protocol.records import Position
+from flowrt.ranks.barrier import RankCollectives
+from flowrt.recipes.config import CheckpointConfig, RunConfig
+from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.roles.checkpoints import Checkpoints
+
+CHANGES = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree"}
+STEPS = 3
+DIED = 9
+
+
+class Ledger:
+    """As much of a session as saving needs: it answers that the ledger is on disk, and writes down that it did."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path = path
+        self.welcome = SimpleNamespace(position=Position(step))
+        self.timeline = self
+
+    @contextlib.contextmanager
+    def busy(self, kind: str) -> Iterator[None]:
+        yield
+
+    async def saved(self, step: int) -> None:
+        self._path.write_text(str(step))
+
+
+def engine_after(steps: int) -> SimulatedTrainer:
+    engine = SimulatedTrainer(TrainCost(0.0), ManualSimClock())
+    engine.parameters()["weight"].fill_(float(steps))
+    return engine
+
+
+async def save(run_dir: Path, step: int, last: int) -> None:
+    """Save after each step from ``step`` to ``last``, keeping one."""
+    config = RunConfig(run_dir=str(run_dir), checkpoint=CheckpointConfig(every=1, keep=1))
+    for number in range(step, last + 1):
+        session: Any = Ledger(run_dir / "saved", number - 1)
+        saver = Checkpoints(session, config, engine_after(number), RankCollectives())
+        await saver.save(number)
+
+
+def die_before(change: int, run_dir: Path) -> None:
+    """Arrange for this process to die when it is about to change the run directory for the n-th time."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event in CHANGES and str(run_dir) in str(arguments[0]):
+            seen += 1
+            if seen == change:
+                os._exit(DIED)
+
+    sys.addaudithook(hook)
+
+
+def in_a_fork(work: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def weight_of(run_dir: Path, step: int) -> float:
+    engine = engine_after(0)
+    engine.load(checkpoint_dir(run_dir, step))
+    return float(engine.parameters()["weight"][0])
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    tokenizer = wrap_tokenizer(Arithmetic(0, 0).tokenizer())
+    code, change = DIED, 0
+    while code == DIED:
+        change += 1
+        run_dir = directory / f"run-{change}"
+        tokenizer.save_pretrained(run_dir / "model")
+        assert in_a_fork(lambda: asyncio.run(save(run_dir, 1, 1))) == 0  # noqa: B023
+
+        def killed() -> None:
+            die_before(change, run_dir)  # noqa: B023
+            asyncio.run(save(run_dir, 2, STEPS))  # noqa: B023
+
+        code = in_a_fork(killed)
+        left = checkpoint_steps(run_dir)
+        said = int((run_dir / "saved").read_text())
+        weights = [weight_of(run_dir, step) for step in left]
+        assert in_a_fork(lambda: asyncio.run(save(run_dir, left[-1] + 1, left[-1] + 1))) == 0  # noqa: B023
+        after = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+        print(json.dumps([change, code, left, said, weights, after]))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,81 @@
+"""Descriptors of engines: what each states about itself, and that no other module asks for an engine's name."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from flowrt.engines.base import ExternalEngine
+from flowrt.engines.options import LoraOptions
+from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.errors import ConfigError
+from flowrt.recipes.config_io import parse
+from flowrt.roles.engines import rollout_engine
+
+ROOT = Path(__file__).resolve().parents[3]
+FSDP = ["--trainer.engine", "fsdp"]
+ASKED = re.compile(
+    r"\.engine\s*(==|!=|in\b)|[\"'](torch|fsdp|sglang)[\"']\s*(==|!=)|(==|!=)\s*[\"'](torch|fsdp|sglang)[\"']"
+)
+
+
+def test_the_table_has_every_engine_that_a_configuration_can_name() -> None:
+    assert set(TRAIN_ENGINES) == set(get_args(TrainEngineName))
+    assert set(ROLLOUT_ENGINES) == set(get_args(RolloutEngineName))
+
+
+def test_the_table_loads_no_torch() -> None:
+    code = "import flowrt.engines.table, sys; sys.exit('torch' in sys.modules or 'aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
+
+
+def test_no_module_compares_the_name_of_an_engine() -> None:
+    product = [path for package in ("flowrt", "workers", "launch") for path in (ROOT / package).rglob("*.py")]
+    found = [f"{path}: {line}" for path in product for line in path.read_text().splitlines() if ASKED.search(line)]
+    assert found == []
+
+
+def test_what_the_trainer_publishes_is_what_the_rollout_engine_is_checked_against() -> None:
+    fsdp, torch = TRAIN_ENGINES["fsdp"], TRAIN_ENGINES["torch"]
+    whole = parse([*FSDP, "--trainer.fsdp.dtype", "bfloat16"]).trainer
+    adapters = parse([*FSDP, "--trainer.lora.rank", "4"]).trainer
+    merged = parse([*FSDP, "--trainer.lora.rank", "4", "--trainer.lora.publish", "merged"]).trainer
+    assert (fsdp.published(whole).dtype, fsdp.published(whole).lora) == ("bfloat16", None)
+    assert fsdp.published(adapters).lora == LoraOptions(rank=4)
+    assert fsdp.published(merged).lora is None
+    assert torch.published(parse([]).trainer).dtype == "float32"
+    with pytest.raises(ConfigError, match="whole weights"):
+        ROLLOUT_ENGINES["sglang"].check(parse([]).rollout, fsdp.published(adapters), deterministic=False)
+
+
+def test_passes_are_in_lock_step_only_where_parameters_are_gathered_in_each() -> None:
+    kinds = [([], False), (FSDP, False), ([*FSDP, "--trainer.fsdp.gather", "pass"], True)]
+    for flags, lock_step in kinds:
+        trainer = parse(flags).trainer
+        assert TRAIN_ENGINES[trainer.engine].is_lock_step(trainer) is lock_step
+
+
+def test_a_server_is_split_over_the_product_of_its_parallel_sizes() -> None:
+    split = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+    rollout = parse([*split, "--rollout.sglang.arguments=--tp 2 --pp-size=3 --max-total-tokens 64"]).rollout
+    assert ROLLOUT_ENGINES["sglang"].devices(rollout) == 6
+    assert ROLLOUT_ENGINES["torch"].devices(rollout) == 1
+
+
+def test_only_an_engine_with_a_process_of_its_own_is_started_and_closed() -> None:
+    assert issubclass(SglangRollout, ExternalEngine)
+    assert not issubclass(TorchRollout, ExternalEngine)
+
+
+def test_a_worker_checks_its_engine_although_the_launcher_did(tmp_path: Path) -> None:
+    config = parse(["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable])
+    server = dataclasses.replace(config.rollout.sglang, python=str(tmp_path / "gone"))
+    moved = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=server))
+    with pytest.raises(ConfigError, match="not a file"):
+        rollout_engine(moved)

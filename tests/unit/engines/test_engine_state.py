@@ -1,0 +1,205 @@
+"""What a training engine saves is all that its next steps depend on; what it discards leaves no trace."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from flowrt.algorithms.objective import Objective
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.hf import load_model
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.tiny_model import build_model
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.engines.training import state
+from flowrt.engines.training.forward import response_logprobs
+from flowrt.engines.training.loss_passes import AGES
+from flowrt.engines.training.state import files_of
+from flowrt.errors import EngineError
+
+FILE_BYTES = 4000
+WARMUP = 6  # longer than the steps before the save: the count of steps shows in the learning rate
+
+
+def trainer(seed: int = 3, hidden_size: int = 32) -> TorchTrainer:
+    model = build_model(
+        vocab_size=24, hidden_size=hidden_size, layers=1, heads=2, intermediate_size=48, max_length=64, seed=seed
+    )
+    options = TrainOptions(warmup_steps=WARMUP, weight_decay=0.01)
+    return TorchTrainer(model, options, Objective(), temperature=1.0)
+
+
+def batch(seed: int) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(4, 5), (3, 7), (6, 2)]
+    return TrainingBatch(
+        prompts=[torch.randint(2, 24, (p,), generator=generator) for p, _ in rows],
+        responses=[torch.randint(2, 24, (r,), generator=generator) for _, r in rows],
+        rollout_logprobs=[-3.0 + 0.3 * torch.randn(r, generator=generator) for _, r in rows],
+        reference_logprobs=None,
+        advantages_N=torch.randn(len(rows), generator=generator),
+        weights_N=torch.ones(len(rows)),
+        groups_N=torch.zeros(len(rows), dtype=torch.int64),
+    )
+
+
+def train(engine: TorchTrainer, steps: range) -> list[dict[str, float]]:
+    metrics = []
+    for step in steps:
+        engine.accumulate(batch(2 * step))
+        engine.accumulate(batch(2 * step + 1))
+        metrics.append(engine.step())
+    return metrics
+
+
+def assert_same(one: TorchTrainer, other: TorchTrainer) -> None:
+    theirs = other.parameters()
+    for name, tensor in one.parameters().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_the_model_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """In the type that it had, with all its end tokens; training goes on in float32."""
+    begun = trainer().model.to(torch.bfloat16)
+    begun.generation_config.eos_token_id = [1, 2]
+    begun.save_pretrained(tmp_path / "begun")
+    options, loss = TrainOptions(), Objective()
+    cases: list[tuple[Literal["source", "float32"], torch.dtype]]
+    cases = [("source", torch.bfloat16), ("float32", torch.float32)]
+    for final_dtype, expected in cases:
+        options = dataclasses.replace(options, final_dtype=final_dtype)
+        model = load_model(tmp_path / "begun")
+        engine = TorchTrainer(model, options, loss, temperature=1.0)
+        train(engine, range(1))
+        engine.export(tmp_path / final_dtype)
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / final_dtype, dtype="auto")
+        assert written.generation_config.eos_token_id == [1, 2]
+        for name, tensor in written.named_parameters():
+            assert torch.equal(tensor, engine.parameters()[name].to(expected)), name
+        assert {tensor.dtype for tensor in engine.parameters().values()} == {torch.float32}
+
+
+def test_divergence_is_measured_for_each_age_however_the_step_is_cut() -> None:
+    one, other = trainer(), trainer()
+    both = dataclasses.replace(batch(1), ages=[torch.tensor([2, 2, 0, 0, 0]), torch.ones(7), torch.tensor([0, 99])])
+    one.accumulate(both)
+    with torch.no_grad():
+        logprobs_T, _ = response_logprobs(one.model, both.prompts, both.responses, 1.0)
+    ratio_T = (logprobs_T - torch.cat(list(both.rollout_logprobs))).double()
+    k3_T, ages_T = ratio_T.expm1() - ratio_T, torch.cat([ages.long() for ages in both.ages or ()]).clamp(max=AGES - 1)
+    measured = one.step()
+    for age in range(AGES):
+        expected = k3_T[ages_T == age].mean().item() if bool((ages_T == age).any()) else None
+        assert measured.get(f"divergence_{age}") == (expected and pytest.approx(expected, rel=1e-4))
+    for row in range(3):
+        other.accumulate(
+            TrainingBatch(
+                prompts=both.prompts[row : row + 1],
+                responses=both.responses[row : row + 1],
+                rollout_logprobs=both.rollout_logprobs[row : row + 1],
+                reference_logprobs=None,
+                advantages_N=both.advantages_N[row : row + 1],
+                weights_N=both.weights_N[row : row + 1],
+                groups_N=both.groups_N[row : row + 1],
+                ages=(both.ages or ())[row : row + 1],
+            )
+        )
+    assert {name: value for name, value in other.step().items() if name.startswith("divergence")} == {
+        name: pytest.approx(value, rel=1e-4) for name, value in measured.items() if name.startswith("divergence")
+    }
+    assert not any(name.startswith("divergence") for name in train(one, range(1))[0])
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, steps_before: int) -> None:
+    first = trainer()
+    train(first, range(steps_before))
+    first.save(tmp_path)
+    random_after = torch.rand(4)
+    after = train(first, range(steps_before, 8))
+    second = trainer(seed=4)
+    second.accumulate(batch(99))  # what was begun before the load is void
+    second.load(tmp_path)
+    assert torch.equal(torch.rand(4), random_after)
+    assert train(second, range(steps_before, 8)) == after
+    assert_same(first, second)
+
+
+def test_weights_alone_would_not_do(tmp_path: Path) -> None:
+    """The check above would notice an optimiser or a count of steps that was not taken up."""
+    first = trainer()
+    train(first, range(3))
+    first.save(tmp_path)
+    second = trainer(seed=4)
+    second.load(tmp_path)
+    second._optimizer.state.clear()
+    assert train(first, range(3, 5))[-1] != train(second, range(3, 5))[-1]
+    third = trainer(seed=4)
+    third.load(tmp_path)
+    third._steps = 0
+    assert train(third, range(3, 4))[0]["lr"] < train(trainer(), range(4))[-1]["lr"]
+
+
+def test_a_discarded_gradient_leaves_no_trace() -> None:
+    plain, interrupted = trainer(), trainer()
+    train(plain, range(2))
+    train(interrupted, range(1))
+    interrupted.accumulate(batch(50))
+    interrupted.discard()
+    train(interrupted, range(1, 2))
+    assert_same(plain, interrupted)
+    kept = trainer()
+    train(kept, range(1))
+    kept.accumulate(batch(50))
+    train(kept, range(1, 2))
+    names = plain.parameters()
+    assert any(not torch.equal(tensor, names[name]) for name, tensor in kept.parameters().items())
+
+
+def test_nothing_in_it_is_pickled(tmp_path: Path) -> None:
+    engine = trainer()
+    train(engine, range(1))
+    engine.save(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+
+
+def test_an_empty_directory_a_damaged_file_and_another_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="holds no state of a training engine"):
+        trainer().load(tmp_path)
+    trainer(hidden_size=64).save(tmp_path)
+    with pytest.raises(EngineError, match="state of another model"):
+        trainer().load(tmp_path)
+    [path] = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="cannot be read"):
+        trainer().load(tmp_path)
+
+
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
+def test_files_are_as_full_as_they_may_be(sizes: list[int], most: int) -> None:
+    """In order, none above its size but for a tensor that is larger itself, and none that would fit into the last."""
+    files = files_of({str(at): size for at, size in enumerate(sizes)}, most)
+    assert list(files) == [str(at) for at in range(len(sizes))]
+    filled: dict[int, list[int]] = {}
+    for name, file in files.items():
+        filled.setdefault(file, []).append(sizes[int(name)])
+    assert list(filled) == list(range(1, len(filled) + 1))
+    assert all(sum(one) <= most or sum(map(bool, one)) == 1 for one in filled.values())
+    assert all(sum(filled[file]) + filled[file + 1][0] > most for file in range(1, len(filled)))
+
+
+def test_a_state_in_many_files_is_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one is never put together in memory as a whole."""
+    monkeypatch.setattr(state, "FILE_BYTES", FILE_BYTES)
+    engine, other = trainer(), trainer(seed=4)
+    train(engine, range(2))
+    engine.save(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    other.load(tmp_path)
+    assert train(other, range(2, 4)) == train(engine, range(2, 4))
+    assert_same(engine, other)

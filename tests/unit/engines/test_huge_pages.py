@@ -1,0 +1,84 @@
+"""Keys and values in huge pages: zeros as any others, in memory that is given back."""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrt.engines.torch import kv_cache
+from flowrt.engines.torch.kv_cache import PAGE_BYTES, RowCache, zeros
+
+SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Linux has it where it has huge pages."""
+
+
+def mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_are_zeros_of_the_type_and_begin_where_a_page_does(dtype: torch.dtype) -> None:
+    like = torch.ones(1, dtype=dtype)
+    large = zeros((3, 5, PAGE_BYTES // 8), like)
+    assert large.shape == (3, 5, PAGE_BYTES // 8)
+    assert large.dtype is dtype
+    assert large.is_contiguous()
+    assert not large.any()
+    assert large.data_ptr() % PAGE_BYTES == 0 or not SWITCH.exists()
+    large.fill_(1)
+    assert int(large.sum(dtype=torch.float64)) == large.numel()
+    assert zeros((2, 3), like).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.skipif(not SWITCH.exists(), reason="this system has no huge pages")
+def test_the_system_was_asked_for_them() -> None:
+    large = zeros((8, PAGE_BYTES // 4), torch.zeros(1))
+    large.fill_(1)
+    assert "hg" in flags_of(large.data_ptr())
+
+
+def flags_of(address: int) -> list[str]:
+    """What Linux says of the mapping that has this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not SWITCH.exists(), reason="this system has no huge pages")
+def test_memory_that_nobody_looks_at_is_given_back() -> None:
+    views = [zeros((32, PAGE_BYTES // 4), torch.zeros(1))[3]]
+    before = mapped_bytes()
+    assert views[0].sum() == 0  # a view keeps it
+    views.clear()
+    gc.collect()
+    assert before - mapped_bytes() >= 32 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("system", ["has none", "refuses"])
+def test_without_them_there_is_other_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "ADVICE", None if system == "has none" else -1)
+    large = zeros((4, PAGE_BYTES), torch.zeros(1))
+    assert large.shape == (4, PAGE_BYTES)
+    assert not large.any()
+
+
+def test_a_cache_that_grows_keeps_what_it_had() -> None:
+    with torch.inference_mode():
+        cache = RowCache(1, 70)
+        layer = cache.layers[0]
+        keys, values = torch.randn(2, 70, 2, 60, 64)
+        cache.begin_prefill(60)
+        layer.update(keys, values)
+        cache.store_prefill(torch.arange(70), torch.arange(70))
+        cache.reserve(200)
+        assert layer.keys.shape == layer.values.shape == (70, 2, 256, 64)
+        assert torch.equal(layer.keys[:, :, :60], keys)
+        assert torch.equal(layer.values[:, :, :60], values)
+        assert not layer.keys[:, :, 60:].any()
+        assert layer.keys.data_ptr() % PAGE_BYTES == 0 or not SWITCH.exists()

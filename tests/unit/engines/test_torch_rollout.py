@@ -1,0 +1,137 @@
+"""The rollout engine against transformers, and what its samples depend on."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from flowrt.engines.base import Prompt, Response, sample_seed
+from flowrt.engines.tiny_model import build_model
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.engines.training.forward import score
+from flowrt.errors import EngineError
+from flowrt.transport.weights.snapshot import Snapshot
+
+EOS = 1
+LENGTHS = (5, 9, 3, 9, 7, 5, 4, 70, 6, 8, 9, 3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_model(
+        vocab_size=24, hidden_size=64, layers=2, heads=4, intermediate_size=96, max_length=256, seed=1
+    ).eval()
+
+
+def prompts(greedy: bool = False) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Prompt(key, torch.randint(2, 24, (length,), generator=generator, dtype=torch.int32), 100 + key, greedy)
+        for key, length in enumerate(LENGTHS)
+    ]
+
+
+def answer(model: Any, todo: list[Prompt], rows: int, arrivals: int, **settings: Any) -> dict[int, Response]:
+    """Generate everything, new prompts joining ``arrivals`` at a time while others run."""
+    options: dict[str, Any] = {"eos_id": EOS, "max_new_tokens": 40, "temperature": 1.0} | settings
+    engine = TorchRollout(model, rows=rows, **options)
+    done: dict[int, Response] = {}
+    while todo or engine.running:
+        count = min(engine.room, len(todo), arrivals)
+        engine.add(todo[:count])
+        todo = todo[count:]
+        for response in engine.run(threading.Event()):
+            done[response.key] = response
+    return done
+
+
+def drain(engine: TorchRollout) -> list[Response]:
+    """Run until nothing is left."""
+    finished = []
+    while engine.running:
+        finished += engine.run(threading.Event())
+    return finished
+
+
+def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
+    mine = answer(model, prompts(greedy=True), rows=5, arrivals=2)
+    for prompt in prompts():
+        ids = prompt.tokens.long().unsqueeze(0)
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+        assert mine[prompt.key].tokens.tolist() == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_log_probabilities_are_those_of_a_full_forward_pass(model: Any, temperature: float) -> None:
+    done = answer(model, prompts(), rows=4, arrivals=3, temperature=temperature)
+    responses = [done[key].tokens for key in range(len(LENGTHS))]
+    scored = score(model, [prompt.tokens for prompt in prompts()], responses, temperature, budget_tokens=200)
+    for key, expected in enumerate(scored):
+        torch.testing.assert_close(done[key].logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_sample_depends_on_its_own_seed_not_on_its_neighbours(model: Any) -> None:
+    alone = answer(model, prompts(), rows=1, arrivals=1)
+    crowded = answer(model, prompts(), rows=12, arrivals=12)
+    trickling = answer(model, prompts()[::-1], rows=3, arrivals=1)
+    for key in range(len(LENGTHS)):
+        assert alone[key].tokens.tolist() == crowded[key].tokens.tolist() == trickling[key].tokens.tolist()
+
+
+def test_one_row_repeats_bit_for_bit_in_any_order(model: Any) -> None:
+    first, second = (answer(model, order, rows=1, arrivals=1) for order in (prompts(), prompts()[::-1]))
+    assert all(torch.equal(first[key].logprobs, second[key].logprobs) for key in first)
+
+
+def test_sampling_follows_the_distribution(model: Any) -> None:
+    prompt = prompts()[0].tokens
+    many = [Prompt(key, prompt, sample_seed(0, 0, 0, key, 0)) for key in range(4000)]
+    done = answer(model, many, rows=4000, arrivals=4000, max_new_tokens=1)
+    with torch.inference_mode():
+        expected = model(input_ids=prompt.long().unsqueeze(0)).logits[0, -1].softmax(0)
+    found = torch.bincount(torch.cat([one.tokens for one in done.values()]).long(), minlength=24) / 4000
+    assert (found - expected).abs().max() < 0.03
+
+
+def test_weights_mark_their_samples(model: Any) -> None:
+    engine = TorchRollout(model, eos_id=EOS, rows=2, max_new_tokens=4, temperature=1.0)
+    snapshot = Snapshot.take(5, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    engine.add(prompts()[:1])
+    (before,) = drain(engine)
+    engine.swap(snapshot)
+    engine.add(prompts()[:1])
+    (after,) = drain(engine)
+    assert before.spans == (0, len(before.tokens))
+    assert after.spans == (5, len(after.tokens))
+
+
+def test_an_interrupt_brings_the_engine_back(model: Any) -> None:
+    engine = TorchRollout(model, eos_id=-1, rows=1, max_new_tokens=40, temperature=1.0)
+    engine.add(prompts()[:1])
+    interrupt = threading.Event()
+    interrupt.set()
+    assert engine.run(interrupt) == []
+    assert engine.running == 1
+
+
+def test_more_prompts_than_rows_are_refused(model: Any) -> None:
+    engine = TorchRollout(model, eos_id=EOS, rows=2, max_new_tokens=4, temperature=1.0)
+    with pytest.raises(EngineError, match="3 prompts for 2 free rows"):
+        engine.add(prompts()[:3])
+
+
+def test_seeds_differ_in_every_part_and_repeat() -> None:
+    base = (1, 2, 3, 4, 5)
+    changed = [tuple(value + (place == index) for place, value in enumerate(base)) for index in range(5)]
+    seeds = {sample_seed(*parts) for parts in [base, *changed]}
+    assert len(seeds) == 6
+    assert sample_seed(*base) == sample_seed(*base)
+    assert all(0 <= seed < 2**63 for seed in seeds)

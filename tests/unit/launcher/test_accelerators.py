@@ -1,0 +1,87 @@
+"""Who sees which accelerators of the machine that a run is started on."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.launcher.accelerators import environments, visible
+from flowrt.launcher.processes import Children
+from flowrt.recipes.config_io import parse
+
+FSDP = ["--trainer.engine", "fsdp", "--trainer.ranks", "2"]
+SPLIT = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> Path:
+    """That of a machine with four GPUs."""
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def seen(flags: list[str], dev: Path, **environment: str) -> dict[str, str]:
+    """What each worker sees."""
+    given = environments(parse(flags), environment, dev)
+    return {name: own["CUDA_VISIBLE_DEVICES"] for name, own in given.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"rollout-0": "0", "rollout-1": "1"}),  # this trainer works on the CPU
+        (FSDP, {"trainer": "0,1", "rollout-0": "2", "rollout-1": "3"}),
+        ([*FSDP, "--rollout.workers", "3"], {"trainer": "0,1", "rollout-0": "2", "rollout-1": "3", "rollout-2": "2"}),
+        ([*FSDP, "--trainer.fsdp.device", "cpu"], {"rollout-0": "0", "rollout-1": "1"}),
+        ([*FSDP[:3], "4"], {"trainer": "0,1,2,3", "rollout-0": "0", "rollout-1": "1"}),
+        (
+            [*FSDP, *SPLIT, "--rollout.sglang.arguments=--tp 2"],
+            {"trainer": "0,1", "rollout-0": "2,3", "rollout-1": "2,3"},
+        ),
+        ([*SPLIT, "--rollout.sglang.arguments=--tp-size=2"], {"rollout-0": "0,1", "rollout-1": "2,3"}),
+        ([*SPLIT, "--rollout.sglang.arguments=--tp 8"], {"rollout-0": "0,1,2,3", "rollout-1": "0,1,2,3"}),
+        ([*FSDP, "--launch.rollout", "srun"], {"trainer": "0,1"}),
+        ([*FSDP, "--launch.trainer", "srun"], {"rollout-0": "0", "rollout-1": "1"}),
+        (["--launch.devices", "none"], {}),
+        ([*FSDP, "--launch.devices", "3,1,GPU-5a"], {"trainer": "3,1", "rollout-0": "GPU-5a", "rollout-1": "GPU-5a"}),
+    ],
+)
+def test_each_worker_of_this_machine_has_devices_of_its_own(
+    flags: list[str], expected: dict[str, str], dev: Path
+) -> None:
+    assert seen(flags, dev) == expected
+
+
+def test_what_the_launcher_may_not_see_is_given_to_nobody(dev: Path) -> None:
+    assert seen(FSDP, dev, CUDA_VISIBLE_DEVICES="GPU-a,GPU-b,7") == {
+        "trainer": "GPU-a,GPU-b",
+        "rollout-0": "7",
+        "rollout-1": "7",
+    }
+    assert seen(FSDP, dev, CUDA_VISIBLE_DEVICES="") == seen(FSDP, dev, CUDA_VISIBLE_DEVICES="-1") == {}
+
+
+def test_npus_are_shared_out_as_well_and_nothing_where_there_is_neither(tmp_path: Path) -> None:
+    assert seen(FSDP, tmp_path, CUDA_VISIBLE_DEVICES="0") == {}
+    for name in ("davinci0", "davinci1", "davinci_manager"):
+        (tmp_path / name).touch()
+    assert visible({}, tmp_path) == ("ASCEND_RT_VISIBLE_DEVICES", ("0", "1"))
+    assert visible({"ASCEND_RT_VISIBLE_DEVICES": "5"}, tmp_path) == ("ASCEND_RT_VISIBLE_DEVICES", ("5",))
+
+
+def test_devices_that_are_no_list_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.devices is '0,,1'; use auto, none, or a list like 0,1,2"):
+        parse(["--launch.devices", "0,,1"])
+
+
+async def test_a_worker_is_started_with_what_is_its_own(tmp_path: Path) -> None:
+    """And whoever is started in its place, under its name."""
+    children = Children(tmp_path, {"SHARED": "1"}, {"rollout-1": {"CUDA_VISIBLE_DEVICES": "3"}})
+    for name in ("rollout-1", "reward", "rollout-1"):
+        child = await children.start(name, ["sh", "-c", "echo $SHARED $CUDA_VISIBLE_DEVICES"])
+        assert await child.wait_exit(30.0) == 0
+    logs = [(tmp_path / f"{name}.log").read_text().split() for name in ("rollout-1", "reward")]
+    assert logs == [["1", "3", "1", "3"], ["1", *filter(None, [os.environ.get("CUDA_VISIBLE_DEVICES")])]]

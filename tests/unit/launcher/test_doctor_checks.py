@@ -1,0 +1,265 @@
+"""What flowrt doctor judges: a red (or yellow) case of every check, and what is said about it."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.engines.tiny_model import build_model
+from flowrt.errors import ConfigError
+from flowrt.launcher.doctor import checks
+from flowrt.launcher.doctor.checks import Finding, State, Wanted, judge
+from flowrt.launcher.doctor.command import merge_good, with_unique_names
+from flowrt.launcher.doctor.estimate import built_shape, read_shape
+from flowrt.launcher.doctor.facts import PACKAGES, Device, Facts, from_json, rounds
+from flowrt.launcher.doctor.probe import FIRST_BYTES, GROWTH, MAX_BYTES, bandwidth, next_size
+from flowrt.recipes.config_io import parse
+
+GIB = 2**30
+GPU = Device(name="H200", free_bytes=100 * GIB, total_bytes=140 * GIB)
+WELL = Facts(
+    node="a",
+    python="3.11.7",
+    versions=dict.fromkeys(PACKAGES, "1.0"),
+    protocol=4,
+    cores=8,
+    free_memory_bytes=64 * GIB,
+    free_disk_bytes=64 * GIB,
+    directory_error="",
+    open_files=65536,
+    addresses={"lo": "127.0.0.1", "ib0": "10.0.0.1"},
+    own_address="10.0.0.1",
+    port_error="",
+    model_error="",
+    lanes=["shm", "gloo"],
+    probe="probe-a-1",
+    round_trip_s=1e-4,
+)
+WANT = Wanted(host_bytes=8 * GIB, disk_bytes=GIB, controller=True)
+ON_GPU = dataclasses.replace(WANT, device="cuda", device_bytes=50 * GIB)
+
+
+def other(name: str, **changes: Any) -> Facts:
+    return dataclasses.replace(WELL, node=name, probe=f"probe-{name}-1", **changes)
+
+
+def pair(delay_s: tuple[float, float] = (1e-4, 1e-4), speed: float = 1e9) -> list[Facts]:
+    """Two nodes that have met; the delays are those of what came to a and to b."""
+    return [
+        other("a", delay_s={"probe-b-1": delay_s[0]}, bytes_per_s={"probe-b-1": speed}),
+        other("b", delay_s={"probe-a-1": delay_s[1]}, bytes_per_s={"probe-a-1": speed}),
+    ]
+
+
+def bad(findings: list[Finding], state: State = State.BAD) -> list[Finding]:
+    return [finding for finding in findings if finding.state is state]
+
+
+def test_a_node_that_is_well() -> None:
+    assert {finding.state for finding in judge([WELL], WANT)} == {State.GOOD}
+    assert {finding.state for finding in judge(pair(), WANT)} == {State.GOOD}
+    on_gpu = [dataclasses.replace(facts, devices=[GPU]) for facts in pair()]
+    assert {finding.state for finding in judge(on_gpu, ON_GPU)} == {State.GOOD}
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "want", "said"),
+    [
+        ("Python", {"python": "3.10.2"}, WANT, "3.11 or newer"),
+        ("torch", {"torch_error": "ImportError: libcudart.so"}, WANT, "flowrt.launcher.doctor.probe"),
+        ("devices", {}, ON_GPU, "ask for devices"),
+        ("device memory", {"devices": [GPU, {**GPU, "free_bytes": 40 * GIB}]}, ON_GPU, "trainer.forward_tokens"),
+        ("model", {"model_error": "there is no directory /m"}, WANT, "that all nodes mount"),
+        ("memory", {"free_memory_bytes": 7 * GIB}, WANT, "rollout.max_running_requests"),
+        ("disk", {"free_disk_bytes": GIB // 2}, WANT, "checkpoint.keep"),
+        ("disk", {"directory_error": "/r is not writable"}, WANT, "another --run-dir"),
+        ("port", {"port_error": "10.0.0.1: Permission denied"}, WANT, "listen on that address"),
+        ("controller", {"round_trip_s": None, "peer_error": "nobody answered"}, WANT, "firewall"),
+    ],
+)
+def test_a_red_line(check: str, changes: dict[str, Any], want: Wanted, said: str) -> None:
+    (line,) = bad(judge([dataclasses.replace(WELL, **changes)], want))
+    assert (line.check, line.where) == (check, "a")
+    assert said in line.fix
+    assert all(value in line.found for value in changes.values() if isinstance(value, str))
+
+
+@pytest.mark.parametrize(
+    ("check", "changes"),
+    [
+        ("memory", {"free_memory_bytes": 9 * GIB}),
+        ("open files", {"open_files": 1024}),
+        ("controller", {"round_trip_s": 0.2}),
+    ],
+)
+def test_a_yellow_line(check: str, changes: dict[str, Any]) -> None:
+    findings = judge([dataclasses.replace(WELL, **changes)], WANT)
+    assert [line.check for line in bad(findings, State.WARN)] == [check]
+    assert checks.is_well(findings)
+
+
+def test_an_address_that_others_cannot_reach_matters_only_where_there_are_others() -> None:
+    alone = dataclasses.replace(WELL, own_address="127.0.0.1")
+    assert not bad(judge([alone], WANT))
+    one, two = pair()
+    (line,) = bad(judge([dataclasses.replace(one, own_address="127.0.0.1"), two], WANT))
+    assert (line.check, "controller.host" in line.fix) == ("address", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        ({"versions": {**WELL.versions, "torch": "2.0"}}, "versions: torch"),
+        ({"versions": {**WELL.versions, "flowrt": ""}}, "versions: flowrt"),
+        ({"python": "3.12.1"}, "versions: Python"),
+        ({"protocol": 3}, "versions: protocol"),
+    ],
+)
+def test_nodes_that_differ(change: dict[str, Any], check: str) -> None:
+    one, two = pair()
+    (line,) = bad(judge([one, dataclasses.replace(two, **change)], WANT))
+    assert line.check == check
+    assert "a " in line.found
+    assert "b " in line.found
+
+
+def test_a_patch_of_python_may_differ() -> None:
+    one, two = pair()
+    assert not bad(judge([one, dataclasses.replace(two, python="3.11.9")], WANT))
+
+
+def test_clocks_are_compared_without_the_time_on_the_way() -> None:
+    """Two seconds ahead, with a slow link: what came to it took 5 s by its clock, what came from it 1 s."""
+    (line,) = [finding for finding in judge(pair((1.0, 5.0)), WANT) if finding.check == "clock"]
+    assert line.state is State.BAD
+    assert "+2000.0 ms" in line.found
+    assert "chrony" in line.fix
+    (line,) = [finding for finding in judge(pair((3.0, 3.0)), WANT) if finding.check == "clock"]
+    assert (line.state, "+0.0 ms" in line.found) == (State.GOOD, True)
+
+
+def test_a_pair_that_did_not_meet() -> None:
+    one, two = pair()
+    lost = dataclasses.replace(two, bytes_per_s={}, delay_s={}, peer_error="waited 60 s for its turn with probe-a-1")
+    (line,) = bad(judge([one, lost], WANT))
+    assert (line.check, line.where) == ("lane", "a to b")
+    assert "waited 60 s" in line.found
+    assert "firewall" in line.fix
+
+
+def test_a_pair_that_did_not_meet_is_no_matter_of_other_pairs() -> None:
+    one, two = pair()
+    unmet: dict[str, Any] = {"bytes_per_s": {}, "delay_s": {}}
+    lines = bad(judge([dataclasses.replace(one, **unmet), dataclasses.replace(two, **unmet)], WANT))
+    assert {line.found for line in lines} == {"nothing arrived"}
+    told = dataclasses.replace(one, **unmet, lane_errors={"probe-b-1": "gave it up", "probe-c-1": "not this"})
+    lines = bad(judge([told, dataclasses.replace(two, **unmet)], WANT))
+    assert {line.where: line.found for line in lines} == {"a to b": "gave it up", "b to a": "gave it up"}
+
+
+def test_a_slow_pair() -> None:
+    assert len(bad(judge(pair(speed=5e7), WANT), State.WARN)) == 2  # slow by itself
+    names = ("a", "b", "c")
+    three = [other(name, bytes_per_s={f"probe-{peer}-1": 1e9 for peer in names if peer != name}) for name in names]
+    three[2].bytes_per_s["probe-a-1"] = 2e8  # slow beside the others
+    (line,) = bad(judge(three, WANT), State.WARN)
+    assert line.where == "a to c"
+
+
+def test_a_lane_on_which_every_transfer_would_fail() -> None:
+    lines = bad(judge(pair(speed=5e5), dataclasses.replace(WANT, lane_bytes_per_s=1e6)))
+    assert [(line.where, line.found) for line in lines] == [("a to b", "0.5 MB/s"), ("b to a", "0.5 MB/s")]
+    assert "controller.min_transfer_mb_per_s (1)" in lines[0].fix
+
+
+def test_nodes_of_one_name_are_with_unique_names() -> None:
+    one, two = (other("vm", own_address=f"10.0.0.{number}", protocol=number) for number in (1, 2))
+    apart = with_unique_names([one, two, other("c")])
+    assert [facts.node for facts in apart] == ["vm (10.0.0.1)", "vm (10.0.0.2)", "c"]
+    (line,) = [line for line in bad(judge(apart[:2], Wanted())) if line.check.startswith("versions")]
+    assert line.found == "vm (10.0.0.1) 1, vm (10.0.0.2) 2"
+
+
+def test_a_slow_lane_is_not_asked_for_much() -> None:
+    assert next_size([]) == FIRST_BYTES
+    assert next_size([(FIRST_BYTES, 0.01)]) == GROWTH * FIRST_BYTES
+    assert next_size([(FIRST_BYTES, 1.5)]) == 0
+    largest = [(FIRST_BYTES, 0.001), *[(MAX_BYTES, 0.5)] * 3]
+    assert (next_size(largest[:-1]), next_size(largest)) == (MAX_BYTES, 0)
+    assert bandwidth([(FIRST_BYTES, 1e-6), (MAX_BYTES, 0.5), (MAX_BYTES, 0.25)]) == MAX_BYTES / 0.25
+
+
+def test_good_lines_are_folded_and_others_never() -> None:
+    findings = judge([other("a"), other("b", python="3.10.1"), other("c")], Wanted())
+    lines = merge_good(findings)
+    assert [line.where for line in lines if line.check == "Python"] == ["a and 1 more", "b"]
+    assert len(bad(lines)) == len(bad(findings)) > 0
+
+
+# ---- facts from elsewhere
+
+
+def test_facts_travel_as_json() -> None:
+    facts = other("b", devices=[GPU], delay_s={"x": 0.5})
+    assert from_json(facts.to_json(), "here") == facts
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda table: table.pop("node"),
+        lambda table: table.update(node=3),
+        lambda table: table.update(free_memory_bytes="much"),
+        lambda table: table.update(versions=["torch"]),
+        lambda table: table.update(devices=[{"name": "x"}]),
+        lambda table: table.update(devices=[{**GPU, "free_bytes": "much"}]),
+        lambda table: table.update(cores=True),
+        lambda table: table.update(round_trip_s="soon"),
+        lambda table: table.update(delay_s={"b": "soon"}),
+        lambda table: table.update(surprise=1),
+    ],
+)
+def test_facts_that_are_none(spoil: Callable[[dict[str, Any]], object]) -> None:
+    table = json.loads(WELL.to_json())
+    spoil(table)
+    with pytest.raises(ConfigError, match="a file holds no facts of flowrt doctor --json"):
+        from_json(json.dumps(table), "a file")
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_everybody_meets_everybody_once(count: int) -> None:
+    played = rounds(count)
+    pairs = [pair for one in played for pair in one]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    for one in played:
+        assert len({player for pair in one for player in pair}) == 2 * len(one)
+    assert len(played) <= count
+
+
+# ---- memory
+
+
+def test_a_model_is_measured_by_its_files(tmp_path: Path) -> None:
+    config = parse([])
+    build = config.build
+    model = build_model(
+        vocab_size=build.vocab_size,
+        hidden_size=build.hidden_size,
+        layers=build.layers,
+        heads=build.heads,
+        intermediate_size=build.intermediate_size,
+        max_length=build.max_length,
+        seed=0,
+    )
+    model.save_pretrained(tmp_path)
+    assert read_shape(tmp_path) == built_shape(config)
+    assert built_shape(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no config\.json of a causal LM"):
+        read_shape(tmp_path)

@@ -1,0 +1,78 @@
+"""The live view and the final table say what a person looks for."""
+
+import io
+
+from rich.console import Console
+
+from flowrt.launcher.views.live import LiveView, summary_table
+
+LATEST = {
+    "step": 6,
+    "reward": 0.25,
+    "response_length": 4.5,
+    "staleness_mean": 0.75,
+    "staleness_max": 1,
+    "samples_per_s": 512.0,
+}
+STATUS = {
+    "step": 7,
+    "steps": 120,
+    "workers": {"source": "source", "rollout-0": "rollout", "trainer-0": "trainer"},
+    "vacancies": {},
+    "waits": [["rollout-0", "newer weights: 3 slots ready", 1.5]],
+    "latest": LATEST,
+}
+SUMMARY = {
+    "recipe": "arithmetic",
+    "seed": 3,
+    "steps": 120,
+    "wall_s": 39.0,
+    "reward_window": 10,
+    "reward_first": 0.25,
+    "reward_last": 0.97,
+    "eval_first": 0.33,
+    "eval_last": None,
+    "samples": 15360,
+    "samples_per_s": 503.0,
+    "tokens_per_s": 8692.0,
+    "staleness_mean": 0.99,
+    "staleness_max": 1,
+    "staleness_bound": 1,
+    "prompts_lost": 0,
+    "prompts_trained_twice": 0,
+    "busy_fraction": {"rollout": 0.24, "trainer": 0.93},
+}
+LINE = "step 7/120  reward 0.250  length 4.5  staleness 0.75 (max 1)  512 samples/s"
+
+
+def test_on_a_terminal_it_shows_the_step_and_who_waits_for_what() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
+        view.show(STATUS)
+    shown = out.getvalue()
+    for expected in (LINE, "rollout-0", "1.5 s for", "newer weights: 3 slots ready", "busy", "source, trainer-0"):
+        assert expected in shown, expected
+
+
+def test_elsewhere_it_prints_a_line_every_ten_steps() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=100)) as view:
+        for step in range(25):
+            view.show({**STATUS, "step": step + 1, "latest": {**LATEST, "step": step}})
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/120", "11/120", "21/120"]
+
+
+def test_before_the_first_step_there_is_something_to_see() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
+        view.show({**STATUS, "step": 0, "latest": {}})
+    assert "step 0/120: waiting for the first samples" in out.getvalue()
+
+
+def test_the_table_has_every_number_of_the_summary() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(SUMMARY))
+    expected = ("120", "39.0 s", "0.250 → 0.970", "0.330 → -", "15360 (503/s)", "8692", "0.99 (1, 1)", "0, 0")
+    for text in (*expected, "rollout 24%", "trainer 93%"):
+        assert text in out.getvalue(), text

@@ -1,0 +1,109 @@
+"""How much memory a run is said to need, and of what kind."""
+
+import sys
+
+import pytest
+
+from flowrt.engines.descriptor import ModelShape
+from flowrt.engines.training.state import FILE_BYTES
+from flowrt.launcher.doctor.checks import wanted
+from flowrt.launcher.doctor.estimate import SAVING_BYTES, estimate, host_bytes, model_bytes
+from flowrt.recipes.config_io import parse
+from tests.unit.launcher.test_doctor_checks import GPU, other
+
+SEVEN_B = ModelShape(
+    parameters=7 * 10**9,
+    layers=32,
+    hidden_size=4096,
+    kv_size=1024,
+    vocab_size=150_000,
+    max_length=32768,
+    intermediate_size=11008,
+)
+WEIGHTS = 28 * 10**9
+RANKS = 8
+FSDP = ["--trainer.engine", "fsdp", "--trainer.ranks", str(RANKS)]
+LORA = ["--trainer.lora.rank", "16"]
+SGLANG = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("gather", "dtype", "whole", "gradients"),
+    [
+        ("step", "float32", 4, 4),
+        ("step", "bfloat16", 2, 4),
+        ("pass", "float32", 4 / 32, 4 / 32),
+        ("pass", "bfloat16", 2 / 32, 4 / 32),
+    ],
+)
+def test_bytes_a_parameter_are_those_of_the_table_in_the_documentation(
+    gather: str, dtype: str, whole: float, gradients: float
+) -> None:
+    """8 + 16/n and 6 + 16/n, or 16/n and a layer of 32; with adapters, a shard of what is not trained."""
+    flags = [*FSDP, "--trainer.fsdp.gather", gather, "--trainer.fsdp.dtype", dtype]
+    full = model_bytes(parse(flags), SEVEN_B) / SEVEN_B.parameters
+    assert full == pytest.approx(whole + gradients + 16 / RANKS)
+    assert model_bytes(parse(flags + LORA), SEVEN_B) / SEVEN_B.parameters == pytest.approx(whole + 4 / RANKS, rel=0.06)
+    assert model_bytes(parse([]), SEVEN_B) == 20 * SEVEN_B.parameters
+
+
+def test_a_large_model_needs_what_is_known_of_it() -> None:
+    needs = estimate(parse([]), SEVEN_B)
+    assert needs.trainer_device > 4 * WEIGHTS  # parameters, gradients, two moments
+    assert needs.trainer_first == 2 * WEIGHTS  # snapshots
+    assert 3 * WEIGHTS < needs.rollout < 4 * WEIGHTS  # the model, a version, and the next one
+    assert WEIGHTS < needs.reference < 2 * WEIGHTS
+    assert needs.server == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "role", "more"),
+    [
+        (["--trainer.forward-tokens", "65536"], "trainer_device", True),
+        (["--rollout.max-running-requests", "512"], "rollout", True),
+        (["--rollout.weight-update", "in_flight"], "rollout", True),
+        (["--checkpoint.keep", "5"], "disk", True),
+        (["--checkpoint.every", "0"], "disk", False),
+        (["--max-staleness", "400", "--group-size", "512"], "small", True),
+        (FSDP, "trainer_device", False),
+        ([*FSDP, *LORA], "trainer_first", False),
+        ([*FSDP, *LORA], "rollout", False),
+        ([*FSDP, "--trainer.fsdp.dtype", "bfloat16"], "rollout", False),
+        (SGLANG, "server", True),
+        (SGLANG, "rollout", False),
+    ],
+)
+def test_needs_follow_the_configuration(flags: list[str], role: str, more: bool) -> None:
+    usual, changed = (getattr(estimate(parse(words), SEVEN_B), role) for words in ([], flags))
+    assert changed > usual if more else changed < usual
+
+
+def test_what_saving_takes_is_what_a_file_may_take() -> None:
+    """Checked with real processes in tests/integration/test_memory_peaks.py."""
+    assert 2 * FILE_BYTES == SAVING_BYTES
+    saved, unsaved = (estimate(parse(["--checkpoint.every", every]), SEVEN_B).trainer_rank for every in ("1", "0"))
+    assert saved - unsaved == SAVING_BYTES
+
+
+def test_the_fullest_node() -> None:
+    srun = ["--launch.rollout", "srun", "--launch.trainer", "srun", "--rollout.workers", "8"]
+    here, away = parse(["--rollout.workers", "8"]), parse(srun)
+    needs = estimate(here, SEVEN_B)
+    trainer = needs.trainer_rank + needs.trainer_first + needs.trainer_device
+    assert host_bytes(here, needs, 1) == needs.small + needs.reference + 8 * needs.rollout + trainer
+    assert host_bytes(away, needs, 9) == needs.small + needs.reference + trainer  # one generates on each
+    assert host_bytes(away, needs, 2) == max(needs.small + needs.reference + trainer, 8 * needs.rollout)
+
+
+def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> None:
+    """Which device is taken is left to the nodes here, for the trainer and for the server."""
+    config = parse([*FSDP, *SGLANG, "--rollout.workers", "2"])
+    needs = estimate(config, SEVEN_B)
+    on_host, on_device = (wanted(config, needs, [other("a", devices=found)], False) for found in ([], [GPU]))
+    assert (on_host.device_bytes, on_device.device_bytes) == (0, max(needs.trainer_device, needs.server))
+    assert on_host.host_bytes - on_device.host_bytes == RANKS * needs.trainer_device + 2 * needs.server
+    assert on_host.device == on_device.device == ""
+    on_cpu = parse([*FSDP, *SGLANG, "--trainer.fsdp.device", "cpu", "--rollout.sglang.device", "cpu"])
+    assert wanted(on_cpu, needs, [other("a", devices=[GPU])], False).device_bytes == 0
+    elsewhere = parse(["--rollout.engine", "sglang", "--rollout.workers", "1", "--rollout.sglang.url", "http://there"])
+    assert estimate(elsewhere, SEVEN_B).server == 0

@@ -1,0 +1,262 @@
+"""Models that cannot be loaded, or have no room for the prompts, are found without loading them."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from flowrt.engines.hf import load_model
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.errors import ConfigError
+from flowrt.launcher.model_check import check_finite, check_prompts, check_weights
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.model_files import INDEX, check_model_files
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.recipes.tasks.base import Example
+from tests.decoders import DECODERS
+
+WEIGHTS = "model.safetensors"
+POSITIONS = 64
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "whole"
+    tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 2, "intermediate_size": 48, "max_length": POSITIONS}
+    build_model(vocab_size=len(tokenizer), seed=1, **sizes).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(model / WEIGHTS)
+    change(tensors)
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def with_header(model: Path, text: bytes, data: bytes = b"") -> None:
+    (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+# ---- what the files say
+
+
+def test_a_whole_model_is_good(whole: Path) -> None:
+    check_model_files(whole, POSITIONS - 1)
+    assert check_weights(whole).model_type == "qwen3"
+    check_finite(whole)
+
+
+def entry(shape: object, offsets: object, dtype: str = "F32") -> bytes:
+    return json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+
+
+def replace_by_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "broken config.json": (lambda model: cut(model / "config.json", 50), "config.json is not JSON"),
+    "config.json is a list": (
+        lambda model: (model / "config.json").write_text("[]"),
+        "config.json is list, not",
+    ),
+    "config.json is nested": (lambda model: (model / "config.json").write_text("[" * 100_000), "nested too deeply"),
+    "config.json is a directory": (
+        lambda model: replace_by_directory(model / "config.json"),
+        "has no config.json",
+    ),
+    "broken generation_config.json": (
+        lambda model: (model / "generation_config.json").write_text("{"),
+        "generation_config.json is not JSON",
+    ),
+    "broken tokenizer": (lambda model: cut(model / "tokenizer.json", 99), "tokenizer.json is not JSON"),
+    "empty weights": (lambda model: cut(model / WEIGHTS, 0), "not a safetensors file, or truncated: 0 bytes"),
+    "weights cut in the header": (
+        lambda model: cut(model / WEIGHTS, 100),
+        "not a safetensors file, or truncated: 100 bytes",
+    ),
+    "weights cut": (lambda model: cut(model / WEIGHTS, 9000), "are truncated: .* bytes of tensors in place of"),
+    "noise": (
+        lambda model: (model / WEIGHTS).write_bytes(b"\xff" * 5000),
+        "not a safetensors file, or truncated: 5000 bytes",
+    ),
+    "header is no JSON": (lambda model: with_header(model, b"{{{"), "the header of weights .* is not JSON"),
+    "header without tensors": (lambda model: with_header(model, b"{}"), "has no tensor in its weights"),
+    "sizes that differ": (
+        lambda model: with_header(model, entry([3], [0, 4]), bytes(4)),
+        r"of shape \[3\] in F32 has 4",
+    ),
+    "an entry that is none": (lambda model: with_header(model, b'{"w": 3}'), "the header.s entry 'w' is damaged"),
+    "offsets that are none": (lambda model: with_header(model, entry([1], [4, 0]), bytes(4)), "'w' of shape"),
+    "shape that is none": (lambda model: with_header(model, entry("x", [0, 4]), bytes(4)), "'w' is damaged"),
+    "a file of the index is missing": (
+        lambda model: (model / INDEX).write_text('{"weight_map": {"w": "model-2.safetensors"}}'),
+        "has no model-2.safetensors, which",
+    ),
+    "a tensor of the index is missing": (
+        lambda model: (model / INDEX).write_text(json.dumps({"weight_map": {"w": WEIGHTS}})),
+        "model.safetensors has no w, which",
+    ),
+    "an index without a map": (lambda model: (model / INDEX).write_text("{}"), "has no weight_map"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_files_are_named(model: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(model)
+    with pytest.raises(ConfigError, match=said):
+        check_model_files(model, 16)
+
+
+def test_responses_that_no_model_has_positions_for_are_refused(whole: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"max_new_tokens is {POSITIONS}, and model .* has {POSITIONS} positions"):
+        parse(["--model", str(whole), "--rollout.max-new-tokens", str(POSITIONS)])
+    with pytest.raises(ConfigError, match=r"max_new_tokens is 128, and build.max_length, .*, is 128"):
+        parse(["--rollout.max-new-tokens", "128"])
+
+
+# ---- what transformers says
+
+
+MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unknown type": (
+        lambda model: edit(model / "config.json", model_type="qwen99"),
+        "no causal LM that transformers can load: .* model type `qwen99`",
+    ),
+    "no type": (
+        lambda model: (model / "config.json").write_text("{}"),
+        "no causal LM that transformers can load: .*model_type",
+    ),
+    "no causal LM": (
+        lambda model: (model / "config.json").write_text('{"model_type": "vit"}'),
+        "no causal LM that transformers can load",
+    ),
+    "9 layers for 2": (
+        lambda model: edit(model / "config.json", num_hidden_layers=9),
+        r"`num_hidden_layers` \(9\) must be equal to the number of `layer_types` \(2\)",
+    ),
+    "4 layers for 2": (
+        lambda model: edit(model / "config.json", num_hidden_layers=4, layer_types=["full_attention"] * 4),
+        r"lacks 22 tensors that config.json asks for: model.layers.2.input_layernorm.weight, ",
+    ),
+    "another width": (
+        lambda model: edit(model / "config.json", intermediate_size=64),
+        r"mlp.down_proj.weight \(and 5 others\) has shape \[32, 48\], and config.json asks for \[32, 64\]",
+    ),
+    "another vocabulary": (
+        lambda model: edit(model / "config.json", vocab_size=999),
+        r"model.embed_tokens.weight has shape \[17, 32\], and config.json asks for \[999, 32\]",
+    ),
+    "a tensor is missing": (
+        lambda model: change_weights(model, lambda tensors: tensors.pop("model.norm.weight")),
+        "lacks 1 tensors that config.json asks for: model.norm.weight;",
+    ),
+    "a width that is no number": (
+        lambda model: edit(model / "config.json", hidden_size="wide"),
+        "no causal LM that transformers can load: ",
+    ),
+    "code of its own": (
+        lambda model: edit(model / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
+        "no causal LM that transformers can load: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("misfit", "said"), MISFITS.values(), ids=MISFITS)
+def test_weights_that_do_not_fit_are_named(model: Path, misfit: Callable[[Path], object], said: str) -> None:
+    misfit(model)
+    check_model_files(model, 16)
+    with pytest.raises(ConfigError, match=f"^model {model} .*{said}|^model {model}: .*{said}") as raised:
+        check_weights(model)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_can_be_loaded_is_good(tmp_path: Path, name: str) -> None:
+    kind, config = DECODERS[name]
+    kind(config).save_pretrained(tmp_path)
+    check_weights(tmp_path)
+    load_model(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_is_no_number_is_named(model: Path, value: float, dtype: torch.dtype) -> None:
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
+
+    change_weights(model, damage)
+    with pytest.raises(ConfigError, match=rf"model.safetensors: model.layers.1.mlp.up_proj.weight contains {value}"):
+        check_finite(model)
+
+
+# ---- prompts
+
+
+def test_a_prompt_that_a_tokenizer_has_no_word_for_is_named() -> None:
+    words = Tokenizer(WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    with pytest.raises(ConfigError, match=r"line 2: the tokenizer of the model cannot take the prompt: .*WordLevel"):
+        check_prompts(prompts("known", "new"), tokenizer, positions=9, vocab_size=2, max_new_tokens=4, what="the model")
+
+
+def prompts(*texts: str) -> list[Example]:
+    return [Example(text, "", "", f"data file d, line {line}") for line, text in enumerate(texts, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "said"),
+    [
+        (
+            "1" * 50,
+            {},
+            "line 2: the prompt has 50 tokens, and with rollout.max_new_tokens 16 more than the 64",
+        ),
+        ("1" * 50, {"positions": None}, ""),
+        ("1" * 48, {}, ""),
+        ("1" * 48, {"max_new_tokens": 17}, "line 2: the prompt has 48 tokens"),
+        ("", {}, "line 2: the prompt has no token"),
+        ("word", {}, ""),
+        ("=", {"vocab_size": 14}, "line 2: the prompt has token 14, and the model a vocab_size of 14"),
+        ("1", {"vocab_size": 1}, "end token is 1, and vocab_size 1; they do not match"),
+    ],
+)
+def test_prompts_that_a_model_cannot_take_are_named(text: str, limits: dict[str, Any], said: str) -> None:
+    tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
+    requests = {"positions": 64, "vocab_size": len(tokenizer), "max_new_tokens": 16} | limits
+    if not said:
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", **requests)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", **requests)

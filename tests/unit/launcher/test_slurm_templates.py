@@ -1,0 +1,158 @@
+"""SLURM templates: what is filled in, what is left out, what is refused."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flowrt.cli import main
+from flowrt.errors import ConfigError
+from flowrt.launcher.slurm import HERE, Site, fill, filled, placeholders, write
+from flowrt.ranks.process_group import HCCL_TIMEOUTS_S, group_timeout_s
+from flowrt.transport.devices import Device
+
+ROOT = Path(__file__).parents[3]
+NAMES = ["ascend.sbatch", "extra_rollout.sbatch", "hetjob.sbatch", "many_nodes.sbatch", "one_node.sbatch"]
+FULL = Site(partition="gpu", rollout_partition="spare", account="lab", nodes=6, train_nodes=2, gpus="a100:8")
+
+
+def headers(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+@pytest.mark.parametrize("site", [Site(), FULL], ids=["nothing is said", "everything is said"])
+def test_nothing_is_left_over_and_bash_can_read_it(site: Site) -> None:
+    texts = filled(site)
+    assert sorted(texts) == NAMES
+    for name, text in texts.items():
+        assert "{{" not in text, name
+        assert text.startswith("#!/usr/bin/env bash\n")
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
+        assert not [line for line in headers(text) if line.endswith("=")], name
+
+
+def test_values_of_the_site() -> None:
+    texts = filled(FULL)
+    assert {"--partition=gpu", "--account=lab", "--nodes=6", "--gpus-per-node=a100:8"} < set(
+        headers(texts["many_nodes.sbatch"])
+    )
+    het = headers(texts["hetjob.sbatch"])
+    assert [line for line in het if line.startswith(("--partition", "--nodes", "hetjob"))] == [
+        *("--partition=gpu", "--nodes=2", "hetjob", "--partition=spare", "--nodes=4"),
+    ]
+    for name in ("many_nodes.sbatch", "hetjob.sbatch"):
+        assert "--trainer.nodes 2 --trainer.ranks 16 --rollout.workers 32" in texts[name]
+        assert "--nodes=2 --ntasks=2 --cpus-per-task=32 --gpus-per-node=a100:8" in texts[name]
+        assert "--nodes=1 --ntasks=1 --cpus-per-task=4 --gpus-per-task=1" in texts[name]
+    assert {"--partition=spare", "--gpus-per-node=a100:1"} < set(headers(texts["extra_rollout.sbatch"]))
+
+
+def test_what_is_not_said_is_left_to_slurm() -> None:
+    for text in filled(Site()).values():
+        assert not re.search(r"--(partition|account|gpus\S*)=", text)
+
+
+def test_the_environment_is_that_of_this_python() -> None:
+    for text in filled(Site()).values():
+        assert f"export PATH={Path(sys.executable).parent}:" in text
+        assert "PYTHONSAFEPATH=1" in text
+    quoted = placeholders(Site(runs="/a dir/it's"))["RUNS"]
+    assert subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True).stdout == "/a dir/it's"
+
+
+def test_on_npus_whoever_waits_for_somebody_waits_longer_than_he_does() -> None:
+    """Else the error that is seen is not that of what went wrong."""
+    text = (HERE / "ascend.sbatch").read_text()
+    template = dict(re.findall(r"^export (HCCL_\w+_TIMEOUT)=(\d+)", text, re.MULTILINE))
+    assert template.keys() == HCCL_TIMEOUTS_S.keys()
+    for environment in (template, {}, {"HCCL_EXEC_TIMEOUT": "0", "HCCL_CONNECT_TIMEOUT": "7200"}):
+        connect, work, event = (int(environment.get(name, own)) for name, own in HCCL_TIMEOUTS_S.items())
+        assert event > work
+        group_s = group_timeout_s(Device("npu"), 300.0, environment)
+        assert group_s > max(connect, work, event)
+        assert group_timeout_s(Device("npu"), 9000.0, environment) == 9000.0
+        assert group_timeout_s(Device("cuda"), 300.0, environment) == 300.0
+
+
+def test_no_template_names_a_port_or_sleeps() -> None:
+    for path in [*HERE.glob("*.sbatch"), HERE / "job.sh"]:
+        text = path.read_text()
+        assert not re.search(r"MASTER_PORT|\bsleep\b|:\d{4,5}\b", text), path
+
+
+def test_an_unknown_placeholder_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="unknown placeholder PARTITON"):
+        fill("#SBATCH --partition={{PARTITON}}\n", placeholders(FULL))
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        (Site(nodes=2, train_nodes=2), "at least one node trains and one generates"),
+        (Site(partition="a b"), "partition 'a b' is not allowed in a script"),
+        (Site(account="x\n#SBATCH --uid=0"), "account .* is not allowed"),
+        (Site(recipe="$(date)"), "recipe .* is not allowed"),
+        (Site(gpus="many"), "does not end with a number"),
+        (Site(cpus=0), "use 1 or more"),
+    ],
+)
+def test_values_that_cannot_be(site: Site, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        filled(site)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "hetjob.sbatch").write_text("mine")
+    with pytest.raises(ConfigError, match=r"hetjob\.sbatch exists"):
+        write([str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["hetjob.sbatch"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", str(tmp_path / "site"), "--partition", "gpu"]) == 0
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == NAMES
+    assert "--partition=gpu" in (tmp_path / "site" / "one_node.sbatch").read_text()
+
+
+def test_they_are_in_the_wheel(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", f"from setuptools.build_meta import build_wheel as b; b({str(tmp_path)!r})"],
+        cwd=copy_of_the_house(tmp_path / "house"),
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    wheel = next(tmp_path.glob("*.whl"))
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("flowrt/launcher/slurm_templates/")}
+    assert {f"flowrt/launcher/slurm_templates/{name}" for name in [*NAMES, "job.sh"]} <= names
+
+
+def copy_of_the_house(place: Path) -> Path:
+    """The sources that a wheel is built from; building leaves things behind."""
+    place.mkdir()
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "-co",
+            "--exclude-standard",
+            "flowrt",
+            "workers",
+            "launch",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    for name in listed.stdout.splitlines():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes((ROOT / name).read_bytes())
+    return place

@@ -1,0 +1,435 @@
+"""Configurations: what overrides what, what survives a round trip, what is documented, what is refused."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from flowrt.engines.base import sample_seed
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, merge, parse, to_toml
+from flowrt.recipes.constraints import check
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.runtime.bounds import contains, ends, interval_of, span
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+PYTHON = ["--rollout.sglang.python", sys.executable]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+# ---- what overrides what
+
+
+def test_no_argument_is_the_default_recipe() -> None:
+    assert parse([]) == defaults("arithmetic")
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_name_alone_is_the_recipe_as_it_is(recipe: str) -> None:
+    assert parse([recipe]) == defaults(recipe)
+    assert defaults(recipe).recipe == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_recipe_flag_means_the_same_as_the_name(recipe: str) -> None:
+    assert parse(["--recipe", recipe]) == defaults(recipe)
+
+
+def test_the_recipe_flag_is_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'arithmetic'"):
+        parse(["--recipe", "arithmetik"])
+
+
+def test_the_recipe_may_come_from_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", 'recipe = "gsm8k"\nsteps = 7')
+    assert parse(["--config", file]) == dataclasses.replace(defaults("gsm8k"), steps=7)
+
+
+@pytest.mark.parametrize("spelling", ["apart", "joined"])
+def test_flags_override_the_file_which_overrides_the_defaults(tmp_path: Path, spelling: str) -> None:
+    text = "steps = 7\nseed = 8\n[trainer]\nlr = 0.5\nbeta1 = 0.25\n[rollout]\nmax_running_requests = 3"
+    file = write(tmp_path / "run.toml", text)
+    config = ["--config", file] if spelling == "apart" else [f"--config={file}"]
+    base = defaults("arithmetic")
+    got = parse(["--steps", "9", *config, "--trainer.lr", "0.125"])
+    assert (got.steps, got.trainer.lr) == (9, 0.125)
+    assert (got.seed, got.trainer.beta1, got.rollout.max_running_requests) == (8, 0.25, 3)
+    assert (
+        dataclasses.replace(
+            got,
+            steps=base.steps,
+            seed=base.seed,
+            trainer=dataclasses.replace(got.trainer, lr=base.trainer.lr, beta1=base.trainer.beta1),
+            rollout=dataclasses.replace(got.rollout, max_running_requests=base.rollout.max_running_requests),
+        )
+        == base
+    )
+
+
+def test_a_flag_may_say_the_default_again(tmp_path: Path) -> None:
+    base = defaults("arithmetic")
+    file = write(tmp_path / "run.toml", f"steps = {base.steps + 1}")
+    assert parse(["--config", file, "--steps", str(base.steps)]) == base
+
+
+def test_data_is_short_for_data_path() -> None:
+    assert parse(["gsm8k", "--data", "f.jsonl"]).data.path == "f.jsonl"
+    assert parse(["gsm8k", "--data.path", "f.jsonl"]).data.path == "f.jsonl"
+
+
+def test_a_whole_number_is_a_fraction_too(tmp_path: Path) -> None:
+    lr = parse(["--config", write(tmp_path / "run.toml", "[trainer]\nlr = 1")]).trainer.lr
+    assert (lr, type(lr)) == (1.0, float)
+
+
+def test_merge_leaves_its_base_alone() -> None:
+    base = defaults("arithmetic")
+    merged = merge(base, {"rollout": {"workers": 5}}, "test")
+    assert merged.rollout.workers == 5
+    assert base == defaults("arithmetic")
+
+
+# ---- round trip
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_toml_round_trip_of_the_defaults(recipe: str) -> None:
+    assert from_toml(to_toml(defaults(recipe))) == defaults(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_toml_round_trip_when_every_value_is_another(recipe: str) -> None:
+    changed = dataclasses.replace(_change(defaults(recipe)), recipe=recipe)
+    assert changed != defaults(recipe)
+    assert from_toml(to_toml(changed)) == changed
+
+
+def test_a_choice_that_is_none_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'rollout\.weight_update' takes one of between_sequences, in_flight, not 'never'"
+    ):
+        parse(["--config", write(tmp_path / "run.toml", '[rollout]\nweight_update = "never"')])
+
+
+def test_toml_round_trip_of_awkward_text() -> None:
+    awkward = 'C:\\data\\"x"\n\té 😀 #[a]'
+    config = dataclasses.replace(defaults("arithmetic"), run_dir=awkward)
+    assert from_toml(to_toml(config)) == config
+
+
+def _change(config: Any) -> Any:
+    changes: dict[str, Any] = {}
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if get_origin(hints[field.name]) is Literal:
+            changes[field.name] = next(other for other in get_args(hints[field.name]) if other != value)
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = _change(value)
+        elif isinstance(value, bool):
+            changes[field.name] = not value
+        elif isinstance(value, str):
+            changes[field.name] = value + " other"
+        else:
+            changes[field.name] = value + type(value)(1)
+    return dataclasses.replace(config, **changes)
+
+
+# ---- what is refused
+
+
+def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
+    config = parse(["--group-size", "1", "--loss.scale-by-group-std", "False"])
+    assert (config.group_size, config.loss.scale_by_group_std) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"group_size": 1}, "group_size"),
+        ({"group_size": 0}, "group_size"),
+        ({"steps": 0}, "steps"),
+        ({"prompts_per_step": 0}, "prompts_per_step"),
+        ({"threads": 0}, "threads"),
+        ({"rollout": {"workers": 0}}, "rollout.workers"),
+        ({"rollout": {"max_running_requests": 0}}, "rollout.max_running_requests"),
+        ({"rollout": {"max_new_tokens": 0}}, "rollout.max_new_tokens"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+        ({"rollout": {"temperature": float("nan")}}, "rollout.temperature"),
+        ({"trainer": {"ranks": 0}}, "trainer.ranks"),
+        ({"trainer": {"micro_batch_tokens": 0}}, "trainer.micro_batch_tokens"),
+        ({"trainer": {"forward_tokens": 0}}, "trainer.forward_tokens"),
+        ({"trainer": {"lr": -1.0}}, "trainer.lr"),
+        ({"trainer": {"lr": float("nan")}}, "trainer.lr"),
+        ({"trainer": {"beta1": 1.5}}, "trainer.beta1"),
+        ({"loss": {"tis_cap": 0.5}}, "loss.tis_cap"),
+        ({"loss": {"kl_coef": -1.0}}, "loss.kl_coef"),
+        ({"build": {"heads": 0}}, "build.heads"),
+        ({"build": {"layers": 0}}, "build.layers"),
+        ({"sft": {"batch": 0}}, "sft.batch"),
+        ({"data": {"epochs": -1}}, "data.epochs"),
+        ({"controller": {"heartbeat_s": 0.0}}, "controller.heartbeat_s"),
+        ({"controller": {"worker_timeout_s": 0.5}}, "controller.worker_timeout_s"),
+        ({"controller": {"lease_s": 0.0}}, "controller.lease_s"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else json.dumps(value),
+)
+def test_impossible_values_are_refused_by_name(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check(merge(defaults("arithmetic"), changes, "test"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "name its Python"),
+        ([*PYTHON, "--rollout.sglang.url", "http://host:1"], "not both"),
+        (["--rollout.sglang.python", "/no/such/python"], "is not a file"),
+        (["--rollout.sglang.url", "host:1"], "begins with http"),
+        ([*PYTHON, "--rollout.sglang.device", "npu", "--rollout.sglang.weights", "broadcast"], "use disk or tensor"),
+        (["--rollout.sglang.url", "http://host:1", "--rollout.workers", "2"], "two workers"),
+        ([*PYTHON, '--rollout.sglang.arguments=--name "x'], "arguments"),
+        ([*PYTHON, "--deterministic", "True"], "need --rollout.engine torch"),
+        ([*PYTHON, "--rollout.recompute-kv-on-update", "False"], "pause in_place"),
+        ([*PYTHON, "--rollout.compile", "True"], "rollout.compile is for --rollout.engine torch"),
+        ([*PYTHON, "--rollout.sglang.update-s", "0"], "above 0"),
+        ([*PYTHON, "--trainer.engine", "fsdp", "--trainer.lora.rank", "4"], "use --trainer.lora.publish merged"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(["--rollout.engine", "sglang", *settings])
+
+
+def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
+    """`flowrt run --data FILE`, the recipe's name forgotten, must not quietly train on something else."""
+    data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')
+    with pytest.raises(ConfigError, match="gsm8k"):
+        task_of(parse(["--data", data]))
+
+
+# ---- the range of every number
+
+
+def numeric_fields() -> dict[str, Any]:
+    """The annotated type of every numeric field of a configuration, by its dotted name."""
+    return dict(_numeric_fields(RunConfig(), ""))
+
+
+def _numeric_fields(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from _numeric_fields(value, f"{prefix}{name}.")
+        elif (get_args(hint)[0] if get_origin(hint) is Annotated else hint) in (int, float):
+            yield f"{prefix}{name}", hint
+
+
+def with_value(name: str, value: object) -> RunConfig:
+    """The default configuration with another value of the field of this dotted name."""
+    table: Any = value
+    for key in reversed(name.split(".")):
+        table = {key: table}
+    return merge(defaults("arithmetic"), table, "test")
+
+
+def test_every_numeric_field_has_finite_bounds() -> None:
+    assert len(numeric_fields()) > 70
+    for name, hint in numeric_fields().items():
+        interval = interval_of(hint)
+        assert interval is not None, name
+        low, high = ends(interval)
+        assert math.isfinite(low)
+        assert math.isfinite(high)
+        assert low < high
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_every_default_is_in_its_range(recipe: str) -> None:
+    for name, hint in numeric_fields().items():
+        interval = interval_of(hint)
+        assert interval is not None
+        assert contains(interval, attrgetter(name)(defaults(recipe)))
+
+
+@pytest.mark.parametrize(("name", "hint"), numeric_fields().items())
+def test_a_number_outside_its_range_is_refused_by_name(name: str, hint: Any) -> None:
+    interval = interval_of(hint)
+    assert interval is not None
+    low, high = ends(interval)
+    outside: list[float] = [low - 1, high + 1, 10**30, -(10**30)]
+    is_integer = get_args(hint)[0] is int
+    values = [int(value) for value in outside] if is_integer else [*outside, math.inf, -math.inf, math.nan]
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)} is .*; use "):
+            check(with_value(name, value))
+
+
+def test_infinity_and_not_a_number_are_refused_in_flags_and_files(tmp_path: Path) -> None:
+    for word in ("inf", "-inf", "nan", "1e999"):
+        with pytest.raises(ConfigError, match=r"rollout\.temperature is (-?inf|nan); use a value above 0"):
+            parse([f"--rollout.temperature={word}"])
+    for word in ("inf", "-inf", "nan"):
+        with pytest.raises(ConfigError, match=r"trainer\.lr is (-?inf|nan); use 0 or more, and at most"):
+            parse(["--config", write(tmp_path / "run.toml", f"[trainer]\nlr = {word}")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--seed", "18446744073709551616"], "seed is 18446744073709551616; use 0 or more"),
+        (["--group-size", "100000000"], "group_size is 100000000; use"),
+        (["--group-size", "65536", "--prompts-per-step", "64"], "are 8,388,608 samples; use at most 1,000,000"),
+        (["--max-staleness", "9999", "--steps", "10000"], "10000 steps at once (staleness 9999)"),
+        (["--build.heads", "5"], "build.heads is 5"),
+    ],
+)
+def test_numbers_too_large_together_are_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(settings)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_the_seed_of_every_sample_of_the_largest_numbers_can_be_derived(seed: int) -> None:
+    check(with_value("seed", seed))
+    derived = sample_seed(seed, prompt=2**63 - 1, epoch=2**63 - 1, member=2**63 - 1, attempt=2**63 - 1)
+    torch.Generator().manual_seed(derived)
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", ["run_dir", "data.path", "controller.bind", "rollout.sglang.url"])
+@pytest.mark.parametrize(("text", "words"), [("a\0b", "with a NUL in it"), ("a\udcff", "bytes that are not text")])
+def test_text_that_no_file_could_hold_is_refused(name: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is 'a.*', .*{words}"):
+        check(with_value(name, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"seed = {'9' * 5000}", "is not TOML"),
+        (f"[trainer]\nlr = 1{'0' * 400}", "'trainer.lr' is a number of 401 digits"),
+        (f"x = {'[' * 100_000}", "nested too deeply"),
+        ("seed = ", "is not TOML"),
+        ("\0", "is not TOML"),
+    ],
+    ids=["a number of 5000 digits", "an integer above every float", "deep nesting", "no value", "a NUL"],
+)
+def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(["--config", write(tmp_path / "run.toml", text)])
+
+
+def test_a_config_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"config file {path} is not a regular file"):
+            parse(["--config", str(path)])
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parse(["--config", str(tmp_path / "nowhere.toml")])
+
+
+# ---- what is documented
+
+
+def documented_fields() -> dict[str, str]:
+    """The docstring of every field that is a flag, by its dotted name."""
+    return dict(_walk(RunConfig(), ""))
+
+
+def _walk(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    docs: dict[str, str] = {}
+    for kind in type(config).__mro__:
+        if dataclasses.is_dataclass(kind):
+            docs = {**_field_docs(kind), **docs}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", docs.get(name, "")
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """The string after each field of a class."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        one.target.id: inspect.cleandoc(following.value.value)
+        for one, following in itertools.pairwise(body)
+        if isinstance(one, ast.AnnAssign)
+        and isinstance(one.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+        and isinstance(following.value.value, str)
+    }
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    ended = subprocess.run(
+        [str(FLOWRT), "run", "--help"],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    return squeeze("".join(" " if c in "╭╮╰╯│─" else c for c in ended.stdout))
+
+
+def squeeze(text: str) -> str:
+    """Without white space: lines are folded at blanks and at hyphens."""
+    return "".join(text.split())
+
+
+def test_every_kind_of_setting_is_looked_at() -> None:
+    sections = {name.split(".")[0] for name in documented_fields() if "." in name}
+    assert sections == {name for name, value in vars(RunConfig()).items() if dataclasses.is_dataclass(value)}
+    assert len(documented_fields()) > 45
+
+
+@pytest.mark.parametrize(("name", "doc"), documented_fields().items())
+def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text: str) -> None:
+    assert doc, f"{name} has no docstring"
+    assert doc.endswith(".")
+    assert ". " not in doc, f"{name} is explained in more than one sentence"
+    assert doc[0].isupper()
+    # A flag, its type or choices, its sentence, its bounds if it is a number.
+    flag = re.escape("--" + name.replace("_", "-"))
+    hint = numeric_fields().get(name)
+    interval = interval_of(hint)
+    bounds = "" if interval is None else squeeze(f"({span(interval, get_args(hint)[0])}; default")
+    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\})" + re.escape(squeeze(doc) + bounds), help_text), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--trainer.lora.rank", "4"], "the torch engine has no adapters; use --trainer.engine fsdp"),
+        (["--trainer.fsdp.device", "tpu"], "trainer.fsdp.device is 'tpu'; use one of auto, cpu, cuda, npu"),
+        (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
+        (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
+    ],
+)
+def test_what_a_training_engine_cannot_do_is_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
+        parse(flags)

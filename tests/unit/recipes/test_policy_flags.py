@@ -1,0 +1,197 @@
+"""What a flag chooses is the value that it stands for: refresh policies, one's own reward."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from flowrt.client.batch import Batch
+from flowrt.controller.events import Send
+from flowrt.controller.policies.batching import Rows, TokenBudget
+from flowrt.controller.policies.dispatch.base import Fifo
+from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
+from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling
+from flowrt.engines.simulated.costs import GenerationCost, TrainCost
+from flowrt.engines.simulated.lengths import Lengths, LogNormal
+from flowrt.errors import ConfigError
+from flowrt.protocol.messages import Grant
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.grpo import policies
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.reward_client import check_reward
+from flowrt.roles.engines import train_engine
+from flowrt.roles.trainer import to_training_batch
+from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.scenario import Scenario
+from tests.unit.controller.test_locality import bytes_moved
+
+
+def test_what_is_not_ones_own_takes_no_reward_and_what_is_needs_one(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match="flowrt run custom"):
+        parse(["gsm8k", "--data", str(data), "--data.reward", "mine.py"])
+    with pytest.raises(ConfigError, match=r"data\.reward FILE\.py:FUNCTION"):
+        task_of(parse(["custom", "--data", str(data)]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refresh"),
+    [
+        ([], DelayedUpdate()),
+        (["--rollout.weight-sync.policy", "rolling", "--rollout.weight-sync.max-concurrent", "3"], Rolling(3)),
+        (["--rollout.weight-sync.policy", "every_n", "--rollout.weight-sync.interval", "4"], EveryN(4)),
+        (["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "5"], Divergence(1e-3, 5)),
+    ],
+)
+def test_the_refresh_policy_is_the_one_that_was_named(flags: list[str], refresh: object) -> None:
+    assert policies(parse(flags)).refresh == refresh
+
+
+def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="max_age is 0"):
+        parse(["--rollout.weight-sync.policy", "divergence", "--rollout.weight-sync.max-age", "0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("missing.py", None, "there is no file"),
+        ("mine.txt", "", "is not a Python file"),
+        ("mine.py", "import nothing_of_that_name", "ModuleNotFoundError: .* while the file was loaded"),
+        ("mine.py", "x = 1", "no function 'reward'"),
+        ("mine.py:other", "def reward(response, answer): return 1", "no function 'other'"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_told_in_a_sentence(
+    tmp_path: Path, name: str, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / name.partition(":")[0]).write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        check_reward(str(tmp_path / name), 30.0, "7", print)
+
+
+@pytest.mark.parametrize(("started", "configured"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_ranks_than_configured_is_refused(
+    monkeypatch: pytest.MonkeyPatch, started: int, configured: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    config = parse(["--trainer.ranks", str(configured)])
+    with pytest.raises(
+        ConfigError, match=f"{started} trainer processes were started, but trainer.ranks is {configured}"
+    ):
+        train_engine(config)
+
+
+LOCALITY = ["--dispatch.policy", "locality"]
+LENGTH_AWARE = ["--dispatch.policy", "length_aware"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dispatch"),
+    [
+        ([], Fifo()),
+        ([*LOCALITY, "--dispatch.lookahead", "3"], Sticky(3)),
+        (
+            [*LENGTH_AWARE, "--dispatch.row-cost", "0.5", "--dispatch.tail-fraction", "0.1"],
+            LengthAware(DecodeCost(1.0, 0.5), 128, 0.1),
+        ),
+    ],
+)
+def test_the_dispatch_policy_is_the_one_that_was_named(flags: list[str], dispatch: object) -> None:
+    assert policies(parse(flags)).dispatch == dispatch
+
+
+def test_dispatch_by_locality_moves_fewer_bytes() -> None:
+    assert bytes_moved(policies(parse(LOCALITY)).dispatch, 4, 0) < 0.2 * bytes_moved(policies(parse([])).dispatch, 4, 0)
+
+
+def test_length_aware_dispatch_makes_steps_shorter_and_its_flags_matter() -> None:
+    """In the simulation of `test_cluster`; with a fraction of 0 the run is that of the default."""
+    plan = ClusterPlan(
+        workers=8,
+        rows=32,
+        groups_per_step=32,
+        members=8,
+        steps=5,
+        lengths=Lengths(LogNormal(200, 1.0, 4000), correlation=0.85, seed=1),
+        decode=GenerationCost(base_s=0.01, per_row_s=0.001),
+        train=TrainCost(token_s=1e-4, optimizer_s=0.5),
+        bound=0,
+        prompts=32,
+    )
+    size = ["--prompts-per-step", "32", "--group-size", "8", *LENGTH_AWARE]
+    none, cheap, costly = (
+        policies(parse([*size, *flags])).dispatch
+        for flags in (
+            ["--dispatch.tail-fraction", "0"],
+            ["--dispatch.row-cost", "0.0001"],
+            ["--dispatch.row-cost", "0.1"],
+        )
+    )
+    seconds = [
+        ClusterSimulation(dataclasses.replace(plan, dispatch=one)).run() for one in (Fifo(), none, cheap, costly)
+    ]
+    assert seconds[0] == seconds[1]
+    assert seconds[3] < min(seconds[0], seconds[2])
+
+
+def test_a_micro_batch_is_full_at_tokens_or_at_samples() -> None:
+    assert policies(parse(["--trainer.micro-batch-tokens", "99"])).batcher == TokenBudget(99)
+    by_samples = policies(parse(["--trainer.micro-batch-samples", "4"])).batcher
+    assert by_samples == Rows(4)
+    scenario = Scenario(groups_per_step=6, members=2, batcher=by_samples)
+    runs = [SimulatedCluster(one).run() for one in (scenario, dataclasses.replace(scenario, batcher=TokenBudget(1)))]
+    sizes = [[size for one in run.log if (size := _trained_samples(one))] for run in runs]
+    assert min(sizes[1]) == 2
+    assert min(sizes[0]) == 4
+    assert sum(sizes[0]) == sum(sizes[1])
+
+
+def _trained_samples(command: object) -> int:
+    """Samples of a micro-batch that the controller grants; 0 for all other commands."""
+    if not isinstance(command, Send) or not isinstance(command.message, Grant):
+        return 0
+    return len(command.message.slots) if command.worker.startswith("trainer") else 0
+
+
+class _Pulled:
+    """What `to_training_batch` reads of a batch: two samples, of staleness 0 and 3 in step 3."""
+
+    inline: Mapping[str, list[float]] = {"reward": [0.0, 1.0]}
+    groups = (0, 0)
+    tensors: Mapping[str, list[torch.Tensor]] = {
+        "prompt": [torch.ones(1, dtype=torch.int32)] * 2,
+        "response": [torch.ones(2, dtype=torch.int32)] * 2,
+        "logprobs": [torch.zeros(2)] * 2,
+    }
+
+    def __len__(self) -> int:
+        return 2
+
+    def oldest_version(self, row: int) -> int:
+        return 3 - 3 * row
+
+    def versions(self, row: int) -> torch.Tensor:
+        return torch.full((2,), self.oldest_version(row))
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"),
+    [
+        ([], [1.0, 1.0]),
+        (["--loss.staleness-weight", "polynomial"], [1.0, 0.5]),
+        (["--loss.staleness-weight", "polynomial", "--loss.staleness-power", "1"], [1.0, 0.25]),
+        (["--loss.staleness-weight", "polynomial", "--loss.staleness-power", "0"], [1.0, 1.0]),
+    ],
+)
+def test_a_stale_sample_counts_as_the_flag_says(flags: list[str], weights: list[float]) -> None:
+    batch = to_training_batch(cast(Batch, _Pulled()), parse(flags), 3)
+    assert batch.weights_N.tolist() == weights
