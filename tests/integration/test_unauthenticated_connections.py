@@ -121,6 +121,26 @@ async def test_a_worker_that_floods_another_with_rendezvous_keys_is_dismissed(tm
         await deaf.close()
 
 
+async def test_a_dismissed_worker_whose_connection_broke_is_told_why_when_it_reconnects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
+        reader = await api.connect(address, "reader", "reader", SOON_S)
+        monkeypatch.setattr(reader._connection._link, "_on_message", lambda _: None)  # the dismissal is lost
+        reader.send(m.OfferAccepted(1, 1))
+        async with asyncio.timeout(SOON_S):
+            while "reader" in server._connections:
+                await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.01)
+        reader._connection._lose()
+        with pytest.raises(Stopped, match="OfferAccepted, which only the controller says") as stopped:
+            async with asyncio.timeout(SOON_S):
+                await reader.wait_stopped()
+        assert stopped.value.code == EXIT_DISMISSED
+        await reader.close()
+        again = await api.connect(address, "reader", "reader", SOON_S)  # another process of its name may join
+        await again.close()
+
+
 async def test_a_long_name_in_a_request_is_answered_with_a_short_reason(tmp_path: Path) -> None:
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
         observer = await api.connect(address, "watcher", "observer", SOON_S)

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
+MAX_DISMISSED = 10_000
+"""Dismissed workers whose reason is kept, in case they reconnect."""
 STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
 
 
@@ -91,6 +93,8 @@ class Server:
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
+        self._dismissed: dict[str, str] = {}
+        """Why workers were dismissed: a connection that closes under load may lose the message that says so."""
         self._link = ServerLink(
             self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
         )
@@ -215,6 +219,11 @@ class Server:
             self._connections.send_now(WorkerId(hello.worker), m.Heartbeat())
             self._process_disconnects(immediately=True)
         known = self._connections.name(peer)
+        if not hello.term:
+            self._dismissed.pop(hello.worker, None)  # another process of that name
+        elif known is None and hello.worker in self._dismissed:
+            self._answer_unknown_peer(peer, dismissal(self._dismissed[hello.worker]))
+            return
         reason = rejection_reason(hello, self._core, hello.worker in self._connections or known is not None)
         if reason:
             if known is not None:
@@ -300,6 +309,9 @@ class Server:
                 log.warning("%s is dismissed: %s", worker, reason)
                 self._connections.send_now(worker, dismissal(reason))
                 self._connections.remove(worker)
+                if len(self._dismissed) >= MAX_DISMISSED:
+                    del self._dismissed[next(iter(self._dismissed))]
+                self._dismissed[worker] = reason
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
