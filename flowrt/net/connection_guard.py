@@ -47,6 +47,7 @@ _ZAP_VERSION = b"1.0"
 _ZAP_ACCEPTED = b"200"
 _ZAP_REFUSED = b"400"
 _ZAP_REQUEST_FRAMES = 9  # peer, delimiter, version, request id, domain, address, routing id, mechanism, key
+_NO_LINGER = struct.pack("ii", 1, 0)
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received, Linux 4.1 and later
 
 
@@ -328,16 +329,17 @@ class ConnectionGuard:
             self._liveness.add(descriptor)
 
     def _close_excessive(self, descriptor: int) -> None:
-        self._close(descriptor, "it sends more than can be read")
+        # With a reset: a peer whose data was not read would otherwise probe the closed connection for minutes.
+        self._close(descriptor, "it sends more than can be read", reset=True)
         self._trim_memory = True
 
-    def _close(self, descriptor: int, reason: str) -> None:
+    def _close(self, descriptor: int, reason: str, *, reset: bool = False) -> None:
         if descriptor in self._closing:
             return
         self._closing.add(descriptor)
         self._unjoined.pop(descriptor, None)
         self.refused.warn("closed the connection from %s: %s", self.address(descriptor) or "an unknown address", reason)
-        _shut_down(descriptor)
+        _shut_down(descriptor, reset=reset)
 
 
 def received_bytes(descriptor: int) -> int:
@@ -356,9 +358,12 @@ def return_freed_memory() -> None:
         LIBC.malloc_trim(0)
 
 
-def _shut_down(descriptor: int) -> None:
+def _shut_down(descriptor: int, *, reset: bool = False) -> None:
+    """Shut a connection down; ZeroMQ then closes it. With ``reset``, data on its way is lost, in both directions."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         return

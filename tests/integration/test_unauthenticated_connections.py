@@ -94,7 +94,9 @@ async def test_unauthenticated_connections_together_hold_bounded_memory(tmp_path
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (server, address):
         before, most = psutil.Process().memory_info().rss, 0
         with subprocess.Popen([sys.executable, "-c", BALLAST, address]) as strangers:  # noqa: ASYNC220
+            start_s = time.monotonic()
             while strangers.poll() is None:
+                assert time.monotonic() - start_s < SOON_S, "a stranger still waits for a connection that was closed"
                 await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.01)
                 most = max(most, psutil.Process().memory_info().rss - before)
         assert strangers.returncode == 0
