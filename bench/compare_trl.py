@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrt.engines.options import Dtype
+from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.tasks.registry import task_of
@@ -63,7 +64,7 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
         run_dir=str(folder / f"run-{dtype}"),
         model=str(folder / "model"),
         data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
-        loss=dataclasses.replace(base.loss, kl_coef=0.0),
+        algorithm=dataclasses.replace(base.algorithm, kl=dataclasses.replace(base.algorithm.kl, coef=0.0)),
         rollout=dataclasses.replace(
             base.rollout,
             workers=1,
@@ -134,7 +135,7 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
         "max_new_tokens": made.rollout.max_new_tokens,
         **{name: getattr(made, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
         **{name: getattr(made.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
-        **{name: getattr(made.loss, name) for name in ("clip_low", "clip_high")},
+        **{name: getattr(PRESETS["dapo"].loss, name) for name in ("clip_low", "clip_high")},
     }
     path = folder / "orders.json"
     path.write_text(json.dumps(orders))

@@ -17,6 +17,7 @@ from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.launcher import build_model
 from flowrt.recipes import grpo as recipe
+from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse, to_toml
 from flowrt.recipes.run_dir import model_dir
@@ -79,7 +80,7 @@ async def run_recipe(
         REWARD: lambda session: reward.run(session, config),
         TRAINER: train,
     }
-    if config.loss.kl_coef > 0:
+    if needs_reference(config.algorithm):
         roles[REFERENCE] = lambda session: reference.run(session, config)
     settings = recipe.settings(config)
     check_roles(settings, roles)

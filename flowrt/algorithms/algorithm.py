@@ -9,8 +9,9 @@ Three policies have names everywhere:
 Invariants:
 
 - Terms leave as sums with the kind of count that they are divided by. The trainer adds the gradients of all
-  micro-batches of a step on all ranks, one buffer a kind of count, and divides each once by its global count. So the
-  gradient does not depend on how a step was cut into micro-batches, passes or ranks.
+  micro-batches of a step on all ranks, and divides once by the global count. Where terms have different counts, or a
+  step has several updates, the trainer waits for the last sample, and divides each term by its global count before the
+  backward passes. So the gradient does not depend on how a step was cut into micro-batches, passes or ranks.
 - All tokens of a sample are in one pass. With `Needs.whole_groups`, all samples of a group are.
 
 Shapes: N = samples of a pass, T = their response tokens, flattened; sample_T is the index into N of a token's sample.
@@ -44,6 +45,9 @@ class Needs:
     whole_groups: bool = False
     """All samples of a group in one forward pass, for losses that compare them."""
     scope: Scope = "group"
+    token_statistics: bool = False
+    """With scope "step": `Algorithm.measure` reads the tokens of the step, so that each sample has a forward
+    pass of its own when it arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Tokens:
         valid_T: 1 for tokens whose recorded numbers are usable, else 0; masks the loss, counts stay.
         reference_T: under the reference; None unless `Needs.reference`.
         entropy_T: of the prediction of the token; None unless `Needs.entropy`.
-        step: statistics of the whole step by name, from `Algorithm.measure`; empty with scope "group".
+        step: statistics of the whole step by name, from `Algorithm.measure`; empty without `Needs.token_statistics`.
     """
 
     logprobs_T: Tensor
@@ -207,7 +211,10 @@ class Algorithm(Protocol):
         ...
 
     def measure(self, step: StepTokens) -> dict[str, float]:
-        """Statistics of the whole step; called with scope "step" alone, with equal arguments on all ranks."""
+        """Statistics of the whole step, under the policy before its first update.
+
+        Called with `Needs.token_statistics` alone, with equal arguments on all ranks.
+        """
         ...
 
     def terms(self, tokens: Tokens) -> Sequence[Term]:

@@ -170,13 +170,18 @@ class SecondMoment:
             raise ValueError(f"tau is {self.tau}; it must be above 0")
 
     def threshold(self, step: StepTokens) -> float:
-        """The largest squared log ratio that is kept; inf if all are."""
+        """Bound of the squared log ratios that are kept, between the last one kept and the next; inf if all are."""
         squares = clamped_log_ratio_T(step.logprobs_T, step.rollout_T).double().square().sort().values
         means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=torch.float64)
         kept = int((means <= self.tau).sum())
-        if kept == len(squares):
-            return math.inf
-        return float(squares[kept - 1]) if kept else -1.0
+        return _bound(squares, kept)
+
+
+def _bound(ascending: Tensor, kept: int) -> float:
+    """A number between the ``kept`` smallest values and the others: rounding decides about no token."""
+    if kept == len(ascending):
+        return math.inf
+    return float(ascending[kept - 1 : kept + 1].mean()) if kept else -math.inf
 
 
 M2_THRESHOLD, ENTROPY_THRESHOLD = "m2_threshold", "entropy_threshold"
@@ -211,6 +216,7 @@ class Objective:
             reference=self.kl is not None or in_reward,
             entropy=self.entropy.coef != 0 or self.entropy.top < 1,
             scope="step" if credit_scope == "step" or self._measures else "group",
+            token_statistics=self._measures,
         )
 
     @property
@@ -225,7 +231,8 @@ class Objective:
         if self.second_moment is not None:
             measured[M2_THRESHOLD] = self.second_moment.threshold(step)
         if self.entropy.top < 1 and step.entropy_T is not None and len(step.entropy_T):
-            measured[ENTROPY_THRESHOLD] = float(step.entropy_T.double().quantile(1 - self.entropy.top))
+            descending_T = -step.entropy_T.double().sort(descending=True).values
+            measured[ENTROPY_THRESHOLD] = -_bound(descending_T, math.ceil(self.entropy.top * len(descending_T)))
         return measured
 
     def terms(self, tokens: Tokens) -> Sequence[Term]:

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from flowrt.algorithms.algorithm import Groups
 from flowrt.transport.weights.snapshot import Snapshot
 
 
@@ -169,10 +170,12 @@ class TrainingBatch:
         rollout_logprobs: N tensors [T] float32, in nats, under the weights that generated the tokens.
         reference_logprobs: N tensors [T] float32, in nats, under the reference model; None without a KL term.
         advantages_N: [N] float32, one for all tokens of a sample.
-        weights_N: [N] float32, the factor of a sample's loss; 1 unless `loss.staleness_weight` is set.
+        weights_N: [N] float32, the factor of a sample's loss; 1 unless `algorithm.staleness_weight` is set.
         groups_N: [N] int64, group of each sample; all samples of a group are in one batch.
         ages: N tensors [T] int64, staleness of each token in versions: version being trained minus version that
             generated it; None: no divergence by staleness is measured.
+        credit: what `Algorithm.credit` reads, for these N samples; given if the algorithm has scope "step", whose
+            engine computes advantages at the end of the step, in place of `advantages_N`.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -183,6 +186,7 @@ class TrainingBatch:
     weights_N: torch.Tensor
     groups_N: torch.Tensor
     ages: Sequence[torch.Tensor] | None = None
+    credit: Groups | None = None
 
 
 class TrainEngine(Protocol):
@@ -193,7 +197,8 @@ class TrainEngine(Protocol):
     """
 
     def accumulate(self, batch: TrainingBatch) -> None:
-        """Add the gradient of the *sum* of the batch's token losses to that of the current step.
+        """Add the samples to the current step: their gradient, or, if the algorithm has several updates a step or
+        statistics of a whole step, what `step` needs to train on them.
 
         Args:
             batch: on the CPU; each rank has its own batches, and any number of them.
@@ -205,14 +210,16 @@ class TrainEngine(Protocol):
         ...
 
     def step(self) -> dict[str, float]:
-        """Divide the gradient by the step's token count over all ranks, update the weights, start the next step.
+        """Update the weights, once or as often as the algorithm's plan says, and start the next step.
+
+        Gradients are divided by global counts over all ranks.
 
         Returns:
             Metrics of the step by name: per-token means in nats (losses, KL), ``grad_norm`` before clipping, ``lr``,
             ``response_length`` in tokens. Empty, and nothing is changed, if no rank accumulated a token.
 
         Raises:
-            EngineError: if the gradient is not finite; the weights are then those before the step.
+            EngineError: if the gradient is not finite; the weights are then those before that update.
             WaitExpired: if the passes of the ranks are in lock step and another rank is lost.
         """
         ...

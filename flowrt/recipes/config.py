@@ -23,6 +23,20 @@ from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 
 MAX_LIVE_SAMPLES = 1_000_000
 """Most samples of the steps in progress at a time: the controller keeps a row in memory for each."""
+PolicyLossName = Literal[
+    "reinforce",
+    "ppo",
+    "cispo",
+    "gspo",
+    "gmpo",
+    "sapo",
+    "dppo",
+    "vespo",
+    "topr",
+    "aspo",
+    "cross_entropy",
+    "dpo",
+]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
@@ -179,24 +193,166 @@ class TrainerConfig(TrainOptions):
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """The GRPO loss (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
+class AdvantageConfig:
+    """From the rewards of a group to one advantage a sample: (reward - baseline) / scale."""
 
+    baseline: Literal["group_mean", "leave_one_out", "length_weighted", "none"] = "group_mean"
+    """What is subtracted from a reward: group_mean (GRPO), leave_one_out, the mean of the others (RLOO, arXiv
+    2402.14740), length_weighted (OPO, arXiv 2505.23585), or none."""
+    scale: Literal["group_std", "batch_std", "group_mean", "none"] = "group_std"
+    """What is divided by: the standard deviation of the group (GRPO) or of the step (Lite-PPO, arXiv 2508.08221), the
+    group's mean (MaxRL, arXiv 2602.02710), or none (arXiv 2503.20783)."""
+    eps: Annotated[float, Interval(gt=0, le=1)] = 1e-6
+    """Added to standard deviations; with scale group_mean: means up to it count as 0."""
+    whiten: bool = False
+    """Normalise the advantages of a step to mean 0 and standard deviation 1 (REINFORCE++, arXiv 2501.03262)."""
+    keep_best: Annotated[int, Interval(ge=0, le=65_536)] = 0
+    """Train on this many best samples of each group, with advantage 1, and on no others (RAFT, arXiv 2304.06767);
+    0: off."""
+    keep_above: Reward = -1_000_000_000.0
+    """With keep_best: samples with rewards up to this are not trained."""
+    overlong_tokens: Annotated[int, Interval(ge=0, le=16_777_216)] = 0
+    """Soft length penalty (DAPO, arXiv 2503.14476, equation 13): over the last this many tokens before
+    rollout.max_new_tokens the reward falls by up to 1; 0: off."""
+    mask_truncated: bool = False
+    """Do not train on responses that were cut at the length limit."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss of a token, and how the losses of tokens become the loss of a step."""
+
+    policy: PolicyLossName = "reinforce"
+    """Policy loss: reinforce, ppo (also for GRPO and DAPO), cispo, gspo, gmpo, sapo, dppo, vespo, topr, aspo,
+    cross_entropy, dpo."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Mean over the tokens of a step (DAPO), mean over samples of the mean over tokens (GRPO), or sum over
+    rollout.max_new_tokens a sample (arXiv 2503.20783)."""
     clip_low: Annotated[float, Interval(ge=0, le=1_000)] = 0.2
-    """Lower clip range: the probability ratio is clipped at 1 - clip_low."""
-    clip_high: Annotated[float, Interval(ge=0, le=1_000)] = 0.28
-    """Upper clip range: the probability ratio is clipped at 1 + clip_high."""
-    kl_coef: Annotated[float, Interval(ge=0, le=1_000)] = 1e-3
-    """Weight of the KL divergence (k3 estimator) from the reference model; 0: no reference worker is started."""
-    tis_cap: Annotated[float, Interval(ge=1, le=1_000_000)] = 2.0
-    """Upper bound of the truncated importance weight (trainer probability over rollout probability, per token)."""
+    """Lower clip range: ratios are clipped at 1 - clip_low (gmpo: log ratios at -clip_low)."""
+    clip_high: Annotated[float, Interval(ge=0, le=1_000)] = 0.2
+    """Upper clip range: ratios are clipped at 1 + clip_high (gmpo: log ratios at clip_high)."""
+    dual_clip: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Loss ppo: bound of the loss of tokens with negative advantage, in multiples of it (arXiv 1912.09729); 0: none.
+    Loss aspo: bound of the turned ratio."""
+    delta: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Loss ppo: bound of the unclipped ratio (INTELLECT-2, arXiv 2505.07291); 0: none."""
+    length_weighted: bool = False
+    """Loss gspo: times the length of the sample (LUSPO, arXiv 2602.05261)."""
+    tau_positive: Annotated[float, Interval(gt=0, le=1_000)] = 1.0
+    """Loss sapo: temperature of the gate for positive advantages."""
+    tau_negative: Annotated[float, Interval(gt=0, le=1_000)] = 1.05
+    """Loss sapo: temperature of the gate for negative advantages."""
+    distance: Literal["tv", "kl"] = "tv"
+    """Loss dppo: distance of a token's probability from the anchor's."""
+    limit: Annotated[float, Interval(gt=0, le=1_000)] = 0.2
+    """Loss dppo: distance beyond which a token is masked."""
+    max_ratio: Annotated[float, Interval(ge=1, le=1_000_000)] = 20.0
+    """Loss dppo: bound of the ratio."""
+    k_positive: Annotated[float, Interval(gt=0, le=1_000)] = 2.0
+    """Loss vespo: exponent of the sample's ratio for positive advantages."""
+    lambda_positive: Annotated[float, Interval(gt=0, le=1_000)] = 3.0
+    """Loss vespo: rate of the sample's ratio for positive advantages."""
+    k_negative: Annotated[float, Interval(gt=0, le=1_000)] = 3.0
+    """Loss vespo: exponent for negative advantages."""
+    lambda_negative: Annotated[float, Interval(gt=0, le=1_000)] = 2.0
+    """Loss vespo: rate for negative advantages."""
+    cap: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
+    """Loss topr: bound of the ratio of samples with negative advantage."""
+    level: Literal["sequence", "token"] = "sequence"
+    """Loss topr: ratios of whole samples or of tokens."""
+    beta: Annotated[float, Interval(gt=0, le=1_000)] = 0.1
+    """Loss dpo: inverse temperature of the preference."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The optimiser updates of a step, and the policy that their ratios are measured from."""
+
+    anchor: Literal["present", "rollout", "step"] = "present"
+    """Denominator of the ratio: present, the trained policy itself (every ratio is 1); rollout, the policy that sampled
+    the token; step, the policy before the first update of the step."""
+    updates: Annotated[int, Interval(ge=1, le=1_000)] = 1
+    """Mini-batches, in whole groups, that a step is cut into, each with an optimiser update; one version of the weights
+    is published after the last."""
+    epochs: Annotated[int, Interval(ge=1, le=1_000)] = 1
+    """Passes over the samples of a step."""
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Correction of the difference between the policy that sampled and the anchor."""
+
+    level: Literal["off", "token", "sequence", "geometric"] = "token"
+    """Importance weight, anchor over rollout: of each token, of the sample (the product), its geometric mean, or
+    off."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Weights outside [low, high] are truncated (TIS), or set to 0 (IcePop, arXiv 2510.18855)."""
+    low: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Lower bound of the weight."""
+    high: Annotated[float, Interval(ge=1, le=1_000_000)] = 2.0
+    """Upper bound of the weight."""
+    reject_low: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Mask samples whose geometric mean ratio, policy over rollout, is below this; 0: none."""
+    reject_high: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.0
+    """Mask samples whose geometric mean ratio, policy over rollout, is above this (1 or more); 0: none."""
+    reject_negative_kl: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Mask samples with negative advantage that have moved more than this from the rollout policy, in nats a token
+    (DeepSeek-V3.2, arXiv 2512.02556); 0: none."""
+    second_moment: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Mask the tokens with the largest squared log ratios until the mean of the rest is below this (M2PO, arXiv
+    2510.01161); 0: none."""
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """Penalty on the divergence from the reference model."""
+
+    coef: Annotated[float, Interval(ge=0, le=1_000)] = 1e-3
+    """Weight of the penalty; 0: none, and no reference worker is started."""
+    where: Literal["loss", "reward"] = "loss"
+    """As a term of the loss, or subtracted from the reward of each sample (sum over its tokens)."""
+    estimator: Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"] = "k3"
+    """Estimator of the term in the loss: k1, k2, k3 (joschu.net/blog/kl-approx.html), the value of k3 with the slope of
+    k2, or k3 with importance weights (arXiv 2512.02556)."""
+
+
+@dataclass(frozen=True)
+class EntropyConfig:
+    """Entropy of the predictions in the loss."""
+
+    coef: Annotated[float, Interval(ge=-1_000, le=1_000)] = 0.0
+    """Weight of the entropy bonus, in nats; 0: none."""
+    top_share: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Share of the step's tokens, those of highest entropy, that the policy loss is kept for (arXiv 2506.01939)."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The RL objective: a preset by name, any field of it, or a class of your own."""
+
+    name: str = "reinforce"
+    """Preset (also --algorithm NAME), which sets all fields below; or FILE.py:NAME, a class with the methods of
+    flowrt.algorithms.algorithm.Algorithm."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """Advantages."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The policy loss."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Updates of a step."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Correction for stale samples."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    """The reference model."""
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
+    """Entropy."""
     staleness_weight: Literal["uniform", "polynomial"] = "uniform"
     """Loss weight of a sample by its staleness s; uniform: 1; polynomial: (1 + s) ** -staleness_power (FedAsync, arXiv
     1903.03934)."""
     staleness_power: Annotated[float, Interval(ge=0, le=100)] = 0.5
     """Weight polynomial: the exponent; 0: uniform."""
-    scale_by_group_std: bool = True
-    """Divide advantages by the standard deviation of the group's rewards."""
+    own_reference: bool = False
+    """Whether a class of your own needs the reference model; found out when the run starts."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +447,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: GRPO with a strict staleness bound."""
+    """One run: an RL objective with a strict staleness bound."""
 
     recipe: str = "arithmetic"
     """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them."""
@@ -329,8 +485,8 @@ class RunConfig:
     """Rollout workers."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    """The loss."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """The RL objective."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)

@@ -1,4 +1,4 @@
-"""Configurations as flags and as TOML: defaults of the recipe, then a file, then flags; the last one wins.
+"""Configurations as flags and as TOML: the recipe's defaults, an algorithm's preset, a file, flags; the last one wins.
 
 - A value of the wrong type or an unknown key is refused with its full name, and with the key that was probably meant.
 - `to_toml` and `from_toml` are inverses: workers receive the configuration as TOML.
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tomli_w
 
 from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.algorithms import preset
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import check
 from flowrt.recipes.tasks.registry import RECIPES, recipe
@@ -23,13 +24,15 @@ Config = TypeVar("Config")
 RECIPE_NAMES = tuple(RECIPES)
 
 
-def defaults(name: str) -> RunConfig:
-    """The default configuration of a recipe. Raises ConfigError for an unknown recipe."""
-    return recipe(name).defaults
+def defaults(name: str, algorithm: str = "") -> RunConfig:
+    """The default configuration of a recipe, with an algorithm's preset. Raises ConfigError for unknown names."""
+    config = recipe(name).defaults
+    return dataclasses.replace(config, algorithm=preset(algorithm)) if algorithm else config
 
 
 def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
-    """Parse ``[recipe] [--config FILE.toml] [--key value …]``: flags override the file, the file the defaults.
+    """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
+    algorithm's preset, and that the defaults of the recipe.
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
     """
@@ -37,11 +40,14 @@ def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
     file, rest = _take("--config", rest)
     flag, rest = _take("--recipe", rest)
+    algorithm, rest = _take("--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", one) for one in rest])
     if name and flag and name != flag:
         raise ConfigError(f"recipe {name!r} or {flag!r}? Name only one of them")
     name = name or flag
     table = read_toml(Path(file)) if file else {}
-    base = defaults(name or str(table.get("recipe", RECIPE_NAMES[0])))
+    if algorithm and isinstance(own := table.get("algorithm"), Mapping):
+        table["algorithm"] = {key: value for key, value in own.items() if key != "name"}
+    base = defaults(name or str(table.get("recipe", RECIPE_NAMES[0])), algorithm or _algorithm(table))
     if name and table.get("recipe", name) != name:
         raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {name!r}; name only one of them")
     base = merge(base, table, file)
@@ -120,7 +126,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def from_toml(text: str) -> RunConfig:
     """Parse the output of `to_toml`."""
     table = tomllib.loads(text)
-    return merge(defaults(str(table["recipe"])), table, "the controller's configuration")
+    return merge(defaults(str(table["recipe"]), _algorithm(table)), table, "the controller's configuration")
 
 
 def from_file(path: Path) -> RunConfig:
@@ -129,7 +135,7 @@ def from_file(path: Path) -> RunConfig:
     Raises ConfigError if the file cannot be read or is not a configuration.
     """
     table = read_toml(path)
-    config = merge(defaults(str(table.get("recipe", ""))), table, str(path))
+    config = merge(defaults(str(table.get("recipe", "")), _algorithm(table)), table, str(path))
     return config if config.run_dir else dataclasses.replace(config, run_dir=str(path.absolute().parent))
 
 
@@ -154,6 +160,13 @@ def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -
         else:
             changes[key] = _typed(value, hints[key], where, source)
     return dataclasses.replace(base, **changes)  # type: ignore[type-var]
+
+
+def _algorithm(table: Mapping[str, Any]) -> str:
+    """The name of the algorithm in a configuration's table; empty if it has none."""
+    algorithm = table.get("algorithm")
+    name = algorithm.get("name", "") if isinstance(algorithm, Mapping) else ""
+    return name if isinstance(name, str) else ""
 
 
 def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:

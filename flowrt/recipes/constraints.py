@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
+from flowrt.recipes.algorithms import check_algorithm
 from flowrt.recipes.config import MAX_LIVE_SAMPLES, RunConfig, TrainerConfig
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -28,11 +29,7 @@ def check(config: RunConfig) -> None:
     """
     check_text(config)
     check_bounds(config)
-    if config.group_size == 1 and config.loss.scale_by_group_std:
-        raise ConfigError(
-            "group_size is 1: GRPO divides by the group's standard deviation, which one sample does not have; "
-            "use 2 or more, or --loss.scale-by-group-std False"
-        )
+    check_algorithm(config)
     _check_products(config)
     check_trainer(config.trainer)
     check_rollout(config)

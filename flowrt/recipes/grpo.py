@@ -23,6 +23,7 @@ from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, Ev
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
+from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig, TrainerConfig, WeightSyncConfig
 
 POLICY = "policy"
@@ -31,8 +32,8 @@ TRAIN, EVAL = "train", "eval"
 
 
 def dataflow(config: RunConfig) -> Dataflow:
-    """Columns and stages. Without a KL term (``kl_coef`` 0) there is no reference stage."""
-    with_reference = config.loss.kl_coef > 0
+    """Columns and stages. There is a reference stage if the algorithm needs it."""
+    with_reference = needs_reference(config.algorithm)
     columns = [
         Column("prompt", "int32", "group"),
         Column("answer", "uint8", "group"),
@@ -109,7 +110,7 @@ def settings(config: RunConfig) -> Settings:
         groups_per_step=config.prompts_per_step,
         completing_roles=(SOURCE, TRAINER),
         critical_roles=(TRAINER,),
-        replaceable_roles=(SOURCE, ROLLOUT, REWARD, *([REFERENCE] if config.loss.kl_coef > 0 else [])),
+        replaceable_roles=(SOURCE, ROLLOUT, REWARD, *([REFERENCE] if needs_reference(config.algorithm) else [])),
         role_vacancy_timeout_s=config.supervisor.role_vacancy_timeout_s,
         checkpointing_roles=(TRAINER,),
         source_roles=(SOURCE,),

@@ -4,9 +4,6 @@ import dataclasses
 import os
 from pathlib import Path
 
-from flowrt.algorithms.algorithm import Algorithm
-from flowrt.algorithms.credit import GroupAdvantages
-from flowrt.algorithms.objective import Correction, Kl, Objective
 from flowrt.engines.base import RolloutEngine, TrainEngine
 from flowrt.engines.descriptor import RolloutSetup, TrainerSetup
 from flowrt.engines.options import TrainOptions
@@ -16,6 +13,7 @@ from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import check_rollout
 from flowrt.recipes.run_dir import model_dir
+from flowrt.roles.algorithm import algorithm
 from flowrt.transport.devices import choose
 
 
@@ -43,16 +41,6 @@ def train_engine(config: RunConfig) -> TrainEngine:
             temperature=config.rollout.temperature,
             seed=config.seed,
         )
-    )
-
-
-def algorithm(config: RunConfig) -> Algorithm:
-    """The objective that a configuration describes."""
-    loss = config.loss
-    return Objective(
-        credit_rule=GroupAdvantages(scale="group_std" if loss.scale_by_group_std else "none"),
-        correction=Correction(high=loss.tis_cap),
-        kl=Kl(loss.kl_coef) if loss.kl_coef > 0 else None,
     )
 
 

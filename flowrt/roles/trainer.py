@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
@@ -24,11 +24,12 @@ from flowrt.errors import Drained
 from flowrt.ids import TRAINER
 from flowrt.protocol.records import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
-from flowrt.recipes.config import LossConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.run_dir import final_dir, model_dir
+from flowrt.roles.algorithm import algorithm
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
-from flowrt.roles.engines import algorithm, train_engine
+from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
 from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
 from flowrt.transport.weights.snapshot import Snapshot
@@ -47,6 +48,7 @@ async def run(session: Session, config: RunConfig) -> None:
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
     """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. All ranks call it together."""
     is_leader = int(os.environ.get("RANK", "0")) == 0
+    objective = algorithm(config)
     ranks = RankCollectives()
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
@@ -54,7 +56,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await publish(session, engine, ranks, done, is_leader)
     preempted = False
     for step in range(done, config.steps):
-        if preempted := not await train_step(session, config, engine, ranks, step):
+        if preempted := not await train_step(session, config, engine, ranks, step, objective):
             break
         with session.timeline.busy("step"):
             metrics = await collective_call(ranks, config, engine.step, f"step {step}")
@@ -105,15 +107,20 @@ async def publish(
 
 
 async def train_step(
-    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, step: int
+    session: Session,
+    config: RunConfig,
+    engine: TrainEngine,
+    ranks: RankCollectives,
+    step: int,
+    objective: Algorithm,
 ) -> bool:
-    """Accumulate the gradient of this rank's share of the step.
+    """Give the engine this rank's share of the step.
 
     Returns False if the run is preempted: then all ranks discard the step, and the random state is as before it.
     """
     rng_state = torch.get_rng_state()
     try:
-        await accumulate(session, config, engine, ranks, step)
+        await accumulate(session, config, engine, ranks, step, objective)
     except Drained as drained:
         log.info("%s", drained)
         await collective_call(ranks, config, engine.discard, f"the gradient of step {step} to be discarded")
@@ -134,7 +141,12 @@ async def collective_call(ranks: RankCollectives, config: RunConfig, call: Calla
 
 
 async def accumulate(
-    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, step: int
+    session: Session,
+    config: RunConfig,
+    engine: TrainEngine,
+    ranks: RankCollectives,
+    step: int,
+    objective: Algorithm,
 ) -> None:
     """Train this rank's share of the step, prefetching one micro-batch. Raises Drained if the run is preempted."""
 
@@ -146,34 +158,38 @@ async def accumulate(
     while not batch.closed:
         following = pull()
         with session.timeline.busy("train"):
-            ready = to_training_batch(batch, config, step)
+            ready = to_training_batch(batch, config, step, objective)
             await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
         with ranks.exempt():
             batch = await following
 
 
-def to_training_batch(batch: Batch, config: RunConfig, step: int) -> TrainingBatch:
+def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Algorithm) -> TrainingBatch:
     """Convert pulled groups to a micro-batch with advantages.
 
     Args:
         batch: complete groups of the train stage.
         config: the run's configuration.
         step: the version being trained, from which staleness is counted.
+        objective: the run's algorithm. With scope "step" the engine computes advantages, at the end of the step.
 
     If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
     """
     groups_N = torch.tensor(batch.groups)
     staleness_N = torch.tensor([step - batch.oldest_version(row) for row in range(len(batch))])
-    credit = algorithm(config).credit(
-        Groups(
-            rewards_N=torch.tensor(batch.inline["reward"]),
-            group_N=groups_N,
-            lengths_N=torch.tensor([len(response) for response in batch.tensors["response"]]),
-            truncated_N=torch.zeros(len(batch), dtype=torch.bool),
-            staleness_N=staleness_N,
-        )
+    groups = Groups(
+        rewards_N=torch.tensor(batch.inline["reward"]),
+        group_N=groups_N,
+        lengths_N=torch.tensor([len(response) for response in batch.tensors["response"]]),
+        truncated_N=torch.zeros(len(batch), dtype=torch.bool),
+        staleness_N=staleness_N,
+        kl_N=_sampled_kl(batch) if "ref_logprobs" in batch.tensors else None,
     )
-    weights_N = sample_weight(config.loss)(staleness_N)
+    if objective.needs.scope == "step":
+        credit = Credit(torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool))
+    else:
+        credit = objective.credit(groups)
+    weights_N = sample_weight(config.algorithm)(staleness_N)
     kept_N: list[int | None] = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
     rows = [row for row, kept in enumerate(kept_N) if kept != 0 and credit.trained_N[row]]
 
@@ -189,10 +205,18 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int) -> TrainingBat
         weights_N=weights_N[rows],
         groups_N=groups_N[rows],
         ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
+        credit=groups if objective.needs.scope == "step" else None,
     )
 
 
-def sample_weight(config: LossConfig) -> SampleWeight:
+def _sampled_kl(batch: Batch) -> torch.Tensor:
+    """Sum over the tokens of each sample of log(rollout / reference), in nats; 0 where the two do not match."""
+    pairs = zip(batch.tensors["logprobs"], batch.tensors["ref_logprobs"], strict=True)
+    sums = [float((one - other).double().sum()) if len(one) == len(other) else 0.0 for one, other in pairs]
+    return torch.tensor(sums, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+
+
+def sample_weight(config: AlgorithmConfig) -> SampleWeight:
     """The policy that weights samples by their staleness."""
     return PolynomialAge(config.staleness_power) if config.staleness_weight == "polynomial" else Uniform()
 

@@ -99,7 +99,7 @@ def test_no_message_can_carry_a_tensor() -> None:
 
 
 def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
-    """Once where a worker's role is called, once where a user's reward is, once where a fork ends as python would."""
+    """Where a worker's role, a user's reward or a user's algorithm is called, and where a fork ends as python would."""
     broad = [
         str(path.relative_to(ROOT))
         for path in PRODUCT
@@ -114,6 +114,7 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
         "flowrt/launcher/fork_server/child.py",
         "flowrt/launcher/model_check.py",  # tokenizers raises nothing narrower
         *(["flowrt/recipes/tasks/reward_server.py"] * 2),  # what it raises, and the text of that
+        *(["flowrt/roles/algorithm.py"] * 2),  # loading it, and calling it once
         "flowrt/roles/main.py",
     ]
 

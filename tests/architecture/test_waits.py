@@ -67,6 +67,8 @@ RANKS = (
 COLLECTIVES = {
     ("flowrt/engines/torch/trainer.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/training/loss_passes.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/training/deferred.py", "dist.all_reduce"): RANKS,
+    ("flowrt/engines/training/deferred.py", "dist.all_gather"): RANKS,
     ("flowrt/engines/training/state.py", "dist.all_gather"): RANKS,
     ("flowrt/engines/fsdp/trainer.py", "dist.all_reduce"): RANKS,
     ("flowrt/engines/fsdp/sharding.py", "part.unshard"): RANKS,

@@ -165,11 +165,11 @@ def test_negative_staleness(refused: Callable[..., Any]) -> None:
     assert "0 or more" in said
 
 
-def test_group_of_one_with_the_standard_deviation(refused: Callable[..., Any]) -> None:
+def test_group_of_one_with_a_group_baseline(refused: Callable[..., Any]) -> None:
     said = refused("--group-size", "1").sentence()
     assert "group_size is 1" in said
-    assert "standard deviation" in said
-    assert "--loss.scale-by-group-std False" in said
+    assert "nothing would be learned" in said
+    assert "2 or more" in said
 
 
 def test_zero_steps(refused: Callable[..., Any]) -> None:

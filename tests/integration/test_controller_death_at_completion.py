@@ -22,7 +22,7 @@ def steps_of(run: Any) -> int:
 def one_that_waits_for_its_source(launch: Callable[..., Any], untrained_model: Path) -> Any:
     """A run whose controller was killed while it waited; None where the source had left, or was given up, before."""
     small = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
-    run = launch("--model", str(untrained_model), *small, "--rollout.workers", "1", "--loss.kl-coef", "0")
+    run = launch("--model", str(untrained_model), *small, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
     run.wait_for(lambda: steps_of(run) >= 1, "a step")
     sources, controllers = run.find("flowrt.roles.source"), run.find("flowrt.launcher.controller_main")
     run.wait_for(lambda: steps_of(run) >= 2, "two steps, and the prompts of the third")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 STEPS = 12
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", "2", "--group-size", "2", "--data.eval-prompts", "0"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--checkpoint.every", "3"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "3"),
 ]
 
 

@@ -15,7 +15,7 @@ from tests.integration.conftest import FLOWRT, wait_until
 pytestmark = pytest.mark.slow
 ENDLESS = [
     *("--steps", "100000", "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0"),
 ]
 WITHIN_S = 30.0
 Start = Callable[[str], subprocess.Popen[bytes]]

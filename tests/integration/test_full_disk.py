@@ -49,7 +49,7 @@ def test_checkpoint_on_a_full_disk_ends_the_run_and_resume_succeeds(
     run_dir = disk / "run"
     launched = launch(
         *("--run-dir", str(run_dir), "--model", str(untrained_model), "--steps", str(STEPS), "--max-run-restarts", "0"),
-        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--algorithm.kl.coef", "0"),
         *("--checkpoint.every", "4", "--trainer.save", "False"),
     )
     assert launched.wait(120.0) == 1, launched.output
@@ -82,7 +82,7 @@ def test_trained_model_that_did_not_fit_on_disk_is_written_on_resume(
             "--checkpoint.every",
             str(STEPS),
         ),
-        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+        *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--algorithm.kl.coef", "0"),
     )
     launched.wait_for_training()
     final = launched.run_dir / "final"

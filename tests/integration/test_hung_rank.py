@@ -21,7 +21,7 @@ NOTICED_S = 5.0
 DEADLINE_S = 2.0
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--checkpoint.every", "2", "--trainer.ranks", "2"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "2", "--trainer.ranks", "2"),
 ]
 
 

@@ -20,7 +20,9 @@ from flowrt.runtime.host import check_address, is_loopback
 from tests.integration.conftest import wait_until
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
-SMALL = "--steps 100000 --prompts-per-step 2 --group-size 2 --data.eval-prompts 0 --rollout.workers 1 --loss.kl-coef 0"
+SMALL = (
+    "--steps 100000 --prompts-per-step 2 --group-size 2 --data.eval-prompts 0 --rollout.workers 1 --algorithm.kl.coef 0"
+)
 WORKER_S = 60.0
 
 

@@ -20,7 +20,7 @@ BEFORE, STEPS, PROMPTS = 3, 12, 4
 WITHIN_S = 15.0
 SMALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", "4", "--trainer.micro-batch-tokens", "100"),
-    *("--rollout.workers", "1", "--trainer.lr", "0.002", "--loss.kl-coef", "0", "--data.eval-prompts", "0"),
+    *("--rollout.workers", "1", "--trainer.lr", "0.002", "--algorithm.kl.coef", "0", "--data.eval-prompts", "0"),
     *("--checkpoint.every", "1000", "--supervisor.max-worker-restarts", "0", "--max-run-restarts", "0"),
 ]
 EXACT = [*SMALL, "--steps", str(STEPS), "--max-staleness", "0", "--deterministic", "True"]

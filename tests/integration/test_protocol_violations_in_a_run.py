@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 STEPS = 12
 SHORT = [
     *("--steps", str(STEPS), "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--checkpoint.every", "0"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "0"),
 ]
 WITHIN_S = 120.0
 VIOLATIONS: dict[str, tuple[m.Message, str]] = {

@@ -39,7 +39,16 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory, untrained_model: Path) -
             "1000",
         ),
         *("--model", str(untrained_model), "--prompts-per-step", str(PER_STEP), "--group-size", "4"),
-        *("--max-staleness", "2", "--checkpoint.every", str(EVERY), "--loss.kl-coef", "0", "--rollout.workers", "1"),
+        *(
+            "--max-staleness",
+            "2",
+            "--checkpoint.every",
+            str(EVERY),
+            "--algorithm.kl.coef",
+            "0",
+            "--rollout.workers",
+            "1",
+        ),
         *("--rollout.max-new-tokens", "48", "--rollout.max-running-requests", "6"),
     ]
 

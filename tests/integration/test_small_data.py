@@ -19,7 +19,7 @@ def test_one_epoch_trains_every_prompt_once_and_ends(launch: Callable[..., Any],
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     launched = launch(
         *("--recipe", "gsm8k", "--data", str(data), "--data.epochs", "1", "--data.eval-prompts", str(HELD_OUT)),
-        *("--steps", "100", "--prompts-per-step", str(PER_STEP), "--group-size", "2", "--loss.kl-coef", "0"),
+        *("--steps", "100", "--prompts-per-step", str(PER_STEP), "--group-size", "2", "--algorithm.kl.coef", "0"),
         *("--sft.steps", "4", "--rollout.max-new-tokens", "12", "--build.vocab-size", "280"),
     )
     assert launched.wait(120.0) == 0, launched.output

@@ -20,7 +20,7 @@ FLOWRT = Path(sys.executable).with_name("flowrt")
 
 SMALL = [
     *("--steps", "100000", "--data.eval-prompts", "0", "--prompts-per-step", "4", "--group-size", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0"),
 ]
 STALL_S = 8
 STARTED_S = 12

@@ -18,7 +18,7 @@ ENDLESS = [
     *(
         "--rollout.workers",
         "1",
-        "--loss.kl-coef",
+        "--algorithm.kl.coef",
         "0",
         "--supervisor.max-worker-restarts",
         "0",

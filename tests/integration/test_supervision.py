@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 STEPS, PROMPTS = 30, 4
 SMALL = [
     *("--steps", str(STEPS), "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "4"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--supervisor.backoff-s", "0.1"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--supervisor.backoff-s", "0.1"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 TWO_RANKS = [
     *("--trainer.ranks", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--checkpoint.every", "2"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "2"),
 ]
 
 

@@ -167,7 +167,16 @@ def test_a_reward_function_that_fails_later_ends_the_run_at_once_with_exit_code_
 ) -> None:
     text = "import os, time\n" + function("if response != answer:", f"    {fails}", "return 1.0")
     mine, of_run = flags(tmp_path, untrained_model, text)
-    small = ["--prompts-per-step", "2", "--group-size", "2", "--rollout.max-new-tokens", "8", "--loss.kl-coef", "0"]
+    small = [
+        "--prompts-per-step",
+        "2",
+        "--group-size",
+        "2",
+        "--rollout.max-new-tokens",
+        "8",
+        "--algorithm.kl.coef",
+        "0",
+    ]
     launched = launch(*of_run, *small, "--rollout.workers", "1", "--checkpoint.every", "0", "--steps", "4")
     assert launched.wait(120.0) == 2, launched.output
     last = launched.output.strip().splitlines()[-1]

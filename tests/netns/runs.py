@@ -24,7 +24,7 @@ ON_HOSTS = ("--controller.bind", "tcp://*:0")
 SMALL = (
     *ON_HOSTS,
     *("--prompts-per-step", "8", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
-    *("--loss.kl-coef", "0", "--checkpoint.every", "0", "--supervisor.role-vacancy-timeout-s", str(ABSENT_S)),
+    *("--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--supervisor.role-vacancy-timeout-s", str(ABSENT_S)),
 )
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_run_without_checkpoints_needs_no_shared_directory(hosts: Any, begin: Callable[..., Run]) -> None:
-    run = begin(STEPS, "--loss.kl-coef", "0.05", alone=True)
+    run = begin(STEPS, "--algorithm.kl.coef", "0.05", alone=True)
     run.staff()
     run.python(1, "reference", "-m", "flowrt.roles.reference")
     assert run.code(120.0) == 0, run.words()

@@ -19,7 +19,7 @@ FLOWRT = Path(sys.executable).with_name("flowrt")
 CORES = 4  # of a node: each worker has one to itself
 JOB_S = 300.0
 SMALL = [
-    *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--loss.kl-coef", "0"),
+    *("--prompts-per-step", "16", "--group-size", "4", "--data.eval-prompts", "0", "--algorithm.kl.coef", "0"),
     *("--trainer.lr", "5e-4", "--trainer.warmup-steps", "3"),
 ]
 

@@ -13,6 +13,7 @@ from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.tasks.base import Example
+from flowrt.roles.algorithm import algorithm
 from flowrt.roles.rollout import RolloutLoop
 from flowrt.roles.source import offer_all
 from flowrt.roles.trainer import train_step
@@ -111,7 +112,7 @@ async def trainer(session: Session, play: Play) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         for step in range(config.steps):
-            await train_step(session, config, engine, RankCollectives(), step)
+            await train_step(session, config, engine, RankCollectives(), step, algorithm(config))
             with session.timeline.busy("step"):
                 metrics = await asyncio.to_thread(engine.step)
             session.step_done(step, metrics)

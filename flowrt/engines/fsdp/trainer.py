@@ -12,6 +12,7 @@ collective, in which ranks with different numbers of passes deadlock. Two modes 
   samples is exempt from the barrier (`RankBarrier`); the pull has its own deadline.
 """
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.hf import disable_dropout, export_dtype
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
+from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.lora import merge_adapters
 from flowrt.engines.training.loss_passes import LossPasses
@@ -60,7 +62,9 @@ class FsdpTrainer:
         # The optimiser works on the shards, whether or not the modules hold gathered parameters at the moment.
         self._shards = {name: shard for name, shard in self.model.named_parameters() if shard.requires_grad}
         self._optimizer = adamw(list(self._shards.values()), options, device.kind)
+        self._deferred = DeferredStep(self._passes)
         self._steps = 0
+        self._lr = 0.0
         self._barrier = RankBarrier("passes")
         self._final_dtype = export_dtype(source, options.final_dtype)
         self._start_step()
@@ -70,33 +74,63 @@ class FsdpTrainer:
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._device.use()
+        if self._passes.is_deferred:
+            self._deferred.add(self.model, batch, self._announce_pass)
+            return
         for rows in self._passes.cut(self.model, batch):
-            if self._lock_step:
-                self._any_rank_has_work(has_work=True)
+            self._announce_pass()
             self._passes.loss_sum(self.model, batch, rows).backward()
 
     def step(self) -> dict[str, float]:
         self._device.use()
-        self._reduce()
+        norms = []
+        if self._passes.is_deferred:
+            norms = self._deferred_updates()
+        else:
+            self._reduce()
         sums = self._passes.global_sums()
         if not sums["tokens"]:
             self._start_step()
             return {}
+        if not self._passes.is_deferred:
+            norms = [self._update(sums[self._passes.denominator])]
+        self._steps += 1
+        self._start_step()
+        return self._passes.step_metrics(sums, statistics.fmean(norms), self._lr)
+
+    def _deferred_updates(self) -> list[float]:
+        """Make the optimiser updates of a deferred step. Returns the gradient norms. Collective."""
+        self._finish_forward_passes()
+        batch, updates = self._deferred.complete()
+        norms = []
+        for number, update in enumerate(updates):
+            if number:
+                self._gather()
+            for rows in self._passes.cut(self.model, batch, update.rows):
+                self._announce_pass()
+                self._passes.loss_sum(self.model, batch, rows, update.context).backward()
+            self._reduce()
+            norms.append(self._update(1.0, number))
+        return norms
+
+    def _update(self, divisor: float, number: int = 0) -> float:
+        """Make one optimiser update with the gradient over ``divisor``. Returns its norm. Collective."""
         gradients = [sharding.local_shard(shard.grad) for shard in self._shards.values() if shard.grad is not None]
         for gradient in gradients:
-            gradient /= sums[self._passes.denominator]
-        norm = check_finite(self._norm(gradients), self._steps)
+            gradient /= divisor
+        norm = check_finite(self._norm(gradients), self._steps, number)
         if norm > self._options.max_grad_norm:
             for gradient in gradients:
                 gradient *= self._options.max_grad_norm / norm
-        lr = optimizer_step(self._optimizer, self._options, self._steps)
-        self._steps += 1
-        self._start_step()
-        return self._passes.step_metrics(sums, norm, lr)
+        self._lr = optimizer_step(self._optimizer, self._options, self._steps)
+        return norm
 
     def discard(self) -> None:
         self._device.use()
-        self._reduce()
+        if self._passes.is_deferred:
+            self._finish_forward_passes()
+        else:
+            self._reduce()
         self._start_step()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -136,9 +170,14 @@ class FsdpTrainer:
         return self._fsdp.gather == "pass"
 
     def _start_step(self) -> None:
-        """Reset gradients and metrics; gather the parameters, in the mode that keeps them gathered."""
-        self._optimizer.zero_grad(set_to_none=True)
+        """Forget the samples and metrics of the last step, and start passes with the present parameters."""
+        self._deferred.clear()
         self._passes.reset()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Reset gradients; gather the parameters, in the mode that keeps them gathered."""
+        self._optimizer.zero_grad(set_to_none=True)
         if not self._lock_step:
             self.model.set_requires_gradient_sync(False)
             self.model.set_reshard_after_backward(False)
@@ -154,10 +193,23 @@ class FsdpTrainer:
         self.model.set_reshard_after_backward(True)
         self._dummy_pass()
 
+    def _announce_pass(self) -> None:
+        """In lock step, let the other ranks take part in this rank's next pass. Collective."""
+        if self._lock_step:
+            self._any_rank_has_work(has_work=True)
+
+    def _finish_forward_passes(self) -> None:
+        """In lock step, take part in the forward passes of a deferred step that other ranks have left. Collective."""
+        while self._lock_step and self._passes.needs_forward and self._any_rank_has_work(has_work=False):
+            with torch.no_grad():
+                self.model(input_ids=self._dummy_tokens(), use_cache=False)
+
+    def _dummy_tokens(self) -> torch.Tensor:
+        return torch.zeros(1, 2, dtype=torch.long, device=self._device.torch)
+
     def _dummy_pass(self) -> None:
         """A forward and backward pass with a zero gradient, which runs FSDP2's hooks."""
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device.torch)
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits = self.model(input_ids=self._dummy_tokens(), use_cache=False).logits
         logits.backward(torch.zeros_like(logits))
 
     def _any_rank_has_work(self, *, has_work: bool) -> bool:

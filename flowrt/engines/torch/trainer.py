@@ -5,6 +5,7 @@ or groups. So the gradient does not depend on how the step was split.
 """
 
 import copy
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
 from flowrt.engines.options import TrainOptions
+from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
 from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
@@ -34,6 +36,8 @@ class TorchTrainer:
         self._optimizer = adamw(self._parameters, options, "cpu")
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each step's global gradient
         self._steps = 0
+        self._lr = 0.0
+        self._deferred = DeferredStep(self._passes)
         # Read now: the initial checkpoint may be deleted before training ends.
         origin = str(getattr(model, "name_or_path", ""))
         from_files = bool(origin) and (Path(origin) / "config.json").is_file()
@@ -41,20 +45,44 @@ class TorchTrainer:
         self._final_dtype = model.dtype if keep_dtype else export_dtype(origin, options.final_dtype)
 
     def accumulate(self, batch: TrainingBatch) -> None:
+        if self._passes.is_deferred:
+            self._deferred.add(self.model, batch)
+            return
         for rows in self._passes.cut(self.model, batch):
             self._passes.loss_sum(self.model, batch, rows).backward()
 
     def step(self) -> dict[str, float]:
+        norms = self._deferred_updates() if self._passes.is_deferred else []
         sums = self._passes.global_sums()
         if not sums["tokens"]:
+            self.discard()
             return {}
+        if not self._passes.is_deferred:
+            norms = [self._update(sums[self._passes.denominator])]
+        self._steps += 1
+        self.discard()
+        return self._passes.step_metrics(sums, statistics.fmean(norms), self._lr)
+
+    def _deferred_updates(self) -> list[float]:
+        """Make the optimiser updates of a deferred step. Returns the gradient norms. Collective."""
+        batch, updates = self._deferred.complete()
+        norms = []
+        for number, update in enumerate(updates):
+            for rows in self._passes.cut(self.model, batch, update.rows):
+                self._passes.loss_sum(self.model, batch, rows, update.context).backward()
+            norms.append(self._update(1.0, number))
+            self._optimizer.zero_grad(set_to_none=True)
+        return norms
+
+    def _update(self, divisor: float, number: int = 0) -> float:
+        """Make one optimiser update with the gradient over ``divisor``. Returns its norm. Collective."""
         gradient = torch.cat([self._gradient(parameter).reshape(-1) for parameter in self._parameters])
         if ranks() > 1:
             dist.all_reduce(gradient)
-        gradient /= sums[self._passes.denominator]
+        gradient /= divisor
         if self.on_gradient is not None:
             self.on_gradient(gradient)
-        norm = check_finite(float(gradient.norm()), self._steps)
+        norm = check_finite(float(gradient.norm()), self._steps, number)
         if norm > self._options.max_grad_norm:
             gradient *= self._options.max_grad_norm / norm
         offset = 0
@@ -62,10 +90,8 @@ class TorchTrainer:
             size = parameter.numel()
             parameter.grad = gradient[offset : offset + size].view_as(parameter)
             offset += size
-        lr = optimizer_step(self._optimizer, self._options, self._steps)
-        self._steps += 1
-        self.discard()
-        return self._passes.step_metrics(sums, norm, lr)
+        self._lr = optimizer_step(self._optimizer, self._options, self._steps)
+        return norm
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return named_parameters(self.model)
@@ -116,6 +142,7 @@ class TorchTrainer:
         copy.deepcopy(self.model, weights).save_pretrained(directory)
 
     def discard(self) -> None:
+        self._deferred.clear()
         self._optimizer.zero_grad(set_to_none=True)
         self._passes.reset()
 

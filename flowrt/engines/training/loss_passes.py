@@ -10,16 +10,19 @@ do not match its response in number, is masked: its loss is 0, its tokens still 
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from flowrt.algorithms.algorithm import Algorithm, Count, Term, Tokens
+from flowrt.algorithms.algorithm import Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_logprobs
-from flowrt.errors import EngineError
+
+if TYPE_CHECKING:
+    from flowrt.engines.training.deferred import DeferredPass
 
 log = logging.getLogger("flowrt")
 COUNTS = ("tokens", "samples", "groups", "invalid_samples")
@@ -37,82 +40,121 @@ MAX_LOGPROB = 1e-2
 """Above it a log-probability is no rounding of 0."""
 
 
-class LossPasses:
-    """Computes the loss of one pass at a time, and accumulates the metrics of a step.
+class _Computed(NamedTuple):
+    logprobs_T: Tensor
+    entropy_T: Tensor | None
+    sample_T: Tensor
 
-    Raises EngineError if the algorithm needs what a streaming trainer does not compute.
-    """
+
+class LossPasses:
+    """Computes the loss of one pass at a time, and accumulates the metrics of a step."""
 
     def __init__(self, algorithm: Algorithm, *, temperature: float, forward_tokens: int) -> None:
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._temperature = temperature
         self._forward_tokens = forward_tokens
-        terms = algorithm.terms(_example(algorithm))
-        counts = {term.per for term in terms}
-        if len(counts) != 1:
-            raise EngineError(f"the terms of {algorithm} are divided by {sorted(counts)}: let all have the same count")
-        self.denominator = DENOMINATORS[counts.pop()]
-        self._terms = tuple(f"{term.name}_loss" for term in terms) if len(terms) > 1 else ()
+        terms = algorithm.terms(example_tokens(algorithm))
+        self._counts = {term.name: DENOMINATORS[term.per] for term in terms}
+        needs, plan = algorithm.needs, algorithm.plan
+        self.is_deferred = plan.optimizer_steps > 1 or needs.scope == "step" or len(set(self._counts.values())) > 1
+        """Whether the backward passes of a step wait for its last sample (`DeferredStep`)."""
+        self.needs_forward = self.is_deferred and (plan.anchor == "step" or needs.token_statistics)
+        """Whether a deferred step needs log-probabilities under the policy before its first update."""
         self._metrics = tuple(dict.fromkeys(name for term in terms for name in term.metrics))
         self._sums: dict[str, float] = defaultdict(float)
         self._of_age = torch.zeros(2, AGES, dtype=torch.float64)  # sums of k3, counts of tokens
 
-    def cut(self, model: Any, batch: TrainingBatch) -> list[list[int]]:
-        """Indices of the samples of each pass."""
-        if not self._algorithm.needs.whole_groups:
-            return cut_into_passes(model, batch.prompts, batch.responses, self._forward_tokens)
-        groups_N = batch.groups_N.tolist()
-        return [[row for row, one in enumerate(groups_N) if one == group] for group in dict.fromkeys(groups_N)]
+    @property
+    def denominator(self) -> str:
+        """The count that the gradient of a step is divided by, unless the step is deferred."""
+        return next(iter(self._counts.values()))
 
-    def loss_sum(self, model: Any, batch: TrainingBatch, rows: list[int]) -> torch.Tensor:
-        """Scalar sum of the losses of these samples, differentiable."""
-        responses = [batch.responses[row] for row in rows]
-        logprobs_T, samples = response_logprobs(
-            model, [batch.prompts[row] for row in rows], responses, self._temperature
+    def cut(self, model: Any, batch: TrainingBatch, rows: Sequence[int] | None = None) -> list[list[int]]:
+        """Indices of the samples of each pass, over these rows of the batch (None: all)."""
+        chosen = range(len(batch.responses)) if rows is None else rows
+        if self.algorithm.needs.whole_groups:
+            groups_N = batch.groups_N.tolist()
+            groups = dict.fromkeys(groups_N[row] for row in chosen)
+            return [[row for row in chosen if groups_N[row] == group] for group in groups]
+        passes = cut_into_passes(
+            model,
+            [batch.prompts[row] for row in chosen],
+            [batch.responses[row] for row in chosen],
+            self._forward_tokens,
         )
+        return [[chosen[place] for place in places] for places in passes]
+
+    @torch.no_grad()
+    def forward(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities [T] of these samples under the present policy, and entropies if needed; on the CPU."""
+        responses = [batch.responses[row] for row in rows]
+        computed = self._response_logprobs(model, batch, rows)
+        lengths = [len(response) for response in responses]
+        entropies = [] if computed.entropy_T is None else list(computed.entropy_T.cpu().split(lengths))
+        return list(computed.logprobs_T.cpu().split(lengths)), entropies
+
+    def loss_sum(
+        self, model: Any, batch: TrainingBatch, rows: Sequence[int], deferred: "DeferredPass | None" = None
+    ) -> Tensor:
+        """Scalar loss of these samples, differentiable: the sum of a streamed step, the share of a deferred one."""
+        responses = [batch.responses[row] for row in rows]
+        computed = self._response_logprobs(model, batch, rows)
+        logprobs_T = computed.logprobs_T
         device = logprobs_T.device
-        recorded = [_recorded(batch, row) for row in rows]
+        recorded = [recorded_logprobs(batch, row) for row in rows]
         valid_N = torch.tensor([one is not None for one in recorded])
         present_T = logprobs_T.detach()
         valid_T = valid_N.repeat_interleave(torch.tensor([len(one) for one in responses]))
         rollout_T, reference_T = _columns(recorded, responses, present_T, batch.reference_logprobs is not None)
-        anchor_T = rollout_T if self._algorithm.plan.anchor == "rollout" else present_T
+        before_T = present_T
+        if deferred is not None and deferred.before:
+            before_T = torch.cat([deferred.before[row] for row in rows]).to(present_T)
+        anchors = {"present": present_T, "rollout": rollout_T, "step": before_T}
         tokens = Tokens(
             logprobs_T=logprobs_T,
-            anchor_T=anchor_T,
+            anchor_T=anchors[self.algorithm.plan.anchor],
             rollout_T=rollout_T,
-            sample_T=samples.sample_T,
+            sample_T=computed.sample_T,
             advantages_N=batch.advantages_N[rows].to(device),
             weights_N=batch.weights_N[rows].to(device),
             group_N=batch.groups_N[rows].to(device),
             valid_T=valid_T.to(device, logprobs_T.dtype),
             reference_T=reference_T,
+            entropy_T=computed.entropy_T,
+            step={} if deferred is None else deferred.statistics,
         )
-        terms = self._algorithm.terms(tokens)
-        loss_sum = terms[0].loss_sum if len(terms) == 1 else torch.stack([term.loss_sum for term in terms]).sum()
+        terms = self.algorithm.terms(tokens)
         if batch.ages is not None:
-            self._measure_divergence(present_T, rollout_T, torch.cat([batch.ages[row] for row in rows]))
-        self._add(tokens, terms, loss_sum, int((~valid_N).sum()))
-        return loss_sum
+            self._measure_divergence(before_T, rollout_T, torch.cat([batch.ages[row] for row in rows]))
+        self._add(tokens, terms, int((~valid_N).sum()))
+        if deferred is not None:
+            losses = [term.loss_sum / deferred.counts[DENOMINATORS[term.per]] for term in terms]
+        else:
+            losses = [term.loss_sum for term in terms]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _add(self, tokens: Tokens, terms: Sequence[Term], loss_sum: torch.Tensor, invalid: int) -> None:
+    def _response_logprobs(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> _Computed:
+        logprobs_T, samples = response_logprobs(
+            model, [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows], self._temperature
+        )
+        return _Computed(logprobs_T, None, samples.sample_T)
+
+    def _add(self, tokens: Tokens, terms: Sequence[Term], invalid: int) -> None:
         present_T = tokens.logprobs_T.detach()
         delta_T = clamped_log_ratio_T(present_T, tokens.rollout_T)
         self._sums["tokens"] += len(present_T)
         self._sums["samples"] += tokens.samples
         self._sums["groups"] += len(tokens.group_N.unique())
         self._sums["invalid_samples"] += invalid
-        self._sums["loss"] += float(loss_sum.detach())
         self._sums["nll"] -= float(present_T.sum())
         self._sums["mismatch_kl_k1"] -= float(delta_T.sum())
         self._sums["mismatch_kl_k3"] += float((delta_T.expm1() - delta_T).sum())
         for term in terms:
-            if self._terms:
-                self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
+            self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
             for name, value in term.metrics.items():
                 self._sums[name] += float(value)
 
-    def _measure_divergence(self, trainer_T: torch.Tensor, rollout_T: torch.Tensor, ages_T: torch.Tensor) -> None:
+    def _measure_divergence(self, trainer_T: Tensor, rollout_T: Tensor, ages_T: Tensor) -> None:
         ratio_T = clamped_log_ratio_T(trainer_T, rollout_T).cpu().double()
         k3_T = ratio_T.expm1() - ratio_T
         self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
@@ -124,7 +166,7 @@ class LossPasses:
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
-        names = (*COUNTS, "loss", *self._terms, *MEANS, *self._metrics)
+        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *self._metrics)
         totals = torch.cat([torch.tensor([self._sums[name] for name in names], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -133,17 +175,21 @@ class LossPasses:
     def step_metrics(self, sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
         """Metrics of a step, from its global sums.
 
-        ``loss`` and the loss of each term are divided by the count of the terms, all others are means per token.
-        ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens of staleness AGE (versions).
+        The loss of each term is divided by its count, ``loss`` is their sum, all others are means per token; with
+        several updates, over all of them. ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens
+        of staleness AGE (versions), with the trainer's policy before the step.
         """
-        tokens, samples, invalid = sums["tokens"], sums["samples"], sums["invalid_samples"]
-        metrics = {name: sums[name] / sums[self.denominator] for name in ("loss", *self._terms)}
+        tokens, samples = sums["tokens"], sums["samples"]
+        trained = samples / self.algorithm.plan.epochs
+        invalid = sums["invalid_samples"] / self.algorithm.plan.epochs
+        losses = {f"{name}_loss": sums[f"{name}_loss"] / sums[count] for name, count in self._counts.items()}
+        metrics = {"loss": sum(losses.values())} | (losses if len(losses) > 1 else {})
         metrics |= {name: sums[name] / tokens for name in (*MEANS, *self._metrics)}
         for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
             if sums[count]:
                 metrics[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]
         if invalid:
-            log.warning("%d of %d samples have unusable log-probabilities and were not trained", invalid, samples)
+            log.warning("%d of %d samples have unusable log-probabilities and were not trained", invalid, trained)
         return {
             **metrics,
             "invalid_samples": invalid,
@@ -153,7 +199,7 @@ class LossPasses:
         }
 
 
-def _recorded(batch: TrainingBatch, row: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def recorded_logprobs(batch: TrainingBatch, row: int) -> tuple[Tensor, Tensor | None] | None:
     """Recorded log-probabilities of a sample under the rollout policy and the reference; None if they are unusable."""
     rollout = batch.rollout_logprobs[row]
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[row]
@@ -166,11 +212,11 @@ def _recorded(batch: TrainingBatch, row: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _columns(
-    recorded: Sequence[tuple[torch.Tensor, torch.Tensor | None] | None],
-    responses: Sequence[torch.Tensor],
-    present_T: torch.Tensor,
+    recorded: Sequence[tuple[Tensor, Tensor | None] | None],
+    responses: Sequence[Tensor],
+    present_T: Tensor,
     has_reference: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The recorded columns [T] of a pass; for samples that are not valid, the present policy's own values."""
     device = present_T.device
     if all(one is not None for one in recorded):
@@ -186,8 +232,8 @@ def _columns(
     return rollout_T, torch.cat([own if one is None or one[1] is None else one[1].to(own) for one, own in pairs])
 
 
-def _example(algorithm: Algorithm) -> Tokens:
-    """Two tokens of two samples of a group, to learn the names of the terms and their metrics."""
+def example_tokens(algorithm: Algorithm) -> Tokens:
+    """Two tokens of two samples of a group: for the names of terms and metrics, and for a first check."""
     logprobs_T = torch.full((2,), -1.0, requires_grad=True)
     return Tokens(
         logprobs_T=logprobs_T,
@@ -200,9 +246,27 @@ def _example(algorithm: Algorithm) -> Tokens:
         valid_T=torch.ones(2),
         reference_T=logprobs_T.detach() if algorithm.needs.reference else None,
         entropy_T=torch.ones(2, requires_grad=True) if algorithm.needs.entropy else None,
+        step=algorithm.measure(example_step(algorithm)) if algorithm.needs.token_statistics else {},
+    )
+
+
+def example_step(algorithm: Algorithm) -> StepTokens:
+    """The tokens of `example_tokens`, as those of a whole step."""
+    logprobs_T = torch.full((2,), -1.0)
+    return StepTokens(
+        logprobs_T=logprobs_T,
+        anchor_T=logprobs_T,
+        rollout_T=logprobs_T,
+        advantages_T=torch.tensor([1.0, -1.0]),
+        entropy_T=torch.ones(2) if algorithm.needs.entropy else None,
     )
 
 
 def ranks() -> int:
     """Number of data-parallel ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Index of this data-parallel rank."""
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -49,11 +49,13 @@ def learning_rate(options: TrainOptions, step: int) -> float:
     return options.min_lr + (options.lr - options.min_lr) * remaining
 
 
-def check_finite(grad_norm: float, steps: int) -> float:
-    """Return the norm. Raises EngineError if it is not finite, before the optimiser step."""
+def check_finite(grad_norm: float, steps: int, update: int = 0) -> float:
+    """Return the norm. Raises EngineError if it is not finite, before the step's optimiser update (from 0)."""
     if math.isfinite(grad_norm):
         return grad_norm
+    which = f"update {update} of step {steps}" if update else f"step {steps}"
+    weights = "those of the updates before it" if update else "unchanged"
     raise EngineError(
-        f"the gradient of step {steps} has norm {grad_norm}: the weights are unchanged. Check the "
-        "rewards and log-probabilities of its samples; resume from the last checkpoint, with a lower trainer.lr"
+        f"the gradient of {which} has norm {grad_norm}: the weights are {weights}. Check the rewards and "
+        "log-probabilities of its samples; resume from the last checkpoint, with a lower trainer.lr"
     )

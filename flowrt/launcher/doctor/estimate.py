@@ -12,6 +12,7 @@ from pathlib import Path
 from flowrt.engines.descriptor import ADAM_BYTES, FLOAT_BYTES, ModelShape
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
+from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.model_files import read_header, weight_files
 
@@ -141,7 +142,7 @@ def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = Fals
         devices: whether they have accelerators, whose memory then holds models instead.
     """
     trainer = config.trainer
-    reference = needs.reference if config.loss.kl_coef > 0 else 0
+    reference = needs.reference if needs_reference(config.algorithm) else 0
     training, serving = accelerated(config, devices)
     rank = needs.trainer_rank + (0 if training else needs.trainer_device)
     part = trainer.ranks // trainer.nodes * rank + needs.trainer_first

@@ -23,7 +23,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.roles.engines import algorithm
+from flowrt.roles.algorithm import algorithm
 
 Group = dict[str, Any]
 

@@ -26,7 +26,7 @@ SERVED = [
     *("--rollout.engine", "sglang", "--rollout.sglang.python", str(PYTHON), "--rollout.sglang.device", "cpu"),
     *("--rollout.sglang.dtype", "float32", "--rollout.sglang.arguments=--max-total-tokens 8192"),
     *("--rollout.sglang.start-s", str(START_S), "--controller.no-progress-timeout-s", str(START_S + 100)),
-    *("--rollout.workers", "1", "--loss.kl-coef", "0", "--seed", "0", "--trainer.save", "False"),
+    *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--seed", "0", "--trainer.save", "False"),
 ]
 
 

@@ -29,7 +29,7 @@ def test_a_run_takes_its_samples_from_a_server_and_gives_it_the_weights(
         *(
             "--rollout.weight-update",
             "in_flight",
-            "--loss.kl-coef",
+            "--algorithm.kl.coef",
             "0",
             "--trainer.save",
             "False",

@@ -20,7 +20,7 @@ import torch
 
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, merge, parse, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.tasks.registry import task_of
@@ -146,6 +146,8 @@ def _change(config: Any) -> Any:
             changes[field.name] = _change(value)
         elif isinstance(value, bool):
             changes[field.name] = not value
+        elif isinstance(config, AlgorithmConfig) and field.name == "name":
+            changes[field.name] = "dapo"
         elif isinstance(value, str):
             changes[field.name] = value + " other"
         else:
@@ -157,8 +159,9 @@ def _change(config: Any) -> Any:
 
 
 def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
-    config = parse(["--group-size", "1", "--loss.scale-by-group-std", "False"])
-    assert (config.group_size, config.loss.scale_by_group_std) == (1, False)
+    none = ["--algorithm.advantage.baseline", "none", "--algorithm.advantage.scale", "none"]
+    config = parse(["--group-size", "1", *none])
+    assert (config.group_size, config.algorithm.advantage.baseline) == (1, "none")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +184,8 @@ def test_a_group_of_one_is_fine_without_the_standard_deviation() -> None:
         ({"trainer": {"lr": -1.0}}, "trainer.lr"),
         ({"trainer": {"lr": float("nan")}}, "trainer.lr"),
         ({"trainer": {"beta1": 1.5}}, "trainer.beta1"),
-        ({"loss": {"tis_cap": 0.5}}, "loss.tis_cap"),
-        ({"loss": {"kl_coef": -1.0}}, "loss.kl_coef"),
+        ({"algorithm": {"correction": {"high": 0.5}}}, "algorithm.correction.high"),
+        ({"algorithm": {"kl": {"coef": -1.0}}}, "algorithm.kl.coef"),
         ({"build": {"heads": 0}}, "build.heads"),
         ({"build": {"layers": 0}}, "build.layers"),
         ({"sft": {"batch": 0}}, "sft.batch"),

@@ -94,6 +94,6 @@ def test_settings_that_name_a_role_which_is_not_there_are_refused(changed: dict[
 
 @pytest.mark.parametrize("kl_coef", ["0", "0.001"])
 def test_the_recipe_needs_no_role_that_it_does_not_start(kl_coef: str) -> None:
-    config = parse(["--loss.kl-coef", kl_coef])
+    config = parse(["--algorithm.kl.coef", kl_coef])
     needed = grpo.settings(config).replaceable_roles
     assert ("reference" in needed) == any(stage.name == "reference" for stage in grpo.dataflow(config).stages)

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 
+from flowrt.algorithms.objective import Objective
 from flowrt.client.batch import Batch
 from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import Rows, TokenBudget
@@ -187,11 +188,11 @@ class _Pulled:
     ("flags", "weights"),
     [
         ([], [1.0, 1.0]),
-        (["--loss.staleness-weight", "polynomial"], [1.0, 0.5]),
-        (["--loss.staleness-weight", "polynomial", "--loss.staleness-power", "1"], [1.0, 0.25]),
-        (["--loss.staleness-weight", "polynomial", "--loss.staleness-power", "0"], [1.0, 1.0]),
+        (["--algorithm.staleness-weight", "polynomial"], [1.0, 0.5]),
+        (["--algorithm.staleness-weight", "polynomial", "--algorithm.staleness-power", "1"], [1.0, 0.25]),
+        (["--algorithm.staleness-weight", "polynomial", "--algorithm.staleness-power", "0"], [1.0, 1.0]),
     ],
 )
 def test_a_stale_sample_counts_as_the_flag_says(flags: list[str], weights: list[float]) -> None:
-    batch = to_training_batch(cast(Batch, _Pulled()), parse(flags), 3)
+    batch = to_training_batch(cast(Batch, _Pulled()), parse(flags), 3, Objective())
     assert batch.weights_N.tolist() == weights

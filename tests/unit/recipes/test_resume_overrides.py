@@ -54,7 +54,7 @@ def test_what_may_change_exists(name: str) -> None:
         ("trainer.fsdp.dtype", "bfloat16"),
         ("rollout.temperature", "0.5"),
         ("rollout.engine", "sglang"),
-        ("loss.kl-coef", "0"),
+        ("algorithm.kl.coef", "0"),
         ("data.path", "/others.jsonl"),
     ],
 )

@@ -1,0 +1,327 @@
+"""RL objectives by name: the presets of the table ``algorithm``, and which of its fields act.
+
+- A preset sets every field of the table; files and flags change single fields of it, and the run stores all of them.
+- A field that cannot act in a combination keeps the value of the preset; another value is refused.
+- A name like FILE.py:NAME stands for a class of the user's, of which no field of the table is a part.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.config import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LossConfig,
+    PlanConfig,
+    PolicyLossName,
+    RunConfig,
+)
+
+NO_CORRECTION = CorrectionConfig(level="off")
+FROM_ROLLOUT = PlanConfig(anchor="rollout")
+FOUR_UPDATES = PlanConfig(anchor="step", updates=4)
+NO_KL = KlConfig(coef=0.0)
+LUSPO = LossConfig(policy="gspo", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean", length_weighted=True)
+GSPO = replace(LUSPO, length_weighted=False)
+PPO = LossConfig(policy="ppo")
+
+
+def _from_rollout(loss: LossConfig, advantage: AdvantageConfig | None = None, kl: KlConfig = NO_KL) -> AlgorithmConfig:
+    """A loss whose ratios are measured from the policy that sampled, so that nothing has to be corrected."""
+    return AlgorithmConfig(
+        advantage=advantage or AdvantageConfig(), loss=loss, plan=FROM_ROLLOUT, correction=NO_CORRECTION, kl=kl
+    )
+
+
+_PRESETS: dict[str, AlgorithmConfig] = {
+    "reinforce": AlgorithmConfig(),
+    "grpo": _from_rollout(replace(PPO, aggregation="sequence_mean"), kl=KlConfig()),
+    "dr_grpo": _from_rollout(replace(PPO, aggregation="constant"), AdvantageConfig(scale="none")),
+    "dapo": _from_rollout(replace(PPO, clip_high=0.28)),
+    "rloo": AlgorithmConfig(
+        advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
+        loss=LossConfig(aggregation="constant"),
+        correction=CorrectionConfig(level="sequence"),
+        kl=KlConfig(where="reward"),
+    ),
+    "opo": AlgorithmConfig(advantage=AdvantageConfig(baseline="length_weighted", scale="none"), kl=NO_KL),
+    "max_rl": AlgorithmConfig(advantage=AdvantageConfig(scale="group_mean"), kl=NO_KL),
+    "lite_ppo": _from_rollout(PPO, AdvantageConfig(scale="batch_std")),
+    "reinforce++": _from_rollout(
+        PPO, AdvantageConfig(baseline="none", scale="none", whiten=True), KlConfig(where="reward")
+    ),
+    "reinforce++_baseline": _from_rollout(PPO, AdvantageConfig(scale="none", whiten=True), KlConfig(estimator="k2")),
+    "cispo": _from_rollout(LossConfig(policy="cispo", clip_low=1.0, clip_high=4.0)),
+    "gspo": _from_rollout(GSPO),
+    "luspo": _from_rollout(LUSPO),
+    "gmpo": _from_rollout(LossConfig(policy="gmpo", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean")),
+    "sapo": _from_rollout(LossConfig(policy="sapo")),
+    "dppo": _from_rollout(LossConfig(policy="dppo"), AdvantageConfig(scale="none")),
+    "vespo": _from_rollout(LossConfig(policy="vespo")),
+    "topr": _from_rollout(LossConfig(policy="topr"), AdvantageConfig(scale="none")),
+    "aspo": _from_rollout(LossConfig(policy="aspo", dual_clip=3.0)),
+    "decoupled": AlgorithmConfig(loss=PPO, plan=FOUR_UPDATES, kl=NO_KL),
+    "m2po": AlgorithmConfig(
+        loss=PPO, plan=FROM_ROLLOUT, correction=replace(NO_CORRECTION, second_moment=0.04), kl=NO_KL
+    ),
+    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo"), correction=NO_CORRECTION),
+    "best_of_n": AlgorithmConfig(
+        advantage=AdvantageConfig(keep_best=1),
+        loss=LossConfig(policy="cross_entropy"),
+        correction=NO_CORRECTION,
+        kl=NO_KL,
+    ),
+}
+PRESETS: dict[str, AlgorithmConfig] = {name: replace(config, name=name) for name, config in _PRESETS.items()}
+"""Sources and formulas: docs/objectives.md. Clip ranges are those of the papers."""
+
+DPO: PolicyLossName = "dpo"
+WITHOUT_RATIO: tuple[PolicyLossName, ...] = ("reinforce", "cross_entropy", DPO)
+OF_SEQUENCES: tuple[PolicyLossName, ...] = ("gspo", "gmpo", "vespo", DPO)
+"""Losses of whole samples."""
+CLIPPED = ("clip_low", "clip_high")
+LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
+    "reinforce": (),
+    "ppo": (*CLIPPED, "dual_clip", "delta"),
+    "cispo": CLIPPED,
+    "gspo": (*CLIPPED, "length_weighted"),
+    "gmpo": CLIPPED,
+    "sapo": ("tau_positive", "tau_negative"),
+    "dppo": ("distance", "limit", "max_ratio"),
+    "vespo": ("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
+    "topr": ("cap", "level"),
+    "aspo": (*CLIPPED, "dual_clip"),
+    "cross_entropy": (),
+    "dpo": ("beta",),
+}
+"""Fields of ``algorithm.loss`` that a policy loss has."""
+
+
+def is_own(name: str) -> bool:
+    """Whether an algorithm is a class of the user's, FILE.py:NAME."""
+    return ":" in name
+
+
+def preset(name: str) -> AlgorithmConfig:
+    """The table of a preset; that of a class of the user's has the name alone. Raises ConfigError for unknown names."""
+    if is_own(name):
+        return AlgorithmConfig(name=name)
+    if name not in PRESETS:
+        raise ConfigError(
+            f"there is no algorithm {name!r}{suggested(name, PRESETS)}, or a class of yours, FILE.py:NAME"
+        )
+    return PRESETS[name]
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether samples need their log-probabilities under the reference model."""
+    if is_own(algorithm.name):
+        return algorithm.own_reference
+    if algorithm.loss.policy == DPO:
+        return True
+    return algorithm.kl.coef > 0 and not (algorithm.advantage.keep_best and algorithm.kl.where == "reward")
+
+
+def has_step_scope(algorithm: AlgorithmConfig) -> bool:
+    """Whether a preset depends on statistics of a whole step, so that training waits for its last sample."""
+    advantage = algorithm.advantage
+    return (
+        advantage.whiten
+        or advantage.scale == "batch_std"
+        or algorithm.correction.second_moment > 0
+        or algorithm.entropy.top_share < 1
+    )
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Raise ConfigError for a field that cannot act, and for parts that contradict each other."""
+    algorithm = config.algorithm
+    base = preset(algorithm.name)
+    for field, reason in _inert(algorithm):
+        value = attrgetter(field)(algorithm)
+        if value != attrgetter(field)(base):
+            raise ConfigError(f"algorithm.{field} is {value}, which changes nothing: {reason}; leave it out")
+    if is_own(algorithm.name):
+        return
+    _check_plan(algorithm)
+    _check_bounds(config)
+    _check_groups(config)
+    if config.trainer.tokens_per_step:
+        if has_step_scope(algorithm):
+            raise ConfigError(
+                f"algorithm {algorithm.name} uses statistics of all samples of a step, of which "
+                "trainer.tokens_per_step trains a part; leave one of them out"
+            )
+        if algorithm.loss.policy in OF_SEQUENCES or algorithm.correction.level in ("sequence", "geometric"):
+            raise ConfigError(
+                f"algorithm {algorithm.name} weighs whole samples, which trainer.tokens_per_step cuts; leave one of "
+                "them out"
+            )
+
+
+def acting_fields(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The fields that act, by dotted name below ``algorithm``."""
+    inert = {field for field, _ in _inert(algorithm)}
+    return {name: attrgetter(name)(algorithm) for name in _fields(algorithm) if name not in inert and name != "name"}
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """Fields that change nothing in this combination, and why."""
+    if is_own(algorithm.name):
+        reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
+        free = ("name", "own_reference", "staleness_weight")
+        yield from ((field, reason) for field in _fields(algorithm) if field not in (*free, "staleness_power"))
+    else:
+        yield "own_reference", "it is for a class of your own"
+        yield from _inert_losses(algorithm)
+        yield from _inert_advantages(algorithm)
+        yield from _inert_corrections(algorithm)
+        if algorithm.loss.policy == DPO:
+            yield "staleness_weight", "loss dpo has no weights of samples"
+    if algorithm.staleness_weight == "uniform":
+        yield "staleness_power", "algorithm.staleness_weight is uniform"
+
+
+def _inert_losses(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    policy = algorithm.loss.policy
+    for field in dataclasses.fields(LossConfig):
+        if field.name in ("policy", "aggregation"):
+            continue
+        if field.name not in LOSS_FIELDS[policy]:
+            yield f"loss.{field.name}", f"the policy loss is {policy}"
+    if policy == DPO:
+        reason = "loss dpo is a sum over pairs of samples"
+        yield "loss.aggregation", reason
+        yield from ((f"entropy.{name}", reason) for name in ("coef", "top_share"))
+        yield from ((f"kl.{name}", reason) for name in ("coef", "where", "estimator"))
+
+
+def _inert_advantages(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    advantage = algorithm.advantage
+    fields = [field.name for field in dataclasses.fields(AdvantageConfig)]
+    if algorithm.loss.policy == DPO:
+        yield from (
+            (f"advantage.{name}", "loss dpo compares the best and the worst sample of a group") for name in fields
+        )
+        return
+    if advantage.keep_best:
+        kept = ("keep_best", "keep_above")
+        reason = "algorithm.advantage.keep_best gives every trained sample the advantage 1"
+        yield from ((f"advantage.{name}", reason) for name in fields if name not in kept)
+        if algorithm.kl.where == "reward":
+            yield "kl.coef", "the best samples are chosen by their rewards alone; use algorithm.kl.where loss"
+    else:
+        yield "advantage.keep_above", "algorithm.advantage.keep_best is 0"
+    if advantage.scale == "none" and not advantage.whiten:
+        yield "advantage.eps", "nothing is divided by a standard deviation"
+
+
+def _inert_corrections(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    if algorithm.loss.policy == DPO:
+        fields = [field.name for field in dataclasses.fields(CorrectionConfig)]
+        yield from ((f"correction.{name}", "loss dpo has no importance weights") for name in fields)
+        return
+    if algorithm.correction.level == "off":
+        yield from ((f"correction.{name}", "algorithm.correction.level is off") for name in ("mode", "low", "high"))
+    if algorithm.kl.coef == 0:
+        yield from ((f"kl.{name}", "algorithm.kl.coef is 0") for name in ("where", "estimator"))
+    elif algorithm.kl.where == "reward":
+        yield "kl.estimator", "a penalty in the reward is the sum of log ratios (k1)"
+
+
+def _check_plan(algorithm: AlgorithmConfig) -> None:
+    plan, policy = algorithm.plan, algorithm.loss.policy
+    several = plan.updates * plan.epochs > 1
+    if several and plan.anchor == "present":
+        raise ConfigError(
+            f"algorithm.plan makes {plan.updates * plan.epochs} updates a step with anchor present, so that every "
+            "ratio is 1; use algorithm.plan.anchor step or rollout"
+        )
+    if not several and plan.anchor == "step":
+        raise ConfigError(
+            "algorithm.plan.anchor is step, which with one update a step is the trained policy itself; use present or "
+            "rollout, or several algorithm.plan.updates"
+        )
+    if policy in WITHOUT_RATIO:
+        if plan.anchor == "rollout" or (plan.anchor == "step" and algorithm.correction.level == "off"):
+            raise ConfigError(
+                f"algorithm.plan.anchor is {plan.anchor}, and loss {policy} has no ratio to it; use "
+                + ("a loss with one" if several else "anchor present, or a loss with one, like ppo")
+            )
+    elif plan.anchor == "present":
+        raise ConfigError(
+            f"algorithm.loss.policy is {policy} with algorithm.plan.anchor present: every ratio is 1, so its bounds "
+            "change nothing; use anchor rollout, several updates with anchor step, or loss reinforce"
+        )
+    if plan.anchor == "rollout" and algorithm.correction.level != "off":
+        raise ConfigError(
+            "algorithm.plan.anchor is rollout, so the loss has the ratio to the policy that sampled, which "
+            f"algorithm.correction.level {algorithm.correction.level} would count twice; use level off, or anchor step"
+        )
+
+
+def _check_bounds(config: RunConfig) -> None:
+    """Bounds that depend on other fields."""
+    loss, correction = config.algorithm.loss, config.algorithm.correction
+    if loss.policy not in ("gmpo", *WITHOUT_RATIO) and loss.clip_low > 1:
+        raise ConfigError(f"algorithm.loss.clip_low is {loss.clip_low}: a ratio is never below 0; use at most 1")
+    if loss.policy == "ppo" and 0 < loss.dual_clip <= 1:
+        raise ConfigError(f"algorithm.loss.dual_clip is {loss.dual_clip}; use more than 1 (3 is common), or 0 for none")
+    if loss.policy == "aspo" and loss.dual_clip <= 1:
+        raise ConfigError(f"algorithm.loss.dual_clip is {loss.dual_clip}; loss aspo needs more than 1 (3 is common)")
+    if loss.policy == "ppo" and 0 < loss.delta <= 1 + loss.clip_high:
+        raise ConfigError(
+            f"algorithm.loss.delta is {loss.delta}, within the clip range; use more than {1 + loss.clip_high:g}, or 0"
+        )
+    if 0 < correction.reject_high < 1:
+        raise ConfigError(f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none")
+    if (overlong := config.algorithm.advantage.overlong_tokens) > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.advantage.overlong_tokens is {overlong}, more than a response can have "
+            f"(rollout.max_new_tokens {config.rollout.max_new_tokens})"
+        )
+
+
+def _check_groups(config: RunConfig) -> None:
+    """What advantages need of the groups."""
+    advantage, size = config.algorithm.advantage, config.group_size
+    if config.algorithm.loss.policy == DPO:
+        if size < 2:
+            raise ConfigError("group_size is 1, and loss dpo compares two samples of a group; use 2 or more")
+        return
+    if advantage.keep_best:
+        if advantage.keep_best > size:
+            raise ConfigError(
+                f"algorithm.advantage.keep_best is {advantage.keep_best}, of groups of {size}; keep fewer"
+            )
+        return
+    if advantage.scale == "group_mean" and advantage.baseline != "group_mean":
+        raise ConfigError(
+            f"algorithm.advantage.scale group_mean divides by the baseline, which is {advantage.baseline}; use "
+            "baseline group_mean"
+        )
+    if size == 1 and advantage.baseline != "none":
+        raise ConfigError(
+            f"group_size is 1, and advantage baseline {advantage.baseline} compares the samples of a group: nothing "
+            "would be learned; use 2 or more, or --algorithm reinforce++"
+        )
+    if size == 1 and advantage.scale == "group_std":
+        raise ConfigError(
+            "group_size is 1: advantage scale group_std divides by the group's standard deviation, which one sample "
+            "does not have; use 2 or more, or --algorithm.advantage.scale none"
+        )

@@ -1,0 +1,167 @@
+"""The objective that a configuration describes, as a value that the training engines take.
+
+A class of the user's (FILE.py:NAME) is loaded in each trainer rank. Before a run starts, a process of its own loads it
+too and prints what it needs (``python -m flowrt.roles.algorithm FILE.py:NAME``): the controller does not import torch.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flowrt.algorithms.algorithm import Algorithm, Groups, Needs, Plan
+from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
+from flowrt.algorithms.objective import (
+    Aggregation,
+    Correction,
+    Entropy,
+    Kl,
+    Objective,
+    OnlineDpo,
+    Rejection,
+    SecondMoment,
+)
+from flowrt.algorithms.policy_losses import (
+    Aspo,
+    Cispo,
+    CrossEntropy,
+    Dppo,
+    Gmpo,
+    Gspo,
+    PolicyLoss,
+    Ppo,
+    Reinforce,
+    Sapo,
+    Topr,
+    Vespo,
+)
+from flowrt.engines.training.loss_passes import example_tokens
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.recipes.algorithms import is_own
+from flowrt.recipes.config import AlgorithmConfig, LossConfig, RunConfig
+
+METHODS = ("credit", "measure", "terms")
+
+
+def algorithm(config: RunConfig) -> Algorithm:
+    """The objective of a run. Raises ConfigError if a class of the user's cannot be loaded or is no `Algorithm`."""
+    table = config.algorithm
+    if is_own(table.name):
+        return own_algorithm(table.name)
+    plan = Plan(table.plan.anchor, table.plan.updates, table.plan.epochs)
+    if table.loss.policy == "dpo":
+        return OnlineDpo(table.loss.beta, plan)
+    correction = table.correction
+    return Objective(
+        credit_rule=_credit(table, config.rollout.max_new_tokens),
+        policy=_policy_loss(table.loss),
+        plan=plan,
+        correction=Correction(correction.level, correction.mode, correction.low, correction.high),
+        rejection=Rejection(
+            low=correction.reject_low,
+            high=correction.reject_high or float("inf"),
+            negative_kl=correction.reject_negative_kl or float("inf"),
+        ),
+        second_moment=SecondMoment(correction.second_moment) if correction.second_moment else None,
+        kl=Kl(table.kl.coef, table.kl.estimator) if table.kl.coef > 0 and table.kl.where == "loss" else None,
+        entropy=Entropy(table.entropy.coef, table.entropy.top_share),
+        aggregation=Aggregation(table.loss.aggregation, config.rollout.max_new_tokens),
+    )
+
+
+def _credit(table: AlgorithmConfig, max_new_tokens: int) -> CreditRule:
+    advantage = table.advantage
+    if advantage.keep_best:
+        return BestOfGroup(advantage.keep_best, advantage.keep_above)
+    return GroupAdvantages(
+        baseline=advantage.baseline,
+        scale=advantage.scale,
+        eps=advantage.eps,
+        whiten=advantage.whiten,
+        kl_coef=table.kl.coef if table.kl.where == "reward" else 0.0,
+        overlong=OverlongPenalty(max_new_tokens, advantage.overlong_tokens) if advantage.overlong_tokens else None,
+        mask_truncated=advantage.mask_truncated,
+    )
+
+
+def _policy_loss(loss: LossConfig) -> PolicyLoss:
+    makers: dict[str, Callable[[], PolicyLoss]] = {
+        "reinforce": Reinforce,
+        "ppo": lambda: Ppo(loss.clip_low, loss.clip_high, loss.dual_clip or None, loss.delta or None),
+        "cispo": lambda: Cispo(loss.clip_low, loss.clip_high),
+        "gspo": lambda: Gspo(loss.clip_low, loss.clip_high, loss.length_weighted),
+        "gmpo": lambda: Gmpo(loss.clip_low, loss.clip_high),
+        "sapo": lambda: Sapo(loss.tau_positive, loss.tau_negative),
+        "dppo": lambda: Dppo(loss.distance, loss.limit, loss.max_ratio),
+        "vespo": lambda: Vespo(loss.k_positive, loss.lambda_positive, loss.k_negative, loss.lambda_negative),
+        "topr": lambda: Topr(loss.cap, loss.level),
+        "aspo": lambda: Aspo(loss.clip_low, loss.clip_high, loss.dual_clip),
+        "cross_entropy": CrossEntropy,
+    }
+    return makers[loss.policy]()
+
+
+# ---- a class of the user's
+
+
+def own_algorithm(name: str) -> Algorithm:
+    """Load ``FILE.py:NAME`` and make the object. Raises ConfigError if that fails, or if it is no `Algorithm`."""
+    path, _, attribute = name.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("flowrt_own_algorithm", path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        made: Algorithm = getattr(module, attribute)()
+    except Exception as error:
+        raise ConfigError(f"algorithm {name} cannot be loaded: {type(error).__name__}: {error}; correct it") from error
+    _check_own(name, made)
+    return made
+
+
+def _check_own(name: str, made: Algorithm) -> None:
+    """Call every method once on two samples of a group, so that mistakes are found before the run starts."""
+    if missing := [one for one in (*METHODS, "needs", "plan") if not hasattr(made, one)]:
+        raise ConfigError(f"algorithm {name} has no {missing[0]}; see flowrt.algorithms.algorithm.Algorithm")
+    try:
+        needs, plan = made.needs, made.plan
+        if not isinstance(needs, Needs) or not isinstance(plan, Plan):
+            raise TypeError(f"needs is {type(needs).__name__} and plan {type(plan).__name__}; return Needs and Plan")
+        two = torch.tensor([0, 0])
+        credit = made.credit(
+            Groups(
+                rewards_N=torch.tensor([0.0, 1.0], dtype=torch.float64),
+                group_N=two,
+                lengths_N=torch.tensor([1, 1]),
+                truncated_N=torch.tensor([False, False]),
+                staleness_N=two,
+                kl_N=torch.zeros(2, dtype=torch.float64) if needs.reference else None,
+            )
+        )
+        if credit.advantages_N.shape != (2,) or credit.trained_N.shape != (2,):
+            raise ValueError(f"credit gives {list(credit.advantages_N.shape)} advantages for 2 samples")
+        terms = made.terms(example_tokens(made))
+        if not terms or any(term.loss_sum.shape != () for term in terms):
+            raise ValueError("terms returns no term, or one whose loss_sum is no scalar")
+    except Exception as error:
+        raise ConfigError(f"algorithm {name} fails on two samples: {type(error).__name__}: {error}") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the needs of ``FILE.py:NAME`` as a line of JSON, or why it cannot be used, with exit code 2."""
+    torch.set_num_threads(1)
+    try:
+        made = own_algorithm(arguments[0])
+    except ConfigError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return EXIT_BAD_INPUT
+    sys.stdout.write(json.dumps({"reference": made.needs.reference, "whole_groups": made.needs.whole_groups}) + "\n")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
