@@ -13,7 +13,15 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from flowrt.errors import EXIT_DISMISSED, ConfigError, LocalProtocolError, Stopped, WaitExpired
+from flowrt.errors import (
+    EXIT_DISMISSED,
+    PROGRAMMING_ERRORS,
+    ConfigError,
+    FlowError,
+    LocalProtocolError,
+    Stopped,
+    WaitExpired,
+)
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
@@ -212,8 +220,8 @@ class Connection:
             return
         try:
             self._handler(message)
-        except Exception as error:  # noqa: BLE001 - raised by the iteration
-            self._put(error)
+        except (*PROGRAMMING_ERRORS, OSError, FlowError) as error:
+            self._put(error)  # raised by the iteration
 
     def _put(self, event: Event | Exception) -> None:
         self._inbox.append(event)
