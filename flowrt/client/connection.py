@@ -11,9 +11,17 @@ import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from flowrt.errors import EXIT_DISMISSED, ConfigError, FlowError, LocalProtocolError, Stopped, WaitExpired
+from flowrt.errors import (
+    EXIT_DISMISSED,
+    PROGRAMMING_ERRORS,
+    ConfigError,
+    FlowError,
+    LocalProtocolError,
+    Stopped,
+    WaitExpired,
+)
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
@@ -69,7 +77,8 @@ class Connection:
         self._keys = keys
         self._loop = asyncio.get_running_loop()
         self._link: ClientLink | None = None
-        self._inbox: deque[Event | FlowError] = deque()
+        self._inbox: deque[Event | Exception] = deque()
+        self._handler: Callable[[m.Message], None] | None = None
         self._arrival: asyncio.Future[None] = self._loop.create_future()  # done once the inbox is not empty
         self._last_received_s = 0.0
         self._reconnects = True
@@ -109,6 +118,14 @@ class Connection:
         if isinstance(event, ConnectionLost) and not self._reconnects:
             raise StopAsyncIteration
         return event
+
+    def handle_directly(self, handler: Callable[[m.Message], None]) -> None:
+        """Call ``handler`` with each message as it arrives, which saves a switch between tasks for every answer.
+
+        The iteration still returns the messages that have arrived before, those of a handshake, and all other events,
+        so that the order of arrival is kept. It raises the errors of ``handler``, and ends direct handling with them.
+        """
+        self._handler = handler
 
     def send(self, message: m.Message) -> None:
         """Send a message; it is dropped while there is no connection."""
@@ -198,9 +215,15 @@ class Connection:
 
     def _receive(self, message: m.Message) -> None:
         self._last_received_s = self._loop.time()
-        self._put(message)
+        if self._handler is None or self._inbox or self.is_away:
+            self._put(message)
+            return
+        try:
+            self._handler(message)
+        except (*PROGRAMMING_ERRORS, OSError, FlowError) as error:
+            self._put(error)  # raised by the iteration
 
-    def _put(self, event: Event | FlowError) -> None:
+    def _put(self, event: Event | Exception) -> None:
         self._inbox.append(event)
         if not self._arrival.done():
             self._arrival.set_result(None)
@@ -212,7 +235,8 @@ class Connection:
             self._arrival = self._loop.create_future()
             await self._arrival
         event = self._inbox.popleft()
-        if isinstance(event, FlowError):
+        if isinstance(event, Exception):
+            self._handler = None
             raise event
         return event
 

@@ -90,6 +90,7 @@ class Session:
         self._requests = RequestTable(worker, connection.send, connection.spin_wait, self._release_unclaimed)
         self._uncommitted = UncommittedColumns(self.store)
         self._resync = ResyncState(welcome.renewable)
+        connection.handle_directly(self._on_message)
         self._spawn(self._run())
         self._spawn(self._send_heartbeats())
 
@@ -101,13 +102,19 @@ class Session:
     # ---- messages of the controller
 
     async def _run(self) -> None:
-        """Handle everything that the connection returns, until it fails or the session is closed."""
+        """Handle what the connection returns, until it fails or the session is closed.
+
+        Most messages are not returned but given to `_on_message`.
+        """
         with tracked(NEXT_MESSAGE, CONTROLLER, LIVENESS):
             try:
                 async for event in self._connection:
                     self._handle(event)
             except FlowError as error:
                 self.end(error)
+
+    def _on_message(self, message: m.Message) -> None:
+        self._handle(message)
 
     def _handle(self, event: Event) -> None:  # noqa: C901 - one case for each message
         """Handle one event. Raises RemoteProtocolError for a message that a controller never sends."""

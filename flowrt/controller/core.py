@@ -156,12 +156,14 @@ class Core:
     def _follow_up(self, now: float) -> list[Command]:
         """Do what the event has made possible."""
         state, env = self.state, self.env
+        if state.ended is not None:
+            return []
         commands: list[Command] = []
-        if state.ended is None and state.recovery.is_active:
+        if state.recovery.is_active:
             commands += self._end_recovery_if_over(now)
-        if state.ended is not None or state.recovery.is_active:
-            return commands
-        if state.work:
+            if state.ended is not None or state.recovery.is_active:
+                return commands
+        if state.work.is_due:
             commands += pulls.serve_worklist(state, env, now)
         commands += weight_sync.order_fetches(state, env, now)
         if state.work.take_members():

@@ -7,6 +7,7 @@ words with a set bit are kept, in runs of consecutive words, so prompts far apar
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import hypot
 from typing import Annotated
 
 from flowrt.errors import RemoteProtocolError
@@ -90,6 +91,9 @@ LARGEST_VALUE = 3e38
 def values_fault(columns: Iterable[Values]) -> str:
     """Why numbers of inline columns are invalid; empty if all are finite and fit a float32."""
     for one in columns:
+        # Fast path: the norm is no smaller than any of the numbers, and infinite or NaN if one of them is.
+        if hypot(*one.values) <= LARGEST_VALUE:
+            continue
         for row, value in enumerate(one.values):
             if not -LARGEST_VALUE <= value <= LARGEST_VALUE:
                 return f"column {one.column!r} has {value} at row {row}; a number must be finite and at most 3e38"

@@ -27,14 +27,12 @@ class Recovery:
     """Members that rejoined from an earlier controller."""
     deferred: list[tuple[WorkerId, Deferrable]] = field(default_factory=list)
     until_s: float | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.replayed is not None
+    is_active: bool = False
 
     def begin(self, replayed: ReplayedSamples, members: Mapping[str, str]) -> None:
         """Enter recovery with the samples of an earlier controller and the roles of its members."""
         self.replayed = replayed
+        self.is_active = True
         self.claims = replayed.claims
         self.awaited = {WorkerId(worker): role for worker, role in members.items()}
 
@@ -78,5 +76,6 @@ class Recovery:
         """Leave recovery; returns the workers that did not return, and their roles."""
         absent = self.awaited
         self.replayed = None
+        self.is_active = False
         self.awaited = {}
         return absent

@@ -108,7 +108,7 @@ class SampleTable:
         return groups
 
     def _enqueue(self, stage: Stage, groups: Sequence[Group], slots: Iterable[Slot]) -> None:
-        self._work.add_stages((stage.name,))
+        self._work.add_stage(stage.name)
         if stage.whole_groups:
             self.ready_groups[stage.name].update((group.id, group) for group in groups)
         else:
@@ -300,7 +300,7 @@ class SampleTable:
             self._dequeue(slot, stage.name)
             if not slot.done & self._bits[stage.name]:
                 self.undone[stage.name] -= 1
-                self._work.add_stages((stage.name,))
+                self._work.add_stage(stage.name)
         del self.slots[slot.id]
 
     # ---- inside
@@ -309,7 +309,7 @@ class SampleTable:
         """Account for a done stage; its worker now owns copies of the columns that the stage needed."""
         self.undone[stage] -= len(slots)
         if not self.undone[stage]:
-            self._work.add_stages((stage,))
+            self._work.add_stage(stage)
         for column in self.flows.fetched[stage]:
             for slot in slots:
                 needed = slot.holding(column)

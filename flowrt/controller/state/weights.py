@@ -71,7 +71,7 @@ class VersionTable:
     serving: Counter[tuple[WorkerId, int]] = field(default_factory=Counter)  # fetches from a holder, by version
     evictable: set[WorkerId] = field(default_factory=set)  # holders that may have versions to evict
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
-    _changed: bool = False  # since `take_changed` was last called
+    is_changed: bool = False  # since `begin_fetches` was last called
 
     def restore(self, newest: int) -> None:
         """Continue the numbering of an earlier controller."""
@@ -79,12 +79,7 @@ class VersionTable:
 
     def recheck(self) -> None:
         """Find again which receivers have to fetch."""
-        self._changed = True
-
-    def take_changed(self) -> bool:
-        """Whether something has changed since this was last called."""
-        changed, self._changed = self._changed, False
-        return changed
+        self.is_changed = True
 
     # ---- messages of workers
 
@@ -97,7 +92,7 @@ class VersionTable:
                 f"{worker} published version {version} after {self.newest}; "
                 f"publish {self.newest + 1} or later, a number is never used again"
             )
-        self._changed = True
+        self.is_changed = True
         self.newest, self.publisher = version, worker
         self.published[version] = forms
         for form in forms:
@@ -112,7 +107,7 @@ class VersionTable:
             self._hold(worker, weights.version, weights.base)
         newest = max((one.version for one in held if one.base == NO_BASE), default=0)
         self.newest = max(self.newest, newest)
-        self._changed = True
+        self.is_changed = True
         if (receiver := self.receivers.get(worker)) is None:
             self.publisher = worker
         else:
@@ -124,7 +119,7 @@ class VersionTable:
             raise RemoteProtocolError(
                 f"{worker} generates with version {version}, but {self.newest} is the newest of {self.model}"
             )
-        self._changed = True
+        self.is_changed = True
         if worker not in self.receivers:
             self.entry[worker] = self.latest if self.latest in self.published else version
         before = self.receivers.get(worker, Receiver(worker, version, version))
@@ -195,7 +190,7 @@ class VersionTable:
             self.whole_next.add(worker)
 
     def _end_fetch(self, worker: WorkerId, version: int) -> Fetching | None:
-        self._changed = True
+        self.is_changed = True
         fetch = self.fetching.get(worker)
         if fetch is None or fetch.weights.version != version:
             return None
@@ -224,7 +219,7 @@ class VersionTable:
 
     def forget(self, worker: WorkerId) -> None:
         """Remove a worker with what it holds and fetches."""
-        self._changed = True
+        self.is_changed = True
         self.receivers.pop(worker, None)
         self.entry.pop(worker, None)
         self.behind.pop(worker, None)
@@ -265,6 +260,7 @@ class VersionTable:
         self, refresh: WeightSyncPolicy, outdated: Collection[WorkerId], resting: Collection[WorkerId] = ()
     ) -> list[Fetching]:
         """Start the fetches that the policy wants and those of outdated receivers; receivers that back off wait."""
+        self.is_changed = False
         if self.latest not in self.published or not self.behind:
             return []
         idle = [

@@ -25,39 +25,48 @@ class Worklist:
         self._offers = False
         self._window = False
         self._members = False
-
-    def __bool__(self) -> bool:
-        """Whether parked requests have to be tried."""
-        return self._offers or self._window or bool(self._stages) or bool(self._workers)
+        self.is_due = False
+        """Whether anything was added since the latest `take_workers`. An attribute: every event reads it."""
 
     def add_worker(self, worker: WorkerId) -> None:
         """The weights or the capacity of a worker have changed: its pulls of generating stages may be served."""
         self._workers[worker] = None
+        self.is_due = True
+
+    def add_stage(self, name: str) -> None:
+        """Slots have become ready for this stage, or no more will."""
+        self._stages[name] = None
+        self.is_due = True
 
     def add_stages(self, names: Iterable[str]) -> None:
-        """Slots have become ready for these stages, or no more will."""
+        """As `add_stage`, for each of these."""
         self._stages.update(dict.fromkeys(names))
+        self.is_due = True
 
     def add_all(self) -> None:
         """All parked requests may be served."""
         self._workers.clear()
         self.add_stages(self._order)
         self._offers = self._window = True
+        self.is_due = True
 
     def add_offers(self) -> None:
         """Rows were freed, or an offer was withdrawn: later offers may fit into the budget."""
         self._offers = True
+        self.is_due = True
 
     def add_window(self) -> None:
         """The training window has changed: admission may open or start more."""
         self._window = True
+        self.is_due = True
 
     def add_members(self) -> None:
         """A worker has joined, left or completed its role."""
         self._members = True
 
     def take_workers(self) -> list[WorkerId]:
-        """The workers whose pulls have to be tried, in the order in which they were added."""
+        """Begin a round: the workers whose pulls have to be tried, in the order in which they were added."""
+        self.is_due = False
         if not self._workers:  # nearly always
             return []
         due = list(self._workers)
@@ -74,6 +83,8 @@ class Worklist:
 
     def take_stages(self) -> list[str]:
         """The stages whose pulls have to be tried, in the order of the dataflow."""
+        if not self._stages:
+            return []
         due = [name for name in self._order if name in self._stages]
         self._stages.clear()
         return due

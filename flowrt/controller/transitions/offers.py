@@ -149,9 +149,9 @@ def _size_fault(state: State, env: Environment, offer: Offer) -> str:
         if not env.policies.admission.may_open(count - 1, env.settings.groups_per_step):
             return f"{_name(offer)} has {count} groups, more than admission ever lets live at once; offer fewer"
         return ""
-    size = _offered_bytes(state.table, offer)
     limit_rows, limit_bytes = env.settings.budget_rows, env.settings.budget_bytes
-    if rows > limit_rows or (limit_bytes and size > limit_bytes):
+    if rows > limit_rows or (limit_bytes and _offered_bytes(state.table, offer) > limit_bytes):
+        size = _offered_bytes(state.table, offer)
         return (
             f"{_name(offer)} has {rows} rows and {size} bytes, over the whole budget of {limit_rows} rows and "
             f"{limit_bytes or 'any number of'} bytes; offer fewer, or raise budget_rows or budget_bytes"

@@ -91,7 +91,7 @@ def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
     """Try parked requests until the worklist is empty."""
     commands: list[Command] = []
     work = state.work
-    while work:
+    while work.is_due:
         for worker in work.take_workers():
             commands += _serve_worker(state, env, worker, now)
         if work.take_offers() and state.requests.has_offers:

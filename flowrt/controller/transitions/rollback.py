@@ -195,7 +195,9 @@ def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_s
 
 def close(state: State, env: Environment, groups: Sequence[Group]) -> list[Command]:
     """Close groups that are trained, scored or dropped; all holders of their tensors free them."""
-    commands = _replayed(env, GroupsClosed(tuple([group.id for group in groups]), ()))
+    commands: list[Command] = []
+    if env.flow.train_stage:
+        commands.append(AppendReplay(GroupsClosed(tuple([group.id for group in groups]), ())))
     commands += [Send(worker, message) for worker, message in releases(groups).items()]
     state.table.close(groups)
     return commands

@@ -61,7 +61,7 @@ def order_fetches(state: State, env: Environment, now: float) -> list[Command]:
     commands: list[Command] = []
     for name, versions in state.models.of.items():
         waiting = state.models.backing_off[name]
-        if versions.take_changed() or (waiting and now >= min(waiting.values())):
+        if versions.is_changed or (waiting and now >= min(waiting.values())):
             commands += _order(state, env, versions, now)
     return commands
 

@@ -1,7 +1,7 @@
 """Background work of a session that fails: the session ends with the error, or the failure is reported."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -61,6 +61,9 @@ class ScriptedConnection:
         if not self._messages:
             await asyncio.Event().wait()
         return self._messages.pop()
+
+    def handle_directly(self, _: Callable[[Message], None]) -> None:
+        pass
 
     async def heartbeat(self) -> None:
         await asyncio.Event().wait()
