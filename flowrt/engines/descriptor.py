@@ -24,6 +24,9 @@ ADAM_BYTES = 8
 DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
 LAYER_TENSORS = 16
 """Activations of about the model's width that a layer keeps for the backward pass."""
+WHOLE_LOGITS = 1 << 24
+"""Elements of the logits of a pass up to which they are computed as a whole; above it, the LM head is fused with what
+follows it (`flowrt.algorithms.lm_head`)."""
 DELTA_SNAPSHOTS = 2
 """Versions that a trainer holds: the newest, and the one before, from which deltas are computed."""
 STAGED_VERSIONS = 2
