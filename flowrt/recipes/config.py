@@ -179,6 +179,19 @@ class TrainerConfig(TrainOptions):
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """Reference workers: log-probabilities under the initial model; none are started if loss.kl_coef is 0."""
+
+    workers: Annotated[int, Interval(gt=0, le=10_000)] = 1
+    """Number of reference workers."""
+    device: str = "cpu"
+    """Device of each worker: cpu, cuda, npu, or auto (an accelerator if present, else cpu)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Dtype of the model; auto: that of the trainer's forward passes, so that a policy that has not moved has a
+    divergence of 0."""
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """The GRPO loss (DeepSeekMath, arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
 
@@ -329,6 +342,8 @@ class RunConfig:
     """Rollout workers."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """Reference workers."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

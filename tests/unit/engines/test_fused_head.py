@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM, Qwen2ForCausalLM
 
+from flowrt.algorithms.lm_head import fused_logprobs
 from flowrt.algorithms.objective import Objective
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp.trainer import FsdpTrainer
@@ -17,7 +18,6 @@ from flowrt.engines.hf import disable_dropout, save_model
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training import fused_head
 from flowrt.engines.training.forward import apply_optimizations, response_logprobs, response_predictions
 from flowrt.engines.training.fused_head import FusedHead, enable_fused_head, is_head_fused
 from flowrt.engines.training.lora import add_adapters
@@ -28,6 +28,7 @@ from tests.decoders import COMMON, DECODERS
 
 VOCABULARY = COMMON["vocab_size"]
 CAPPED = "gemma2"
+FUSED = "flowrt.engines.training.fused_head.fused_logprobs"
 PASSES = "flowrt.engines.training.fused_head.WHOLE_LOGITS"
 
 
@@ -72,12 +73,22 @@ def assert_fusing_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(fused_slopes[name], slope, atol=1e-5, rtol=1e-4, msg=name)
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each pass through the fused head."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return fused_logprobs(*arguments, **named)
+
+    monkeypatch.setattr(FUSED, counting)
+    return calls
+
+
 class Largest(TorchDispatchMode):
     """The widest last dimension of a tensor with a row for each prediction."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = 0
+    words = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -181,9 +192,7 @@ def test_entropies_are_those_of_the_distribution_at_the_temperature(monkeypatch:
 def test_large_logits_go_through_the_fused_head_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     model = apply_optimizations(make(*DECODERS["llama"]), TrainOptions())
     assert is_head_fused(model)
-    calls: list[int] = []
-    fused = fused_head.fused_logprobs
-    monkeypatch.setattr(fused_head, "fused_logprobs", lambda *args, **named: calls.append(1) or fused(*args, **named))
+    calls = counted(monkeypatch)
     predictions = 25  # of the samples, without the first tokens that members have in common
     for limit in (predictions * VOCABULARY, predictions * VOCABULARY - 1):
         monkeypatch.setattr(PASSES, limit)
@@ -195,7 +204,7 @@ def test_large_logits_go_through_the_fused_head_and_small_ones_do_not(monkeypatc
 def test_a_pass_that_fails_leaves_the_head_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = apply_optimizations(make(*DECODERS["llama"]), TrainOptions())
     monkeypatch.setattr(PASSES, 0)
-    monkeypatch.setattr(fused_head, "fused_logprobs", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(FUSED, lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         response_logprobs(model, *samples(), 1.0)
     assert model(input_ids=samples()[0][0].unsqueeze(0)).logits.shape[-1] == VOCABULARY
@@ -247,9 +256,7 @@ def engine(name: str, checkpoint: Path) -> Any:
 @pytest.mark.parametrize("name", ["torch", "fsdp-step", "fsdp-pass", "adapted-step", "adapted-pass"])
 def test_engines_come_to_the_same_weights(name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(engine(name, checkpoint))
-    calls: list[int] = []
-    fused = fused_head.fused_logprobs
-    monkeypatch.setattr(fused_head, "fused_logprobs", lambda *args, **named: calls.append(1) or fused(*args, **named))
+    calls = counted(monkeypatch)
     monkeypatch.setattr(PASSES, 0)
     weights = trained(engine(name, checkpoint))
     assert len(calls) > 6
