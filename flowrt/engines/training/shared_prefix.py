@@ -29,8 +29,8 @@ MAX_NOISE_NATS = 0.5
 """Allowed differences of log-probabilities, in nats: TOLERANCES by dtype, or NOISE_FACTOR times the difference between
 padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
 NARROW = frozenset({torch.bfloat16, torch.float16})
-"""On a CPU, attention with gradients in these dtypes is computed in float32: PyTorch's native backward pass is several
-times slower."""
+"""On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
+Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
 MAX_WINDOW = 1024
 """Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
 
@@ -176,8 +176,7 @@ def _attend(
     scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
     heads = [one.shape[1] for one in (query, key, value)]
     window = kwargs.get("sliding_window")
-    needs_gradient = any(one.requires_grad for one in (query, key, value))
-    if needs_gradient and query.device.type == "cpu" and query.dtype in NARROW:
+    if query.device.type == "cpu" and query.dtype in NARROW:
         scattered = [one.float() for one in scattered]
     # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
     places = [tile.places for tile in packed.tiles]

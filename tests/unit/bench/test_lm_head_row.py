@@ -1,6 +1,6 @@
 """The measurement of the fused LM head, at a small size."""
 
-from bench.objectives_rows.lm_head import QUICK, measure
+from objectives_rows.lm_head import QUICK, measure
 
 
 def test_the_fused_head_needs_less_than_the_logits() -> None:

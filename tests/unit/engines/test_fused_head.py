@@ -88,7 +88,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Largest(TorchDispatchMode):
     """The widest last dimension of a tensor with a row for each prediction."""
 
-    words = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.words = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

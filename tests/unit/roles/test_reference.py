@@ -45,10 +45,11 @@ def scored(*flags: str) -> torch.Tensor:
     return torch.cat(score_on(device, load_reference(config, device), *samples(), 1.0, 8192))
 
 
-def test_a_bfloat16_trainer_that_has_not_moved_has_no_divergence(model: Path) -> None:
-    policy = apply_optimizations(load_model(model, dtype=torch.bfloat16), parse([]).trainer)
+@pytest.mark.parametrize("share", ["True", "False"])
+def test_a_bfloat16_trainer_that_has_not_moved_has_no_divergence(model: Path, share: str) -> None:
+    flags = (*FSDP, "bfloat16", "--trainer.share-prompts", share)
+    policy = apply_optimizations(load_model(model, dtype=torch.bfloat16), parse(list(flags)).trainer)
     own_T = response_logprobs(policy, *samples(), 1.0)[0].detach()
-    flags = (*FSDP, "bfloat16")
     assert float(kl_k3_T(own_T, scored(*flags)).abs().mean()) <= 1e-6
     assert float(kl_k3_T(own_T, scored(*flags, "--reference.dtype", "float32")).abs().mean()) > 1e-6
 
