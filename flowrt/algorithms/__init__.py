@@ -7,7 +7,7 @@
 
 The functions that a micro-batch passes through, in order:
 
-    cut_packed -> pack_samples -> (model) -> predicted_logprobs                      if the model supports packing
+    cut_packed -> pack_samples -> (model) -> predicted_logprobs, or fused_logprobs  if the model supports packing
     cut_by_tokens -> pad_samples -> (model) -> selected_logprobs -> Padded.response_T                    otherwise
     group_advantages, truncated_importance -> grpo_token_loss_sum -> backward
 """
@@ -25,7 +25,7 @@ from flowrt.algorithms.correction import (
     truncated_importance,
 )
 from flowrt.algorithms.kl import kl_k1_T, kl_k2_T, kl_k3_T
-from flowrt.algorithms.logprobs import predicted_logprobs, prediction_entropy, selected_logprobs
+from flowrt.algorithms.logprobs import logits_entropy, predicted_logprobs, prediction_entropy, selected_logprobs
 from flowrt.algorithms.losses import (
     ClipStatistics,
     GrpoLoss,
@@ -56,6 +56,7 @@ __all__ = [
     "kl_k2_T",
     "kl_k3_T",
     "leave_one_out_advantages",
+    "logits_entropy",
     "masked_importance",
     "mismatch_statistics",
     "pack_samples",

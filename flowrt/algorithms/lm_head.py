@@ -1,25 +1,30 @@
 """Fused LM head: log-probabilities and entropy from hidden states, without the logits ever being whole.
 
 The vocabulary is read a slice at a time, in the forward pass (a running log-sum-exp) and again in the backward pass,
-which recomputes each slice's logits from the hidden states. Beside the inputs and their gradients no more than
-SLICE_ELEMENTS floats are alive, a few times over. Slices are of the vocabulary, not of tokens: then the gradient of
-each row of the output matrix is one product over all tokens and is rounded to the matrix's type once.
+which recomputes each slice's logits from the hidden states. Beside the inputs and their gradients, and copies of the
+hidden states where these are narrow, no more than SLICE_ELEMENTS floats are alive, a few times over. Slices are of the
+vocabulary, not of tokens: then the gradient of each row of the output matrix is one product over all tokens and is
+rounded to the matrix's type once.
 
-Logits are products in the type of the hidden states, as a model and a rollout engine compute them, and everything after
-them is float32 or wider: a policy that has not moved has log ratios of 0.
+Logits are rounded to the type of the hidden states, as in a model and a rollout engine, and everything after them is
+float32 or wider: a policy that has not moved has log ratios of 0.
 
-Shapes: U = predictions, D = width of the hidden states, V = vocabulary, T = tokens that the predictions are about.
+Shapes: U = predictions, D = width of the hidden states, V = vocabulary, W = words of a slice, T = tokens that the
+predictions are about.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SLICE_ELEMENTS = 1 << 23
-"""32 MiB of float32 a slice."""
+SLICE_ELEMENTS = 1 << 24
+"""64 MiB of float32 a slice."""
+BLOCK_ELEMENTS = 1 << 17
+"""On a CPU, what follows the product is computed in blocks of rows of this size, which stay in the cache of a core."""
 
 
 def fused_logprobs(
@@ -28,6 +33,8 @@ def fused_logprobs(
     prediction_T: Tensor,
     target_T: Tensor,
     temperature: float = 1.0,
+    *,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and entropy of predictions, both with gradients.
 
@@ -37,12 +44,13 @@ def fused_logprobs(
         prediction_T: index of the prediction that each token is about; several tokens may be of one prediction.
         target_T: the tokens.
         temperature: divides the logits.
+        bias_V: added to the logits before that.
 
     Returns:
         logprobs_T in nats, and entropy_U in nats; both float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: if the temperature is not positive, or the shapes do not fit.
+        ValueError: if the temperature is not positive, or the shapes or types do not fit.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy rollouts have no log-probability)")
@@ -50,36 +58,47 @@ def fused_logprobs(
         raise ValueError(
             f"hidden_UD {list(hidden_UD.shape)} and weight_VD {list(weight_VD.shape)} must be matrices of equal width"
         )
-    apply: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _FusedLogprobs.apply
-    return apply(hidden_UD, weight_VD, prediction_T, target_T, temperature)
+    if hidden_UD.dtype != weight_VD.dtype:
+        raise ValueError(f"hidden_UD is {hidden_UD.dtype} and weight_VD {weight_VD.dtype}; convert one of them")
+    apply: Callable[..., tuple[Tensor, Tensor]] = _FusedLogprobs.apply
+    return apply(hidden_UD, weight_VD, bias_V, prediction_T, target_T, temperature)
 
 
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, prediction_T: Tensor, target_T: Tensor, temperature: float
+        ctx: Any,
+        hidden_UD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        prediction_T: Tensor,
+        target_T: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         precise = torch.promote_types(hidden_UD.dtype, torch.float32)
         peak_U = hidden_UD.new_full((len(hidden_UD),), -torch.inf, dtype=precise)
         total_U = torch.zeros_like(peak_U)  # sum of exp(logit - peak)
         moment_U = torch.zeros_like(peak_U)  # sum of exp(logit - peak) (logit - peak)
         selected_T = torch.zeros(len(target_T), dtype=precise, device=hidden_UD.device)
-        for span in _slices(hidden_UD, weight_VD):
-            logits = _logits(hidden_UD, weight_VD[span], temperature)
-            here_T = (target_T >= span.start) & (target_T < span.stop)
-            selected_T[here_T] = logits[prediction_T[here_T], target_T[here_T] - span.start]
-            higher_U = torch.maximum(peak_U, logits.amax(-1))
-            # Both sums are relative to the peak so far: move them to the new one.
-            shift_U = (peak_U - higher_U).nan_to_num(nan=0.0, neginf=0.0)
-            decay_U = torch.where(peak_U.isneginf(), 0.0, shift_U.exp())
-            centred = logits.sub_(higher_U.unsqueeze(-1))
-            weights = centred.exp()
-            moment_U = decay_U * (moment_U + shift_U * total_U) + torch.linalg.vecdot(weights, centred)
-            total_U = decay_U * total_U + weights.sum(-1)
-            peak_U = higher_U
+        wide_UD = hidden_UD.to(_product_dtype(hidden_UD))
+        for span, _, logits_UW in _slices(wide_UD, weight_VD, bias_V):
+            here_T, where = _tokens_of(span, prediction_T, target_T)
+            selected_T[here_T] = _scaled(logits_UW[where], hidden_UD.dtype, temperature)
+            for rows in _blocks(logits_UW):
+                logits = _scaled(logits_UW[rows], hidden_UD.dtype, temperature)
+                peak, total, moment = peak_U[rows], total_U[rows], moment_U[rows]
+                higher = torch.maximum(peak, logits.amax(-1))
+                # Both sums are relative to the peak so far: move them to the new one.
+                shift = (peak - higher).nan_to_num(nan=0.0, neginf=0.0)
+                decay = torch.where(peak.isneginf(), 0.0, shift.exp())
+                centred = logits.sub_(higher.unsqueeze(-1))
+                weights = centred.exp()
+                moment_U[rows] = decay * (moment + shift * total) + torch.linalg.vecdot(weights, centred)
+                total_U[rows] = decay * total + weights.sum(-1)
+                peak_U[rows] = higher
         normalizer_U = peak_U + total_U.log()
         entropy_U = total_U.log() - moment_U / total_U
-        ctx.save_for_backward(hidden_UD, weight_VD, prediction_T, target_T, normalizer_U, entropy_U)
+        ctx.save_for_backward(hidden_UD, weight_VD, bias_V, prediction_T, target_T, normalizer_U, entropy_U)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return selected_T - normalizer_U[prediction_T], entropy_U
@@ -88,41 +107,120 @@ class _FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, slope_T: Tensor | None, slope_U: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_UD, weight_VD, prediction_T, target_T, normalizer_U, entropy_U = ctx.saved_tensors
-        upstream_T = torch.zeros(len(target_T), dtype=normalizer_U.dtype) if slope_T is None else slope_T
-        upstream_T = upstream_T.to(normalizer_U) / ctx.temperature
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden_UD, weight_VD, bias_V, prediction_T, target_T, normalizer_U, entropy_U = ctx.saved_tensors
+        upstream_T = normalizer_U.new_zeros(len(target_T)) if slope_T is None else slope_T.to(normalizer_U)
+        upstream_T = upstream_T / ctx.temperature
         upstream_U = torch.zeros_like(normalizer_U).index_put_((prediction_T,), upstream_T, accumulate=True)
+        rate_U = None if slope_U is None else slope_U.to(normalizer_U) / ctx.temperature
+        wide_UD = hidden_UD.to(_product_dtype(hidden_UD))
         hidden_slope = torch.zeros_like(hidden_UD, dtype=normalizer_U.dtype)
         weight_slope = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        for span in _slices(hidden_UD, weight_VD):
-            logprobs = _logits(hidden_UD, weight_VD[span], ctx.temperature).sub_(normalizer_U.unsqueeze(-1))
-            probabilities = logprobs.exp()
-            # d logprob / d scaled logit = one-hot of the token minus softmax.
-            scale_U1 = -upstream_U.unsqueeze(-1)
-            if slope_U is None:
-                slope = probabilities.mul_(scale_U1)
+        bias_slope = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
+        for span, weight_WD, logits_UW in _slices(wide_UD, weight_VD, bias_V):
+            here_T, where = _tokens_of(span, prediction_T, target_T)
+            selected_T = _scaled(logits_UW[where], hidden_UD.dtype, ctx.temperature)
+            for rows in _blocks(logits_UW):
+                logits = _scaled(logits_UW[rows], hidden_UD.dtype, ctx.temperature)
+                rate = None if rate_U is None else rate_U[rows].unsqueeze(-1)
+                softmax_slope = _softmax_slope(
+                    logits,
+                    upstream_U[rows].unsqueeze(-1),
+                    normalizer_U[rows].unsqueeze(-1),
+                    entropy_U[rows].unsqueeze(-1),
+                    rate,
+                )
+                logits_UW[rows] = softmax_slope
+            # d logprob / d scaled logit = one-hot of the token minus softmax. Added before rounding: the sum is nearly
+            # 0 for a token with probability near 1. Several tokens may have the same logit.
+            of_T = where[0]
+            own_T = _softmax_slope(
+                selected_T,
+                upstream_U[of_T],
+                normalizer_U[of_T],
+                entropy_U[of_T],
+                None if rate_U is None else rate_U[of_T],
+            )
+            place_T = of_T * logits_UW.shape[1] + where[1]
+            places, member_T = place_T.unique(return_inverse=True)
+            slopes = own_T.new_zeros(len(places)).index_put_((member_T,), upstream_T[here_T], accumulate=True)
+            logits_UW.view(-1)[place_T] = (slopes[member_T] + own_T).to(logits_UW.dtype)
+            if hidden_slope.dtype == logits_UW.dtype:
+                hidden_slope.addmm_(logits_UW, weight_WD)
             else:
-                # d entropy / d scaled logit = -p (log p + entropy).
-                rate_U1 = (slope_U / ctx.temperature).to(normalizer_U).unsqueeze(-1)
-                inner = logprobs.add_(entropy_U.unsqueeze(-1)).mul_(-rate_U1).add_(scale_U1)
-                slope = probabilities.mul_(inner)
-            here_T = (target_T >= span.start) & (target_T < span.stop)
-            where = (prediction_T[here_T], target_T[here_T] - span.start)
-            slope.index_put_(where, upstream_T[here_T], accumulate=True)
-            narrow = slope.to(hidden_UD.dtype)
-            hidden_slope += narrow @ weight_VD[span]
-            if weight_slope is not None:
-                torch.mm(narrow.T, hidden_UD, out=weight_slope[span])
-        return hidden_slope.to(hidden_UD.dtype), weight_slope, None, None, None
+                hidden_slope += logits_UW @ weight_WD
+            if weight_slope is not None and weight_slope.dtype == logits_UW.dtype:
+                torch.mm(logits_UW.T, wide_UD, out=weight_slope[span])
+            elif weight_slope is not None:
+                weight_slope[span] = logits_UW.T @ wide_UD
+            if bias_slope is not None:
+                bias_slope[span] = logits_UW.sum(0)
+        return hidden_slope.to(hidden_UD.dtype), weight_slope, bias_slope, None, None, None
 
 
-def _slices(hidden_UD: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    words = max(1, SLICE_ELEMENTS // max(1, len(hidden_UD)))
-    return (slice(start, min(start + words, len(weight_VD))) for start in range(0, len(weight_VD), words))
+def _softmax_slope(
+    logits: Tensor, upstream: Tensor, normalizer: Tensor, entropy: Tensor, rate: Tensor | None
+) -> Tensor:
+    """Slope of scaled logits through the softmax alone; overwrites ``logits``.
+
+    Through log-probabilities it is -p times ``upstream``, through the entropy -p (log p + entropy) times ``rate``.
+    """
+    logprobs = logits.sub_(normalizer)
+    if rate is None:
+        return logprobs.exp_().mul_(-upstream)
+    probabilities = logprobs.exp()
+    return probabilities.mul_(logprobs.add_(entropy).mul_(-rate).sub_(upstream))
 
 
-def _logits(hidden_UD: Tensor, weight_WD: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature of a slice of the vocabulary, in float32 or wider."""
-    logits = (hidden_UD @ weight_WD.T).to(torch.promote_types(hidden_UD.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _slices(wide_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Slices of the vocabulary, their rows of the matrix, and their logits, in the type of the product.
+
+    The next slice overwrites the logits, and so may the caller.
+    """
+    count = len(wide_UD)
+    words = min(max(1, SLICE_ELEMENTS // max(1, count)), max(1, len(weight_VD)))
+    buffer = wide_UD.new_empty(count * words)
+    for start in range(0, len(weight_VD), words):
+        span = slice(start, min(start + words, len(weight_VD)))
+        weight_WD = weight_VD[span].to(wide_UD.dtype)
+        logits_UW = buffer[: count * len(weight_WD)].view(count, len(weight_WD))
+        if bias_V is None:
+            torch.mm(wide_UD, weight_WD.T, out=logits_UW)
+        else:
+            torch.addmm(bias_V[span].to(wide_UD.dtype), wide_UD, weight_WD.T, out=logits_UW)
+        yield span, weight_WD, logits_UW
+
+
+def _blocks(logits_UW: Tensor) -> Iterator[slice]:
+    count, words = logits_UW.shape
+    height = max(1, BLOCK_ELEMENTS // max(1, words)) if logits_UW.device.type == "cpu" else max(1, count)
+    return (slice(start, min(start + height, count)) for start in range(0, count, height))
+
+
+def _tokens_of(span: slice, prediction_T: Tensor, target_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Which tokens are in a slice of the vocabulary, and the row and column of the logit of each."""
+    here_T = ((target_T >= span.start) & (target_T < span.stop)).nonzero().squeeze(-1)
+    return here_T, (prediction_T[here_T], target_T[here_T] - span.start)
+
+
+def _scaled(logits: Tensor, rounded: torch.dtype, temperature: float) -> Tensor:
+    """Logits, ``rounded`` to the type of the hidden states, over temperature, in float32 or wider; may overwrite."""
+    scaled = logits.to(rounded).to(torch.promote_types(rounded, torch.float32))
+    return scaled if temperature == 1.0 else scaled.div_(temperature)
+
+
+def _product_dtype(hidden_UD: Tensor) -> torch.dtype:
+    """Type in which products are computed: float32 on a CPU that has no instructions for narrower types.
+
+    PyTorch's own products of narrow types are ten times slower there. They too are summed in float32, then rounded.
+    """
+    narrow = hidden_UD.dtype in (torch.bfloat16, torch.float16)
+    if narrow and hidden_UD.device.type == "cpu" and not (hidden_UD.dtype == torch.bfloat16 and _cpu_has_bfloat16()):
+        return torch.float32
+    return hidden_UD.dtype
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    capabilities: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 lacks it
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))

@@ -58,6 +58,16 @@ def predicted_logprobs(logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor
     return apply(logits_UV, prediction_T, target_T, temperature)
 
 
+def logits_entropy(logits_UV: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy of the distribution of each prediction, with gradient: entropy_U in nats, float32 or wider.
+
+    Raises ValueError if `temperature` is not positive.
+    """
+    _require_temperature(temperature)
+    apply: Callable[[Tensor, float], Tensor] = _LogitsEntropy.apply
+    return apply(logits_UV, temperature)
+
+
 @torch.no_grad()
 def prediction_entropy(logits_BLV: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy of each next-token distribution: entropy_BM in nats, detached.
@@ -102,6 +112,34 @@ class _PredictedLogprobs(torch.autograd.Function):
             where = (prediction_T[here_T] - span.start, target_T[here_T])
             slope_UV[span] = slope.index_put_(where, upstream_T[here_T], accumulate=True)
         return slope_UV, None, None, None
+
+
+class _LogitsEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_UV: Tensor, temperature: float) -> Tensor:
+        normaliser_U = logits_UV.new_empty(len(logits_UV), dtype=torch.promote_types(logits_UV.dtype, torch.float32))
+        entropy_U = torch.empty_like(normaliser_U)
+        for span in _spans(logits_UV):
+            centred, _ = _centred(logits_UV[span], temperature)
+            normaliser_U[span] = centred.logsumexp(-1)
+            expected = torch.linalg.vecdot((centred - normaliser_U[span].unsqueeze(-1)).exp_(), centred)
+            entropy_U[span] = normaliser_U[span] - expected
+        ctx.save_for_backward(logits_UV, normaliser_U, entropy_U)
+        ctx.temperature = temperature
+        return entropy_U
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_U: Tensor) -> tuple[Tensor, None]:
+        logits_UV, normaliser_U, entropy_U = ctx.saved_tensors
+        slope_UV = torch.empty_like(logits_UV)
+        for span in _spans(logits_UV):
+            # d entropy / d scaled logit = -p (log p + entropy).
+            centred, _ = _centred(logits_UV[span], ctx.temperature)
+            logprobs = centred.sub_(normaliser_U[span].unsqueeze(-1))
+            slope = logprobs.exp().mul_(logprobs.add_(entropy_U[span].unsqueeze(-1)))
+            slope_UV[span] = slope.mul_(-(gradient_U[span] / ctx.temperature).unsqueeze(-1))
+        return slope_UV, None
 
 
 def _spans(logits_UV: Tensor) -> Iterator[slice]:

@@ -24,6 +24,11 @@ ADAM_BYTES = 8
 DTYPE_BYTES: dict[Dtype, int] = {"float64": 8, "float32": FLOAT_BYTES, "bfloat16": HALF_BYTES}
 LAYER_TENSORS = 16
 """Activations of about the model's width that a layer keeps for the backward pass."""
+WHOLE_LOGITS = 1 << 24
+"""Elements of the logits of a pass up to which they are computed as a whole; above it, the LM head is fused with what
+follows it (`flowrt.algorithms.lm_head`)."""
+FUSED_HEAD_BYTES = 3 * 10**8
+"""What the fused head needs beyond hidden states, weights and their gradients (bench/objectives_rows/lm_head.py)."""
 DELTA_SNAPSHOTS = 2
 """Versions that a trainer holds: the newest, and the one before, from which deltas are computed."""
 STAGED_VERSIONS = 2
@@ -42,6 +47,8 @@ class ModelShape:
     vocab_size: int
     max_length: int
     intermediate_size: int
+    has_plain_head: bool = True
+    """Whether large logits are never whole (`flowrt.engines.training.fused_head`)."""
 
     @property
     def weight_bytes(self) -> int:
@@ -52,6 +59,11 @@ class ModelShape:
     def logits_bytes(self) -> int:
         """Size of one token's logits and their gradient (or softmax) in float32."""
         return 2 * self.vocab_size * FLOAT_BYTES
+
+    def head_bytes(self, tokens: int) -> int:
+        """Size of what the LM head and the log-probabilities of a pass of so many tokens need."""
+        is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
+        return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
 
     def adapter_parameters(self, lora: LoraOptions) -> int:
         """Upper bound of the number of adapter parameters: one adapter at each linear layer; 0 at rank 0."""
@@ -199,16 +211,20 @@ class TrainEngineDescriptor(ABC):
         """What the engine publishes."""
         return PublishedWeights()
 
+    def forward_dtype(self, trainer: TrainerSettings) -> Dtype:  # noqa: ARG002
+        """Dtype of the parameters in forward passes."""
+        return "float32"
+
     def trained_parameters(self, trainer: TrainerSettings, shape: ModelShape) -> int:  # noqa: ARG002
         """Number of parameters that the optimiser updates, and that a checkpoint contains."""
         return shape.parameters
 
     def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
         """Estimated memory of a rank."""
-        token = shape.logits_bytes + shape.layers * LAYER_TENSORS * shape.hidden_size * FLOAT_BYTES
+        token = shape.layers * LAYER_TENSORS * shape.hidden_size * FLOAT_BYTES
         return TrainerMemory(
             model=shape.parameters * (3 * FLOAT_BYTES + ADAM_BYTES),  # a step concatenates the gradients
-            passes=trainer.forward_tokens * token,
+            passes=trainer.forward_tokens * token + shape.head_bytes(trainer.forward_tokens),
             first_rank=DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape),
         )
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from flowrt.engines.table import ROLLOUT_ENGINES
 from flowrt.ids import AUTO
-from flowrt.launcher.doctor.estimate import accelerated
+from flowrt.launcher.commands import reference_names
+from flowrt.launcher.doctor.estimate import accelerated, has_accelerated_reference
 from flowrt.recipes.config import RunConfig
 
 DEV = Path("/dev")
@@ -45,7 +46,8 @@ def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, 
     """The devices of each local worker, by its name.
 
     Trainer ranks that use accelerators get the first ones, one each. Rollout workers take turns over the others, or
-    over all if too few are left; a tensor- or pipeline-parallel server gets one for each of its parts.
+    over all if too few are left; a tensor- or pipeline-parallel server gets one for each of its parts. Reference
+    workers that use accelerators take turns over the same ones.
     """
     if not devices:
         return {}
@@ -61,4 +63,8 @@ def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, 
         for index in range(config.rollout.workers):
             places = range(index * each, index * each + min(each, len(pool)))
             assigned[f"rollout-{index}"] = tuple(pool[place % len(pool)] for place in places)
+    if has_accelerated_reference(config, there=True) and not launch.auxiliary:
+        pool = left or devices
+        for index, name in enumerate(reference_names(config)):
+            assigned[name] = (pool[index % len(pool)],)
     return assigned

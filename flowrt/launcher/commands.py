@@ -10,7 +10,7 @@ from string import Template
 
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.errors import ConfigError
-from flowrt.ids import ROLLOUT
+from flowrt.ids import REFERENCE, ROLLOUT
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import settings
 from flowrt.recipes.run_dir import ranks_dir
@@ -46,7 +46,12 @@ class Command:
 
 def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> list[Command]:
     """The commands of all workers, the trainer last; ``rendezvous`` is HOST:PORT of the store of several torchruns."""
-    names = [(role, role) for role in settings(config).replaceable_roles if role != ROLLOUT]
+    names = [
+        (role, name)
+        for role in settings(config).replaceable_roles
+        if role != ROLLOUT
+        for name in (reference_names(config) if role == REFERENCE else [role])
+    ]
     names += [(ROLLOUT, f"{ROLLOUT}-{index}") for index in range(config.rollout.workers)]
     common: tuple[str, ...] = ("--controller", address, "--connect-timeout-s", str(config.controller.connect_timeout_s))
     if config.controller.keys:
@@ -57,6 +62,12 @@ def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> li
         for role, name in names
     ]
     return [*commands, _trainer(config, common, rendezvous)]
+
+
+def reference_names(config: RunConfig) -> list[str]:
+    """The names of the reference workers."""
+    workers = config.reference.workers
+    return [REFERENCE] if workers == 1 else [f"{REFERENCE}-{index}" for index in range(workers)]
 
 
 def check_programs(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import environments
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.observer import Observer
+from flowrt.launcher.own_algorithm import with_own_needs
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.signals import Signals
 from flowrt.launcher.supervision import (
@@ -39,6 +40,7 @@ from flowrt.launcher.views.live import LiveView, summary_table
 from flowrt.launcher.views.plot import draw
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.zmq_socket import check_free
+from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
@@ -93,6 +95,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
+    if is_own(config.algorithm.name):
+        algorithm = dataclasses.replace(config.algorithm, name=_absolute(config.algorithm.name))
+        config = dataclasses.replace(config, algorithm=algorithm)
     check_text(config)  # the paths now include the current directory
     return config
 
@@ -113,7 +118,11 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
-    check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    check_task(config, say)
+    config = with_own_needs(config)
+    fields = ", ".join(f"{name} {value}" for name, value in acting_fields(config.algorithm).items())
+    say(f"algorithm {config.algorithm.name}{': ' if fields else ''}{fields}")
     return asyncio.run(LocalRun(config, console).run())
 
 

@@ -193,6 +193,19 @@ class TrainerConfig(TrainOptions):
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """Reference workers: log-probabilities under the initial model; none are started if the algorithm needs none."""
+
+    workers: Annotated[int, Interval(gt=0, le=10_000)] = 1
+    """Number of reference workers."""
+    device: str = "cpu"
+    """Device of each worker: cpu, cuda, npu, or auto (an accelerator if present, else cpu)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Dtype of the model; auto: that of the trainer's forward passes, so that a policy that has not moved has a
+    divergence of 0."""
+
+
+@dataclass(frozen=True)
 class AdvantageConfig:
     """From the rewards of a group to one advantage a sample: (reward - baseline) / scale."""
 
@@ -485,6 +498,8 @@ class RunConfig:
     """Rollout workers."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """Reference workers."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """The RL objective."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -10,10 +10,11 @@ from pathlib import Path
 from string import Template
 from typing import Any, get_type_hints
 
+from flowrt.engines.options import Dtype
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
-from flowrt.recipes.algorithms import check_algorithm
-from flowrt.recipes.config import MAX_LIVE_SAMPLES, RunConfig, TrainerConfig
+from flowrt.recipes.algorithms import check_algorithm, needs_reference
+from flowrt.recipes.config import MAX_LIVE_SAMPLES, ReferenceConfig, RunConfig, TrainerConfig
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
 from flowrt.runtime.bounds import advice, contains, interval_of
@@ -33,6 +34,7 @@ def check(config: RunConfig) -> None:
     _check_products(config)
     check_trainer(config.trainer)
     check_rollout(config)
+    _check_reference(config)
     _check_controller(config)
     _check_hosts(config)
     if config.data.reward and not recipe(config.recipe).takes_reward:
@@ -109,6 +111,31 @@ def check_rollout(config: RunConfig) -> None:
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
+
+
+def reference_dtype(config: RunConfig) -> Dtype:
+    """Dtype of the reference model."""
+    if config.reference.dtype != "auto":
+        return config.reference.dtype
+    return TRAIN_ENGINES[config.trainer.engine].forward_dtype(config.trainer)
+
+
+def _check_reference(config: RunConfig) -> None:
+    """Raise ConfigError for an unknown device, and for options of reference workers that a run does not have."""
+    if config.reference.device not in DEVICES:
+        raise ConfigError(f"reference.device is {config.reference.device!r}; use one of {', '.join(DEVICES)}")
+    default = ReferenceConfig()
+    if needs_reference(config.algorithm) or config.reference == default:
+        return
+    name = next(
+        field.name
+        for field in dataclasses.fields(default)
+        if getattr(config.reference, field.name) != getattr(default, field.name)
+    )
+    raise ConfigError(
+        f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "
+        "needs no reference, so no worker is started; leave it out, or use an algorithm.kl.coef above 0"
+    )
 
 
 def _check_controller(config: RunConfig) -> None:

@@ -107,6 +107,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         2,
         two={"fsdp": EXACT},
         lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass", "recompute": True}},
+        fused={"steps": [0, 4], "fsdp": EXACT, "fused": True},
+        fused_lock_step={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "fused": True},
         stopped={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "stops": True},
         compiled={"steps": [0, 4], "fsdp": {**EXACT, "gather": "pass"}, "options": {"compile": COMPILER}},
         # A fraction of the model's size: several files.
@@ -186,6 +188,11 @@ def test_other_decoders_are_trained_as_on_plain_pytorch(ranks: Ranks, torch_engi
 
 def test_ranks_in_lock_step_find_the_same_weights(ranks: Ranks) -> None:
     assert apart(ranks.weights("lock_step"), ranks.weights("until_4")) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fused", "fused_lock_step"])
+def test_a_fused_head_finds_the_same_weights(ranks: Ranks, name: str) -> None:
+    assert apart(ranks.weights(name), ranks.weights("until_4")) < 1e-6
 
 
 def test_a_model_that_stops_half_way_through_its_trial_is_left_in_shards_and_gets_padded_samples(ranks: Ranks) -> None:

@@ -76,7 +76,7 @@ def test_no_process_exceeds_its_estimated_memory(flags: list[str], trainer: str,
     said = {
         trainer: needs.trainer_rank + needs.trainer_first + needs.trainer_device,
         "flowrt.roles.rollout": needs.rollout,
-        "flowrt.roles.reference": needs.reference,
+        "flowrt.roles.reference": needs.reference + needs.reference_device,
     }
     told = {role: f"{found[role] / 1e6:.0f} MB of {bytes_ / 1e6:.0f}" for role, bytes_ in said.items()}
     assert all(LEAST * bytes_ < found[role] < bytes_ for role, bytes_ in said.items()), told

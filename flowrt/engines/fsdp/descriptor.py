@@ -15,6 +15,7 @@ from flowrt.engines.descriptor import (
     TrainerSettings,
     TrainerSetup,
 )
+from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class FsdpTraining(TrainEngineDescriptor):
         adapters_only = trainer.lora.rank and trainer.lora.publish == "adapters"
         return PublishedWeights(trainer.fsdp.dtype, trainer.lora if adapters_only else None)
 
+    def forward_dtype(self, trainer: TrainerSettings) -> Dtype:
+        return trainer.fsdp.dtype
+
     def trained_parameters(self, trainer: TrainerSettings, shape: ModelShape) -> int:
         return shape.adapter_parameters(trainer.lora) or shape.parameters
 
@@ -57,7 +61,8 @@ class FsdpTraining(TrainEngineDescriptor):
         published = DELTA_SNAPSHOTS * self.published(trainer).size_bytes(shape)
         return TrainerMemory(
             model=shards // trainer.ranks + whole,
-            passes=trainer.forward_tokens * (shape.logits_bytes + tensors * shape.hidden_size * narrow),
+            passes=trainer.forward_tokens * tensors * shape.hidden_size * narrow
+            + shape.head_bytes(trainer.forward_tokens),
             first_rank=max(wide * held, published),  # rank 0 alone reads and writes the whole model
         )
 

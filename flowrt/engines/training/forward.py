@@ -7,13 +7,20 @@ import torch
 
 from flowrt.algorithms import PackedBatch, Padded, cut_by_tokens, cut_packed
 from flowrt.engines.options import TrainOptions
-from flowrt.engines.training.shared_prefix import enable_packing, is_packing_enabled, packed_logprobs, padded_logprobs
+from flowrt.engines.training.fused_head import enable_fused_head
+from flowrt.engines.training.shared_prefix import (
+    enable_packing,
+    is_packing_enabled,
+    packed_predictions,
+    padded_predictions,
+)
 
 
 def apply_optimizations(model: Any, options: TrainOptions) -> Any:
     """Apply the enabled optimisations. Returns the model. Collective for a sharded model."""
     if options.share_prompts:
         enable_packing(model)
+    enable_fused_head(model)
     if options.compile:
         for layer in decoder_layers(model):
             for module in layer.modules():
@@ -36,18 +43,36 @@ def response_logprobs(
 ) -> tuple[torch.Tensor, Padded | PackedBatch]:
     """Log-probabilities of all response tokens, differentiable if gradients are enabled.
 
+    As `response_predictions`, without entropies.
+    """
+    logprobs_T, _, samples = response_predictions(model, prompts, responses, temperature)
+    return logprobs_T, samples
+
+
+def response_predictions(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Padded | PackedBatch]:
+    """The predictions of all response tokens, differentiable if gradients are enabled.
+
     Args:
-        model: a causal LM; after `enable_packing`, each distinct prompt is computed once.
+        model: a causal LM; after `enable_packing`, each distinct prompt is computed once; after `enable_fused_head`,
+            large logits are never whole.
         prompts: [L] int each.
         responses: [T] int each.
         temperature: divides the logits.
+        entropy: whether entropies are returned.
 
     Returns:
-        [T] log-probabilities in nats, sample after sample, and the batch they were computed from.
+        [T] log-probabilities in nats, sample after sample; [T] entropy in nats of the distribution that each token was
+        predicted with, None unless requested; and the batch they were computed from.
     """
-    if is_packing_enabled(model):
-        return packed_logprobs(model, prompts, responses, temperature)
-    return padded_logprobs(model, prompts, responses, temperature)
+    predictions = packed_predictions if is_packing_enabled(model) else padded_predictions
+    return predictions(model, prompts, responses, temperature, entropy=entropy)
 
 
 def cut_into_passes(

@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrt.algorithms.algorithm import Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.engines.base import TrainingBatch
-from flowrt.engines.training.forward import cut_into_passes, response_logprobs
+from flowrt.engines.training.forward import cut_into_passes, response_predictions
 
 if TYPE_CHECKING:
     from flowrt.engines.training.deferred import DeferredPass
@@ -40,7 +40,7 @@ MAX_LOGPROB = 1e-2
 """Above it a log-probability is no rounding of 0."""
 
 
-class _Computed(NamedTuple):
+class _Predicted(NamedTuple):
     logprobs_T: Tensor
     entropy_T: Tensor | None
     sample_T: Tensor
@@ -88,7 +88,7 @@ class LossPasses:
     def forward(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities [T] of these samples under the present policy, and entropies if needed; on the CPU."""
         responses = [batch.responses[row] for row in rows]
-        computed = self._response_logprobs(model, batch, rows)
+        computed = self._predict(model, batch, rows)
         lengths = [len(response) for response in responses]
         entropies = [] if computed.entropy_T is None else list(computed.entropy_T.cpu().split(lengths))
         return list(computed.logprobs_T.cpu().split(lengths)), entropies
@@ -98,7 +98,7 @@ class LossPasses:
     ) -> Tensor:
         """Scalar loss of these samples, differentiable: the sum of a streamed step, the share of a deferred one."""
         responses = [batch.responses[row] for row in rows]
-        computed = self._response_logprobs(model, batch, rows)
+        computed = self._predict(model, batch, rows)
         logprobs_T = computed.logprobs_T
         device = logprobs_T.device
         recorded = [recorded_logprobs(batch, row) for row in rows]
@@ -133,11 +133,15 @@ class LossPasses:
             losses = [term.loss_sum for term in terms]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _response_logprobs(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> _Computed:
-        logprobs_T, samples = response_logprobs(
-            model, [batch.prompts[row] for row in rows], [batch.responses[row] for row in rows], self._temperature
+    def _predict(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> _Predicted:
+        logprobs_T, entropy_T, samples = response_predictions(
+            model,
+            [batch.prompts[row] for row in rows],
+            [batch.responses[row] for row in rows],
+            self._temperature,
+            entropy=self.algorithm.needs.entropy,
         )
-        return _Computed(logprobs_T, None, samples.sample_T)
+        return _Predicted(logprobs_T, entropy_T, samples.sample_T)
 
     def _add(self, tokens: Tokens, terms: Sequence[Term], invalid: int) -> None:
         present_T = tokens.logprobs_T.detach()

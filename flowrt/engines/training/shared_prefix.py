@@ -8,7 +8,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowrt.algorithms import PackedBatch, Padded, pack_samples, pad_samples, predicted_logprobs, selected_logprobs
+from flowrt.algorithms import (
+    PackedBatch,
+    Padded,
+    logits_entropy,
+    pack_samples,
+    pad_samples,
+    predicted_logprobs,
+    selected_logprobs,
+)
+from flowrt.engines.training.fused_head import ResponseTokens, fused_pass, uses_fused_head
 
 NAME = "flowrt_packed"
 NO_MASK = (1, 1, 1, 1)
@@ -20,8 +29,8 @@ MAX_NOISE_NATS = 0.5
 """Allowed differences of log-probabilities, in nats: TOLERANCES by dtype, or NOISE_FACTOR times the difference between
 padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
 NARROW = frozenset({torch.bfloat16, torch.float16})
-"""On a CPU, attention with gradients in these dtypes is computed in float32: PyTorch's native backward pass is several
-times slower."""
+"""On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
+Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
 MAX_WINDOW = 1024
 """Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
 
@@ -36,28 +45,70 @@ def packed_logprobs(
     model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
 ) -> tuple[torch.Tensor, PackedBatch]:
     """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once."""
-    packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
-    out = model(
-        input_ids=packed.tokens_F.unsqueeze(0),
-        position_ids=packed.positions_F.unsqueeze(0),
-        attention_mask=torch.ones(NO_MASK, dtype=torch.bool, device=packed.tokens_F.device),
-        use_cache=False,
-        logits_to_keep=packed.predicts_U,
-        packed=packed,
-    )
-    logits_UV = out.logits[0]
-    return predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature), packed
+    logprobs_T, _, packed = packed_predictions(model, prompts, responses, temperature)
+    return logprobs_T, packed
 
 
 def padded_logprobs(
     model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
 ) -> tuple[torch.Tensor, Padded]:
-    """As `packed_logprobs`, with padded samples. Causal attention needs no mask for right padding."""
+    """As `packed_logprobs`, with padded samples."""
+    logprobs_T, _, padded = padded_predictions(model, prompts, responses, temperature)
+    return logprobs_T, padded
+
+
+def packed_predictions(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, PackedBatch]:
+    """Log-probability and, on request, entropy [T] (nats) of the prediction of each response token; and the batch."""
+    packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
+    inputs = {
+        "input_ids": packed.tokens_F.unsqueeze(0),
+        "position_ids": packed.positions_F.unsqueeze(0),
+        "attention_mask": torch.ones(NO_MASK, dtype=torch.bool, device=packed.tokens_F.device),
+        "use_cache": False,
+        "logits_to_keep": packed.predicts_U,
+        "packed": packed,
+    }
+    if uses_fused_head(model, len(packed.predicts_U)):
+        asked = ResponseTokens(None, packed.prediction_T, packed.target_T, temperature)
+        logprobs_T, entropy_T = fused_pass(model, asked, **inputs)
+        return logprobs_T, entropy_T if entropy else None, packed
+    logits_UV = model(**inputs).logits[0]
+    logprobs_T = predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature)
+    return logprobs_T, logits_entropy(logits_UV, temperature)[packed.prediction_T] if entropy else None, packed
+
+
+def padded_predictions(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Padded]:
+    """As `packed_predictions`, with padded samples. Causal attention needs no mask for right padding."""
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
     padded = padded.to(next(model.parameters()).device)
-    # Models return logits at all positions of a rectangle; only those that predict responses are used.
+    # Models call their head at all positions of a rectangle; only those that predict responses are used.
+    if uses_fused_head(model, padded.tokens_BL.numel()):
+        target_T = padded.tokens_BL[padded.response_mask_BL]
+        prediction_T = torch.arange(len(target_T), device=target_T.device)
+        predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
+        asked = ResponseTokens(predicts_T, prediction_T, target_T, temperature)
+        logprobs_T, entropy_T = fused_pass(model, asked, input_ids=padded.tokens_BL, use_cache=False)
+        return logprobs_T, entropy_T if entropy else None, padded
     logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
-    return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded
+    logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
+    if not entropy:
+        return logprobs_T, None, padded
+    entropy_BL = logits_entropy(logits_BLV.flatten(0, 1), temperature).view(padded.tokens_BL.shape)
+    return logprobs_T, padded.response_T(entropy_BL[:, :-1]), padded
 
 
 @torch.no_grad()
@@ -125,8 +176,7 @@ def _attend(
     scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
     heads = [one.shape[1] for one in (query, key, value)]
     window = kwargs.get("sliding_window")
-    needs_gradient = any(one.requires_grad for one in (query, key, value))
-    if needs_gradient and query.device.type == "cpu" and query.dtype in NARROW:
+    if query.device.type == "cpu" and query.dtype in NARROW:
         scattered = [one.float() for one in scattered]
     # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
     places = [tile.places for tile in packed.tiles]

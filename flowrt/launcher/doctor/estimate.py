@@ -9,11 +9,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrt.engines.descriptor import ADAM_BYTES, FLOAT_BYTES, ModelShape
+from flowrt.engines.descriptor import ADAM_BYTES, DTYPE_BYTES, FLOAT_BYTES, ModelShape
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.constraints import reference_dtype
 from flowrt.recipes.model_files import read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
@@ -23,6 +24,8 @@ TOKEN_BYTES = 12
 """Of one token of a sample in a tensor store."""
 HEAD_DIM = 32
 """Of the embedded model."""
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of a model's config.json for what it does after its LM head: its logits are always whole."""
 SAVING_BYTES = 500 * 10**6
 """While a rank writes a checkpoint: one file of it, twice (`flowrt.engines.training.state.FILE_BYTES`)."""
 
@@ -37,6 +40,7 @@ class Needs:
     rollout: int
     server: int  # of a rollout worker that starts one, on its accelerator; without one, in host memory
     reference: int
+    reference_device: int  # of each reference worker, on its accelerator; without one, in host memory
     small: int  # controller, source and reward together, with the live samples
     disk: int
 
@@ -76,6 +80,7 @@ def read_shape(path: Path) -> ModelShape:
             vocab_size=int(table["vocab_size"]),
             max_length=int(table.get("max_position_embeddings", 0)),
             intermediate_size=int(table.get("intermediate_size") or 4 * hidden),
+            has_plain_head=not any(table.get(name) for name in LOGIT_CHANGES),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} has no config.json of a causal LM: {type(error).__name__} {error}") from None
@@ -96,6 +101,11 @@ def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
     training = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
     generating = ROLLOUT_ENGINES[config.rollout.engine].device(config.rollout)
     return _is_accelerated(training, there), _is_accelerated(generating, there)
+
+
+def has_accelerated_reference(config: RunConfig, there: bool) -> bool:
+    """Whether the run has reference workers that use an accelerator, if the nodes have any (``there``)."""
+    return needs_reference(config.algorithm) and _is_accelerated(config.reference.device, there)
 
 
 def _is_accelerated(device: str, there: bool) -> bool:
@@ -126,7 +136,9 @@ def estimate(config: RunConfig, shape: ModelShape) -> Needs:
         trainer_device=memory.model + memory.passes,
         rollout=PROCESS_BYTES + generating.host + samples,
         server=generating.device,
-        reference=PROCESS_BYTES + shape.weight_bytes + trainer.forward_tokens * shape.logits_bytes,
+        reference=PROCESS_BYTES,
+        reference_device=shape.parameters * DTYPE_BYTES[reference_dtype(config)]
+        + shape.head_bytes(trainer.forward_tokens),
         small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
         disk=saved * trained_bytes + 2 * shape.weight_bytes,
     )
@@ -142,7 +154,8 @@ def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = Fals
         devices: whether they have accelerators, whose memory then holds models instead.
     """
     trainer = config.trainer
-    reference = needs.reference if needs_reference(config.algorithm) else 0
+    scoring = needs.reference + (0 if has_accelerated_reference(config, devices) else needs.reference_device)
+    reference = config.reference.workers * scoring if needs_reference(config.algorithm) else 0
     training, serving = accelerated(config, devices)
     rank = needs.trainer_rank + (0 if training else needs.trainer_device)
     part = trainer.ranks // trainer.nodes * rank + needs.trainer_first
@@ -157,7 +170,12 @@ def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = Fals
 def device_bytes(config: RunConfig, needs: Needs, devices: bool) -> int:
     """Accelerator memory of the largest process that uses one; 0 if none does."""
     training, serving = accelerated(config, devices)
-    return max(needs.trainer_device if training else 0, needs.server if serving else 0)
+    scoring = has_accelerated_reference(config, devices)
+    return max(
+        needs.trainer_device if training else 0,
+        needs.server if serving else 0,
+        needs.reference_device if scoring else 0,
+    )
 
 
 def _parameters(path: Path) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -114,6 +115,9 @@ def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
 def carry_out(order: dict[str, Any], model: Path) -> None:
     """Make an engine; load, train, save, export and write down its weights, whatever of these is asked for."""
     load = stopping(sharding.load_sharded) if order.get("stops") else sharding.load_sharded
+    monkeypatch = pytest.MonkeyPatch()
+    if order.get("fused"):
+        monkeypatch.setattr("flowrt.engines.training.fused_head.WHOLE_LOGITS", 0)
     with patch.object(sharding, "load_sharded", load):
         engine = made(order, model)
     folded = is_packing_enabled(engine.model)
@@ -131,6 +135,7 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
         engine.accumulate(some(samples(99), [0, 1, 2]))
         engine.discard()
     metrics = train(engine, *order["steps"])
+    monkeypatch.undo()
     if "save" in order:
         with patch.object(checkpoint, "FILE_BYTES", SAVED_BYTES):
             engine.save(Path(order["save"]))

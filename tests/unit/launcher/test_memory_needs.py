@@ -52,7 +52,7 @@ def test_a_large_model_needs_what_is_known_of_it() -> None:
     assert needs.trainer_device > 4 * WEIGHTS  # parameters, gradients, two moments
     assert needs.trainer_first == 2 * WEIGHTS  # snapshots
     assert 3 * WEIGHTS < needs.rollout < 4 * WEIGHTS  # the model, a version, and the next one
-    assert WEIGHTS < needs.reference < 2 * WEIGHTS
+    assert WEIGHTS < needs.reference_device < 2 * WEIGHTS
     assert needs.server == 0
 
 
@@ -66,6 +66,8 @@ def test_a_large_model_needs_what_is_known_of_it() -> None:
         (["--checkpoint.every", "0"], "disk", False),
         (["--max-staleness", "400", "--group-size", "512"], "small", True),
         (FSDP, "trainer_device", False),
+        (["--reference.dtype", "bfloat16"], "reference_device", False),
+        ([*FSDP, "--trainer.fsdp.dtype", "bfloat16"], "reference_device", False),
         ([*FSDP, *LORA], "trainer_first", False),
         ([*FSDP, *LORA], "rollout", False),
         ([*FSDP, "--trainer.fsdp.dtype", "bfloat16"], "rollout", False),
@@ -90,9 +92,10 @@ def test_the_fullest_node() -> None:
     here, away = parse(["--rollout.workers", "8"]), parse(srun)
     needs = estimate(here, SEVEN_B)
     trainer = needs.trainer_rank + needs.trainer_first + needs.trainer_device
-    assert host_bytes(here, needs, 1) == needs.small + needs.reference + 8 * needs.rollout + trainer
-    assert host_bytes(away, needs, 9) == needs.small + needs.reference + trainer  # one generates on each
-    assert host_bytes(away, needs, 2) == max(needs.small + needs.reference + trainer, 8 * needs.rollout)
+    reference = needs.reference + needs.reference_device
+    assert host_bytes(here, needs, 1) == needs.small + reference + 8 * needs.rollout + trainer
+    assert host_bytes(away, needs, 9) == needs.small + reference + trainer  # one generates on each
+    assert host_bytes(away, needs, 2) == max(needs.small + reference + trainer, 8 * needs.rollout)
 
 
 def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> None:
