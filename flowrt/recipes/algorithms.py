@@ -114,7 +114,7 @@ def preset(name: str) -> AlgorithmConfig:
         return AlgorithmConfig(name=name)
     if name not in PRESETS:
         raise ConfigError(
-            f"there is no algorithm {name!r}{suggested(name, PRESETS)}, or a class of yours, FILE.py:NAME"
+            f"there is no algorithm {name!r} (a class of your own is FILE.py:NAME){suggested(name, PRESETS)}"
         )
     return PRESETS[name]
 

@@ -32,12 +32,12 @@ def run_hash(run_dir: Path) -> str:
     return weights_hash({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-def start_run(run_dir: Path, model: Path, workers: int) -> None:
+def start_run(run_dir: Path, model: Path, workers: int, algorithm: str) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "flowrt.cli", "run", "--run-dir", str(run_dir)),
             *SETTINGS,
-            *("--model", str(model), "--rollout.workers", str(workers)),
+            *("--model", str(model), "--rollout.workers", str(workers), "--algorithm", algorithm),
         ],
         check=True,
         timeout=150,
@@ -47,10 +47,13 @@ def start_run(run_dir: Path, model: Path, workers: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_one_and_two_rollout_workers_equal_the_synchronous_loop(tmp_path: Path, taught_model: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["reinforce", "decoupled"])  # one update a step, and four
+def test_one_and_two_rollout_workers_equal_the_synchronous_loop(
+    tmp_path: Path, taught_model: Path, algorithm: str
+) -> None:
     runs = {workers: tmp_path / f"run{workers}" for workers in (1, 2)}
     for workers, run_dir in runs.items():
-        start_run(run_dir, taught_model, workers)
+        start_run(run_dir, taught_model, workers, algorithm)
     weights = tmp_path / "weights.pt"
     subprocess.run(
         [sys.executable, sync_loop.__file__, str(runs[1]), str(weights)],

@@ -83,9 +83,11 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
                 {"prompt": prompt, "responses": tokens, "logprobs": logprobs, "scored": scored, "rewards": rewards}
             )
         policy.train()
+        trained = 0
         for cut in micro_batches(groups, config.trainer.micro_batch_tokens):
             rewards_N = torch.tensor([reward for group in cut for reward in group["rewards"]])
-            groups_N = torch.tensor([number for number, group in enumerate(cut) for _ in group["rewards"]])
+            groups_N = torch.tensor([number for number, group in enumerate(cut, trained) for _ in group["rewards"]])
+            trained += len(cut)
             trainer.accumulate(
                 TrainingBatch(
                     prompts=[group["prompt"] for group in cut for _ in group["responses"]],
@@ -94,7 +96,7 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
                     reference_logprobs=[one for group in cut for one in group["scored"]],
                     advantages_N=group_advantages(rewards_N, groups_N),
                     weights_N=torch.ones(len(rewards_N)),
-                    groups_N=torch.zeros(len(rewards_N), dtype=torch.int64),
+                    groups_N=groups_N,
                 )
             )
         trainer.step()

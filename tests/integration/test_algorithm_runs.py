@@ -1,0 +1,96 @@
+"""Whole runs with other objectives: a class of the user's, and several updates a step."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_algorithm.py"
+WITHIN_S = 150.0
+SMALL = [
+    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0"),
+    *("--rollout.workers", "1", "--trainer.warmup-steps", "1", "--checkpoint.every", "1"),
+]
+BROKEN = {
+    "import": ("import no_such_module\n", "ModuleNotFoundError"),
+    "exit": ("raise SystemExit(3)\n", "ended its process with code 3"),
+    "missing": ("class Other: ...\n", "no attribute 'Mine'"),
+    "no method": ("class Mine: ...\n", "has no credit"),
+    "raises": (
+        EXAMPLE.read_text().replace("ShortReinforce", "Mine").replace("return [Term(", "return [1 / 0, Term("),
+        "fails on two samples: ZeroDivisionError",
+    ),
+}
+
+
+def metrics(run: Any) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_the_example_is_one_short_file() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
+) -> None:
+    file = tmp_path / "mine.py"
+    shutil.copy(EXAMPLE, file)
+    begin = ["--model", str(untrained_model), "--algorithm", f"{file}:ShortReinforce", "--trainer.engine", engine]
+    run = launch(*SMALL, *begin, "--trainer.ranks", "2")
+    assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
+    assert f"algorithm {file}:ShortReinforce" in run.output
+    assert all(line["weights"] > 0 for line in metrics(run)), "its own metric"
+    assert "reference" not in [path.stem for path in (run.run_dir / "logs").iterdir()]
+    more = launch("--steps", "3", resume=run.run_dir)
+    assert more.wait(WITHIN_S) == 0, more.output + more.log("trainer")
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_reference_is_started_if_the_users_objective_needs_one(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    text = EXAMPLE.read_text().replace("needs = Needs()", "needs = Needs(reference=True)")
+    file.write_text(text.replace('{"weights": weights_T', '{"weights": (tokens.reference_T * 0 - 1) * -weights_T'))
+    run = launch(*SMALL, "--model", str(untrained_model), "--algorithm", f"{file}:ShortReinforce")
+    assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
+    assert "own_reference = true" in (run.run_dir / "config.toml").read_text()
+    assert all(line["weights"] > 0 for line in metrics(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+def test_several_updates_a_step_publish_one_version(
+    launch: Callable[..., Any], taught_model: Path, engine: str
+) -> None:
+    begin = ["--model", str(taught_model), "--algorithm", "decoupled", "--trainer.engine", engine]
+    run = launch(*SMALL, *begin, "--algorithm.plan.epochs", "2")
+    assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
+    assert "plan.updates 4, plan.epochs 2" in run.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (2, 2 * 4 * 4)
+    # In later updates of a step the policy has left the one before it.
+    assert all(abs(line["ratio"] - 1) > 1e-6 for line in metrics(run))
+    after = load_file(run.run_dir / "final" / "model.safetensors")
+    before = load_file(taught_model / "model.safetensors")
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_defines_no_objective_is_refused_before_the_run(
+    refused: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    text, words = BROKEN[name]
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert words in refused("--algorithm", f"{file}:Mine").sentence()

@@ -1,0 +1,236 @@
+"""Algorithms by name: every preset is accepted, every field of the table acts or is refused, by what it trains."""
+
+import dataclasses
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from flowrt.algorithms.algorithm import Algorithm, Groups
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.errors import ConfigError
+from flowrt.recipes.algorithms import PRESETS, acting_fields, needs_reference
+from flowrt.recipes.config import AlgorithmConfig, RunConfig
+from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.constraints import check
+from flowrt.recipes.grpo import dataflow
+from flowrt.roles.algorithm import algorithm
+from flowrt.roles.trainer import sample_weight
+
+GROUPS, SIZE, LIMIT = 4, 4, 12
+ALTERNATIVES: dict[str, tuple[Any, ...]] = {
+    "advantage.eps": (0.5,),
+    "advantage.keep_best": (2, 1),
+    "advantage.keep_above": (0.7,),
+    "advantage.overlong_tokens": (8,),
+    "loss.clip_low": (0.05, 1e-5),
+    "loss.clip_high": (0.05, 1e-5),
+    "loss.dual_clip": (1.01, 1.3),
+    "loss.delta": (1.25,),
+    "loss.limit": (0.01,),
+    "loss.max_ratio": (1.01,),
+    "loss.cap": (0.5,),
+    "plan.updates": (2, 3),
+    "plan.epochs": (2, 3),
+    "correction.low": (0.99,),
+    "correction.high": (1.01,),
+    "correction.reject_low": (0.999,),
+    "correction.reject_high": (1.001,),
+    "correction.reject_negative_kl": (1e-4,),
+    "correction.second_moment": (0.01,),
+    "kl.coef": (0.5,),
+    "entropy.coef": (0.1,),
+    "entropy.top_share": (0.3,),
+    "staleness_power": (2.0,),
+}
+BASES: dict[str, dict[str, Any]] = {
+    "loss.distance": {"loss.limit": 0.02},
+    "advantage.keep_above": {"advantage.keep_best": 3},
+    "staleness_power": {"staleness_weight": "polynomial"},
+    "plan.anchor": {"loss.policy": "ppo", "plan.anchor": "rollout", "correction.level": "off", "plan.updates": 2},
+}
+"""What else is set while a field is changed, where no preset lets it act."""
+
+
+def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of all fields."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name]
+
+
+def changed(config: Any, values: dict[str, Any]) -> Any:
+    """The dataclass with fields of these dotted names replaced."""
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        config = dataclasses.replace(config, **{head: changed(getattr(config, head), {rest: value}) if rest else value})
+    return config
+
+
+def run_config(table: AlgorithmConfig) -> RunConfig:
+    base = parse([])
+    rollout = dataclasses.replace(base.rollout, max_new_tokens=LIMIT)
+    return dataclasses.replace(base, algorithm=table, group_size=SIZE, rollout=rollout)
+
+
+def small_model() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=13, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config).double()
+
+
+def step_groups() -> tuple[Groups, list[torch.Tensor]]:
+    """Rewards of groups with equal and with different ones, and responses of many lengths, some of them truncated."""
+    torch.manual_seed(2)
+    lengths = torch.randint(1, LIMIT + 1, (GROUPS * SIZE,))
+    lengths[:3] = LIMIT
+    return (
+        Groups(
+            rewards_N=torch.rand(GROUPS * SIZE).round(decimals=1).double(),
+            group_N=torch.arange(GROUPS).repeat_interleave(SIZE),
+            lengths_N=lengths,
+            truncated_N=lengths == LIMIT,
+            staleness_N=torch.arange(GROUPS * SIZE) % 3,
+            kl_N=torch.randn(GROUPS * SIZE).double(),
+        ),
+        [torch.randint(0, 13, (int(length),), dtype=torch.int32) for length in lengths],
+    )
+
+
+def trained(config: RunConfig) -> torch.Tensor:
+    """All weights after one step of the torch engine with the objective of a configuration."""
+    objective = algorithm(config)
+    trainer = TorchTrainer(
+        small_model(), TrainOptions(lr=1e-2, warmup_steps=1, max_grad_norm=1e9), objective, temperature=1.0
+    )
+    trainer.accumulate(step_batch(config, objective))
+    assert trainer.step()
+    return torch.cat([tensor.detach().reshape(-1) for tensor in trainer.parameters().values()])
+
+
+def step_batch(config: RunConfig, objective: Algorithm) -> TrainingBatch:
+    groups, responses = step_groups()
+    torch.manual_seed(3)
+    near = [-2.5 + 0.4 * torch.randn(len(response)) for response in responses]
+    reference = [-2.5 + 0.4 * torch.randn(len(response)) for response in responses]
+    is_step = objective.needs.scope == "step"
+    advantages_N, trained_N = torch.zeros(len(groups)), torch.ones(len(groups), dtype=torch.bool)
+    if not is_step:
+        credit = objective.credit(groups)
+        advantages_N, trained_N = credit.advantages_N, credit.trained_N
+    rows = trained_N.nonzero().flatten().tolist()
+    return TrainingBatch(
+        prompts=[torch.arange(3, dtype=torch.int32) for _ in rows],
+        responses=[responses[row] for row in rows],
+        rollout_logprobs=[near[row] for row in rows],
+        reference_logprobs=[reference[row] for row in rows] if objective.needs.reference else None,
+        advantages_N=advantages_N[rows],
+        weights_N=sample_weight(config.algorithm)(groups.staleness_N)[rows],
+        groups_N=groups.group_N[rows],
+        credit=groups if is_step else None,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_accepted_and_trains(name: str) -> None:
+    config = parse(["--algorithm", name])
+    assert config.algorithm == PRESETS[name]
+    assert from_toml(to_toml(config)) == config
+    assert needs_reference(config.algorithm) == ("reference" in [one.name for one in dataflow(config).stages])
+    assert needs_reference(config.algorithm) == algorithm(config).needs.reference
+    weights = trained(run_config(config.algorithm))
+    assert bool(weights.isfinite().all())
+    assert not torch.equal(weights, torch.cat([one.detach().reshape(-1) for one in small_model().parameters()]))
+
+
+def test_presets_differ() -> None:
+    """Except for those that differ only by data: none of them is another one's name."""
+    weights = {name: trained(run_config(table)) for name, table in PRESETS.items()}
+    same = [(a, b) for a in weights for b in weights if a < b and torch.equal(weights[a], weights[b])]
+    assert not same
+
+
+def others(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
+    if name in ALTERNATIVES:
+        return ALTERNATIVES[name]
+    if get_origin(kind) is Literal:
+        return tuple(other for other in get_args(kind) if other != value)
+    return (not value,) if kind is bool else (value * 2.0, value / 2.0)
+
+
+@pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
+def test_every_field_changes_what_is_trained(name: str, kind: Any) -> None:
+    """For a preset or a combination in which the field acts, another value gives other weights."""
+    if name in ("name", "own_reference"):
+        pytest.skip("the name: test_presets_differ; own_reference: test_own_algorithm")
+    tried = []
+    for preset in PRESETS.values():
+        base = changed(preset, BASES.get(name, {}))
+        if name not in acting_fields(base):
+            continue
+        for other in others(name, kind, attrgetter(name)(base)):
+            pair = run_config(base), run_config(changed(base, {name: other}))
+            try:
+                for one in pair:
+                    check(one)
+            except ConfigError:
+                continue
+            tried.append((preset.name, other))
+            if not torch.equal(trained(pair[0]), trained(pair[1])):
+                return
+    pytest.fail(f"algorithm.{name} changed nothing in {tried}")
+
+
+@pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
+@pytest.mark.parametrize("preset", ["reinforce", "gspo", "dpo_online", "best_of_n", "decoupled"])
+def test_a_field_that_does_not_act_is_refused(preset: str, name: str, kind: Any) -> None:
+    table = PRESETS[preset]
+    if name == "name" or name in acting_fields(table):
+        pytest.skip("it acts")
+    other = others(name, kind, attrgetter(name)(table))[0]
+    with pytest.raises(ConfigError, match=r"algorithm\.") as refused:
+        check(run_config(changed(table, {name: other})))
+    assert name.rpartition(".")[2] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--algorithm", "dapoo"], "did you mean 'dapo'"),
+        (["--algorithm", "gspo", "--algorithm.plan.anchor", "present"], "every ratio is 1"),
+        (["--algorithm", "grpo", "--algorithm.correction.level", "token"], "count twice"),
+        (["--algorithm.loss.clip-low", "0.1"], "algorithm.loss.clip_low is 0.1, which changes nothing"),
+        (["--algorithm.plan.updates", "4"], "anchor present"),
+        (["--algorithm", "decoupled", "--algorithm.plan.updates", "1"], "with one update a step"),
+        (["--algorithm", "grpo", "--algorithm.loss.clip-low", "1.5"], "use at most 1"),
+        (["--algorithm", "grpo", "--algorithm.loss.dual-clip", "0.5"], "use more than 1"),
+        (["--algorithm", "m2po", "--trainer.tokens-per-step", "100"], "trainer.tokens_per_step"),
+        (["--algorithm", "gspo", "--trainer.tokens-per-step", "100"], "weighs whole samples"),
+        (["--algorithm.advantage.overlong-tokens", "17"], "more than a response can have"),
+        (["--algorithm", "best_of_n", "--algorithm.advantage.keep-best", "9"], "keep fewer"),
+        (["--algorithm", "dpo_online", "--group-size", "1"], "compares two samples"),
+    ],
+)
+def test_contradictions_are_refused_in_one_sentence(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(flags)
+    assert words in str(refused.value)
+
+
+def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Any) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[algorithm]\nname = "dapo"\n[algorithm.loss]\nclip_low = 0.1\nclip_high = 0.4\n')
+    table = parse(["--config", str(path), "--algorithm.loss.clip-high", "0.3"]).algorithm
+    assert (table.name, table.loss.clip_low, table.loss.clip_high) == ("dapo", 0.1, 0.3)
+    assert table.plan == PRESETS["dapo"].plan
+    named = parse(["--config", str(path), "--algorithm", "grpo"]).algorithm
+    assert (named.name, named.loss.clip_low, named.loss.aggregation) == ("grpo", 0.1, "sequence_mean")
