@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from common.report import write
-from objectives_rows import bandit, closed_form, enumeration, invariance, trl
+from objectives_rows import bandit, closed_form, enumeration, invariance, trl_losses
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +49,7 @@ def rows(trl_python: str) -> dict[str, Row]:
         "invariance": invariance.measure,
         "bandit": bandit.measure,
     }
-    return found | ({"trl": partial(trl.measure, python=Path(trl_python))} if trl_python else {})
+    return found | ({"trl": partial(trl_losses.measure, python=Path(trl_python))} if trl_python else {})
 
 
 def main() -> int:

@@ -80,12 +80,15 @@ class Step:
         )
 
 
-def make_step(model: Any) -> Step:
-    """Samples whose recorded log-probabilities are those of the model and noise of 0.2 nats, as of older versions."""
+def make_step(model: Any, *, longer_by: int = 2) -> Step:
+    """Samples whose recorded log-probabilities are those of the model and noise of 0.2 nats, as of older versions.
+
+    The prompt of each group is ``longer_by`` tokens longer than that of the group before it.
+    """
     dice = torch.Generator().manual_seed(3)
     prompts, responses, rollout, reference = [], [], [], []
     for group in range(GROUPS):
-        prompt = torch.randint(2, VOCABULARY, (3 + 2 * group,), generator=dice)
+        prompt = torch.randint(2, VOCABULARY, (3 + longer_by * group,), generator=dice)
         for member in range(MEMBERS):
             length = LENGTHS[(MEMBERS * group + member) % len(LENGTHS)]
             response = torch.randint(2, VOCABULARY, (length,), generator=dice)
@@ -160,16 +163,20 @@ def detached(tokens: Tokens) -> StepTokens:
 
 def some(batch: TrainingBatch, groups: Sequence[int]) -> TrainingBatch:
     """The samples of these groups."""
-    rows = [row for row, group in enumerate(batch.groups_N.tolist()) if group in groups]
+    return samples_of(batch, [row for row, group in enumerate(batch.groups_N.tolist()) if group in groups])
+
+
+def samples_of(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
+    """These samples of a batch."""
     reference = batch.reference_logprobs
     return TrainingBatch(
         prompts=[batch.prompts[row] for row in rows],
         responses=[batch.responses[row] for row in rows],
         rollout_logprobs=[batch.rollout_logprobs[row] for row in rows],
         reference_logprobs=None if reference is None else [reference[row] for row in rows],
-        advantages_N=batch.advantages_N[rows],
-        weights_N=batch.weights_N[rows],
-        groups_N=batch.groups_N[rows],
+        advantages_N=batch.advantages_N[list(rows)],
+        weights_N=batch.weights_N[list(rows)],
+        groups_N=batch.groups_N[list(rows)],
     )
 
 
