@@ -75,7 +75,11 @@ LOSSES: dict[str, tuple[Settings, Objective]] = {
     "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, of(Cispo())),
     "sapo": ({"loss_type": "sapo"}, of(Sapo(), SEQUENCE_MEAN)),
     "vespo": ({"loss_type": "vespo"}, of(Vespo())),
-    "k3": (CLIP | {"beta": 0.1}, dataclasses.replace(DAPO, kl=Kl(0.1))),
+    "k3": (CLIP | {"beta": 0.1, "use_bias_correction_kl": False}, dataclasses.replace(DAPO, kl=Kl(0.1))),
+    "unbiased_k3": (
+        CLIP | {"beta": 0.1, "use_bias_correction_kl": True},
+        dataclasses.replace(DAPO, plan=ROLLOUT, kl=Kl(0.1, "unbiased")),
+    ),
 }
 """The loss types of TRL, by its names, and their equals here."""
 CORRECTIONS: dict[str, Correction] = {
@@ -86,10 +90,6 @@ CORRECTIONS: dict[str, Correction] = {
     "sequence_mask": Correction("sequence", "mask", 0.5, 2.0),
 }
 TERMS: dict[str, tuple[Settings, Objective]] = {
-    "unbiased_k3": (
-        CLIP | {"beta": 0.1, "use_bias_correction_kl": True},
-        dataclasses.replace(DAPO, plan=ROLLOUT, kl=Kl(0.1, "unbiased")),
-    ),
     "off_policy_mask": (
         CLIP | {"off_policy_mask_threshold": 0.05},
         dataclasses.replace(DAPO, rejection=Rejection(negative_kl=0.05)),
