@@ -28,7 +28,7 @@ from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.transport.weights.snapshot import Snapshot
 
 ARMS, COEFFICIENT, TEMPERATURE = 8, 0.5, 0.7
-STEPS, SAMPLES, LR = 240, 512, 0.02
+STEPS, SAMPLES, LR = 200, 512, 0.01
 STALENESS = (0, 4)
 NO_END = -1
 """End of sequence: no arm is one."""
