@@ -7,6 +7,9 @@ A model with one token to choose, one of 8 arms, of fixed rewards. With coeffici
 
 Each at staleness 0 and with samples of the policy of four steps before, at temperature 0.7; responses come from
 `TorchRollout` with published snapshots, steps are those of `TorchTrainer`. Total variation distance to the fixed point.
+
+On-policy, k2 and unbiased k3 have the same gradient sample by sample; at the fixed point of k1 in the reward every
+advantage is 0, so it is reached without noise.
 """
 
 import threading

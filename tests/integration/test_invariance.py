@@ -12,6 +12,7 @@ BOUND = 1e-11
 TRAINED = [name for name, one in presets(LIMIT).items() if is_trained_by_engines(one)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_rank_finds_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
