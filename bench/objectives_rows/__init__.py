@@ -1,1 +1,1 @@
-"""Measurements of the goals of the algorithms: one module for each, with a function ``measure``."""
+"""The rows of `bench/objectives.py`: what proves the RL objectives, one module each."""

@@ -35,7 +35,7 @@ class OverlongPenalty:
             raise ValueError(f"cache is {self.cache}; it must be 1 to {self.limit}, the response limit in tokens")
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
-        return (self.limit - self.cache - lengths_N).div(self.cache).clamp(-1.0, 0.0)
+        return (self.limit - self.cache - lengths_N).double().div(self.cache).clamp(-1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class GroupAdvantages:
             case "none":
                 pass
         if self.whiten:
-            advantages_N = (advantages_N - advantages_N.mean()) / (_std(advantages_N) + self.eps)
+            # Relative to the lowest, equal advantages are exact zeros before the mean, as in `center_in_groups`.
+            above_N = advantages_N - advantages_N.min()
+            advantages_N = (above_N - above_N.mean()) / (_std(above_N) + self.eps)
         trained_N = ~groups.truncated_N if self.mask_truncated else torch.ones(len(groups), dtype=torch.bool)
         return Credit(advantages_N, trained_N)
 

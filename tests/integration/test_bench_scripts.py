@@ -23,6 +23,7 @@ ALONE = (
     "faults",
     "main_job",
     "metadata",
+    "objectives",
     "passes",
     "tensors",
     "weights",

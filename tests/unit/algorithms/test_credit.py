@@ -1,17 +1,15 @@
 """Advantages of drawn groups against plain loops, in float64; and which samples are trained."""
 
 import math
-import random
-import statistics
 from collections.abc import Callable
 
 import pytest
 import torch
+from objectives_rows.closed_form import worst_credit
+from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS
 
 from flowrt.algorithms.algorithm import Groups
 from flowrt.algorithms.credit import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair
-
-EPS = 1e-6
 
 
 def groups_of(
@@ -32,60 +30,18 @@ def groups_of(
     )
 
 
-def members(values: list[float], group: list[int], at: int) -> list[float]:
-    return [value for value, one in zip(values, group, strict=True) if one == group[at]]
+@pytest.mark.parametrize("name", [*ADVANTAGES, *SELECTIONS])
+def test_credit_equals_its_formula(name: str) -> None:
+    assert worst_credit(name, 200) <= 1e-12
 
 
-def opo(rewards: list[float], group: list[int], lengths: list[int], at: int) -> float:
-    of_group = members([float(length) for length in lengths], group, at)
-    mine = members(rewards, group, at)
-    return rewards[at] - sum(a * b for a, b in zip(of_group, mine, strict=True)) / sum(of_group)
-
-
-def max_rl(mine: list[float], reward: float) -> float:
-    average = statistics.fmean(mine)
-    return (reward - average) / average if abs(average) > EPS else 0.0
-
-
-Formula = Callable[[list[float], list[int], list[int], int], float]
-FORMULAS: dict[str, tuple[GroupAdvantages, Formula]] = {
-    "grpo": (
-        GroupAdvantages(),
-        lambda r, g, _, at: (r[at] - statistics.fmean(members(r, g, at))) / (statistics.stdev(members(r, g, at)) + EPS),
-    ),
-    "dr_grpo": (GroupAdvantages(scale="none"), lambda r, g, _, at: r[at] - statistics.fmean(members(r, g, at))),
-    "rloo": (
-        GroupAdvantages(baseline="leave_one_out", scale="none"),
-        lambda r, g, _, at: r[at] - (sum(members(r, g, at)) - r[at]) / (len(members(r, g, at)) - 1),
-    ),
-    "reinforce": (GroupAdvantages(baseline="none", scale="none"), lambda r, _g, _l, at: r[at]),
-    "lite_ppo": (
-        GroupAdvantages(scale="batch_std"),
-        lambda r, g, _, at: (r[at] - statistics.fmean(members(r, g, at))) / (statistics.stdev(r) + EPS),
-    ),
-    "opo": (GroupAdvantages(baseline="length_weighted", scale="none"), opo),
-    "max_rl": (GroupAdvantages(scale="group_mean"), lambda r, g, _, at: max_rl(members(r, g, at), r[at])),
-    "reinforce_plus_plus": (
-        GroupAdvantages(baseline="none", scale="none", whiten=True),
-        lambda r, _g, _l, at: (r[at] - statistics.fmean(r)) / (statistics.stdev(r) + EPS),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_advantages_equal_their_formula(name: str) -> None:
-    rule, formula = FORMULAS[name]
-    rng = random.Random(name)
-    for _ in range(200):
-        group = [one for one in range(rng.randint(1, 4)) for _ in range(rng.randint(2, 5))]
-        rng.shuffle(group)
-        low, high, digits = rng.choice(((0, 1, 0), (-10, 10, 9), (1, 2, 9)))
-        rewards = [round(rng.uniform(low, high), digits) for _ in group]
-        lengths = [rng.randint(1, 9) for _ in group]
-        got = rule(groups_of(rewards, group, lengths)).advantages_N.tolist()
-        expected = [formula(rewards, group, lengths, at) for at in range(len(group))]
-        scale = max(1.0, *map(abs, expected))
-        assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) <= 1e-11 * scale
+@pytest.mark.parametrize("whiten", [True, False])
+def test_a_step_whose_rewards_are_equal_has_advantages_of_exactly_zero(whiten: bool) -> None:
+    """Seven times 0.1 over 7 is not 0.1 in binary, and the standard deviation is 0."""
+    rule = GroupAdvantages(scale="batch_std", whiten=whiten)
+    assert rule(groups_of([0.1] * 7, [0, 0, 0, 1, 1, 1, 1])).advantages_N.tolist() == [0.0] * 7
+    plain = GroupAdvantages(baseline="none", scale="none", whiten=True)
+    assert plain(groups_of([0.1] * 7, [0] * 7)).advantages_N.tolist() == [0.0] * 7
 
 
 @pytest.mark.parametrize("rule", [GroupAdvantages(), GroupAdvantages(baseline="leave_one_out", scale="none")])
@@ -115,6 +71,8 @@ def test_the_scope_is_the_step_where_the_whole_batch_counts() -> None:
 def test_the_overlong_penalty_is_linear_over_its_cache() -> None:
     penalty = OverlongPenalty(limit=10, cache=4)
     assert penalty(torch.tensor([0, 6, 7, 8, 10, 12])).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    third = OverlongPenalty(limit=10, cache=3)(torch.tensor([8]))
+    assert third.tolist() == [-1 / 3]  # in float64
     rule = GroupAdvantages(baseline="none", scale="none", overlong=penalty)
     assert rule(groups_of([1.0, 1.0], [0, 0], lengths=[6, 10])).advantages_N.tolist() == [1.0, 0.0]
 

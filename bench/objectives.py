@@ -1,0 +1,91 @@
+"""The proofs of the RL objectives: one table of figures, each with the bound that it must keep.
+
+    python bench/objectives.py [ROW ...] [--json PATH] [--quick] [--trl-python PYTHON]
+
+Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/objectives.md says what they show):
+
+- closed_form: every part of an objective against scalar formulas, value and gradient;
+- enumeration: expected gradients, summed over all responses, against the true gradient or their own closed bias;
+- invariance: the gradient of a whole model, however a step is cut into passes, packed, or spread over ranks;
+- trl: values and gradients against TRL's own loss, in an environment that has TRL (``--trl-python``);
+- bandit: fixed points of training with a divergence, through the rollout and the training engine.
+
+Exits with 1 if a figure is above its bound.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from common.report import write
+from objectives_rows import bandit, closed_form, enumeration, invariance, trl_losses
+from rich.console import Console
+from rich.table import Table
+
+BOUNDS = {
+    "closed_form_max": 1e-12,
+    "enumeration_max": 1e-9,
+    "enumeration_exact_max": 1e-12,
+    "enumeration_biased_max": 1e-9,
+    "invariance_max": 1e-11,
+    "trl_gradient_max": 1e-6,
+    "trl_loss_max": 1e-6,
+    "bandit_tv_max": 0.005,
+}
+"""Of the figures that must stay below one; the others are reported alone."""
+Row = Callable[[bool], dict[str, float]]
+ROWS = ("closed_form", "enumeration", "invariance", "trl", "bandit")
+
+
+def rows(trl_python: str) -> dict[str, Row]:
+    """What measures each row; without a Python that has TRL, its row is left out."""
+    found: dict[str, Row] = {
+        "closed_form": closed_form.measure,
+        "enumeration": enumeration.measure,
+        "invariance": invariance.measure,
+        "bandit": bandit.measure,
+    }
+    return found | ({"trl": partial(trl_losses.measure, python=Path(trl_python))} if trl_python else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--trl-python", default="", help="a Python that has TRL; default: none, and no row trl")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"there is no row {unknown[0]!r}; choose from {', '.join(ROWS)}")
+    if arguments.trl_python and not Path(arguments.trl_python).is_file():
+        parser.error(f"--trl-python: there is no {arguments.trl_python}")
+    torch.set_num_threads(1)
+    console, measured = Console(), rows(arguments.trl_python)
+    metrics: dict[str, float] = {}
+    table = Table("figure", "value", "bound", "seconds", title="objectives")
+    for name in arguments.rows or ROWS:
+        if name not in measured:
+            console.print(f"row {name} is left out: it needs --trl-python, a Python that has TRL")
+            continue
+        begin_s = time.perf_counter()
+        found = measured[name](arguments.quick)
+        seconds = f"{time.perf_counter() - begin_s:.1f}"
+        for figure, value in found.items():
+            table.add_row(figure, f"{value:.3g}", f"{BOUNDS[figure]:g}" if figure in BOUNDS else "", seconds)
+            seconds = ""
+        metrics |= found
+    console.print(table)
+    write(arguments.json, metrics, threads=1)
+    broken = [figure for figure, bound in BOUNDS.items() if not metrics.get(figure, 0.0) <= bound]
+    for figure in broken:
+        console.print(f"{figure} is {metrics[figure]:.3g}, above its bound {BOUNDS[figure]:g}")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Row `bandit`: where training with a divergence from a reference ends, through the rollout and the training engine.
+
+A model with one token to choose, one of 8 arms, of fixed rewards. With coefficient b and reference pi_ref:
+
+- k3 in the loss: pi = b pi_ref / (b + V - r), V so that it sums to 1: the optimum of E[r] - b KL(pi_ref || pi);
+- k2 in the loss, k1 in the reward, unbiased k3: pi = pi_ref exp(r / b) / Z, the optimum of E[r] - b KL(pi || pi_ref).
+
+Each at staleness 0 and with samples of the policy of four steps before, at temperature 0.7; responses come from
+`TorchRollout` with published snapshots, steps are those of `TorchTrainer`. Total variation distance to the fixed point.
+
+On-policy, k2 and unbiased k3 have the same gradient sample by sample; at the fixed point of k1 in the reward every
+advantage is 0, so it is reached without noise.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.credit import GroupAdvantages
+from flowrt.algorithms.objective import Correction, Kl, Objective
+from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
+from flowrt.engines.hf import disable_dropout
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.transport.weights.snapshot import Snapshot
+
+ARMS, COEFFICIENT, TEMPERATURE = 8, 0.5, 0.7
+STEPS, SAMPLES, LR = 200, 512, 0.01
+STALENESS = (0, 4)
+NO_END = -1
+"""End of sequence: no arm is one."""
+REWARDS = torch.tensor([0.1, 0.9, 0.4, 0.0, 0.7, 1.0, 0.3, 0.6], dtype=torch.float64)
+PROMPT = torch.zeros(1, dtype=torch.int32)
+
+
+def boltzmann(reference: Tensor) -> Tensor:
+    """pi_ref exp(r / b) / Z."""
+    return (reference.log() + REWARDS / COEFFICIENT).softmax(-1)
+
+
+def forward_point(reference: Tensor) -> Tensor:
+    """b pi_ref / (b + V - r), V by bisection."""
+    low, high = float(REWARDS.max()) - COEFFICIENT, float(REWARDS.max())
+    for _ in range(200):
+        middle = (low + high) / 2
+        weights = COEFFICIENT * reference / (COEFFICIENT + middle - REWARDS)
+        low, high = (middle, high) if float(weights.sum()) > 1 or float(weights.min()) < 0 else (low, middle)
+    return COEFFICIENT * reference / (COEFFICIENT + high - REWARDS)
+
+
+def objective(kl: Kl | None, in_reward: float = 0.0) -> Objective:
+    credit = GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=in_reward)
+    return Objective(credit, correction=Correction("token", "truncate", 0.0, float("inf")), kl=kl)
+
+
+METHODS: dict[str, tuple[Objective, Callable[[Tensor], Tensor]]] = {
+    "k3 in the loss": (objective(Kl(COEFFICIENT, "k3")), forward_point),
+    "k2 in the loss": (objective(Kl(COEFFICIENT, "k2")), boltzmann),
+    "k1 in the reward": (objective(None, COEFFICIENT), boltzmann),
+    "unbiased k3": (objective(Kl(COEFFICIENT, "unbiased")), boltzmann),
+}
+
+
+def make_model(seed: int) -> GPT2LMHeadModel:
+    config = GPT2Config(vocab_size=ARMS, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(seed)
+    model: GPT2LMHeadModel = disable_dropout(GPT2LMHeadModel(config))
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(4.0)  # a reference that is not uniform
+    return model
+
+
+@torch.no_grad()
+def policy(model: GPT2LMHeadModel) -> Tensor:
+    """Probability of each arm, in float64."""
+    logits: Tensor = model(input_ids=PROMPT.long().unsqueeze(0)).logits[0, -1]
+    return (logits.double() / TEMPERATURE).softmax(-1)
+
+
+def total_variation(name: str, staleness: int, steps: int = STEPS, seed: int = 0) -> float:
+    """Distance from the fixed point after training."""
+    algorithm, point = METHODS[name]
+    model = make_model(seed)
+    reference = policy(model)
+    options = TrainOptions(
+        lr=LR, schedule="cosine", decay_steps=steps, warmup_steps=0, max_grad_norm=1e9, share_prompts=False
+    )
+    trainer = TorchTrainer(model, options, algorithm, temperature=TEMPERATURE)
+    rollout = TorchRollout(make_model(seed), eos_id=NO_END, rows=SAMPLES, max_new_tokens=1, temperature=TEMPERATURE)
+    published = deque([Snapshot.take(0, trainer.parameters())], maxlen=staleness + 1)
+    for step in range(steps):
+        rollout.swap(published[0])
+        responses = generate(rollout, seed, step)
+        trainer.accumulate(to_batch(algorithm, responses, reference.log()))
+        trainer.step()
+        published.append(Snapshot.take(step + 1, trainer.parameters()))
+    return float((policy(model) - point(reference)).abs().sum() / 2)
+
+
+def generate(rollout: TorchRollout, seed: int, step: int) -> list[Response]:
+    """One arm for each sample of a step."""
+    rollout.add([Prompt(row, PROMPT, sample_seed(seed, step, 0, row, 0)) for row in range(SAMPLES)])
+    responses: list[Response] = []
+    while rollout.running:
+        responses += rollout.run(threading.Event())
+    return responses
+
+
+def to_batch(algorithm: Objective, responses: list[Response], reference: Tensor) -> TrainingBatch:
+    """The samples as one group."""
+    arms_N = torch.cat([one.tokens for one in responses]).long()
+    group_N = torch.zeros(len(arms_N), dtype=torch.int64)
+    reference_N = reference[arms_N].float()
+    credit = algorithm.credit(
+        Groups(
+            rewards_N=REWARDS[arms_N],
+            group_N=group_N,
+            lengths_N=torch.ones_like(group_N),
+            truncated_N=group_N.bool(),
+            staleness_N=group_N,
+            kl_N=torch.cat([one.logprobs for one in responses]).double() - reference[arms_N],
+        )
+    )
+    return TrainingBatch(
+        prompts=[PROMPT] * len(arms_N),
+        responses=[one.tokens for one in responses],
+        rollout_logprobs=[one.logprobs for one in responses],
+        reference_logprobs=list(reference_N.split(1)) if algorithm.needs.reference else None,
+        advantages_N=credit.advantages_N.float(),
+        weights_N=torch.ones(len(arms_N)),
+        groups_N=group_N,
+    )
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """The largest distance over methods and staleness, and how far apart the two kinds of fixed points are."""
+    torch.set_num_threads(1)
+    names = ["k3 in the loss", "k2 in the loss"] if quick else list(METHODS)
+    found = {(name, lag): total_variation(name, lag) for name in names for lag in STALENESS[: 1 if quick else 2]}
+    reference = policy(make_model(0))
+    apart = float((forward_point(reference) - boltzmann(reference)).abs().sum() / 2)
+    return {"bandit_tv_max": max(found.values()), "bandit_runs": float(len(found)), "bandit_points_apart": apart}

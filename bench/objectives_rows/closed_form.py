@@ -1,0 +1,140 @@
+"""Row `closed_form`: every part of an objective against its scalar formula, value and gradient, in float64."""
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from flowrt.algorithms.kl import KL_ESTIMATORS, KlEstimator
+from flowrt.algorithms.objective import (
+    Aggregation,
+    Entropy,
+    Kl,
+    Objective,
+    OnlineDpo,
+    Rejection,
+    SecondMoment,
+)
+from objectives_rows.closed_forms import (
+    CORRECTIONS,
+    LOSSES,
+    Sample,
+    draw,
+    error,
+    estimates,
+    loss_error,
+    objective_total,
+    preference_total,
+    step_of,
+    tokens_of,
+)
+from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS, credit_error, draw_groups
+
+CASES, QUICK_CASES = 1000, 50
+ESTIMATORS: list[KlEstimator] = list(KL_ESTIMATORS)
+
+
+def worst_loss(name: str, cases: int) -> float:
+    """Of a policy loss by its name in `LOSSES`."""
+    rng = dice(name)
+    return max(loss_error(*LOSSES[name], draw(rng)) for _ in range(cases))
+
+
+def worst_estimate(name: KlEstimator, cases: int) -> float:
+    """Of a KL estimator."""
+
+    def total(samples: Sequence[Sample]) -> complex:
+        return sum((one for sample in samples for one in estimates(name, sample)), 0j)
+
+    def case(rng: random.Random) -> float:
+        samples = draw(rng)
+        tokens = tokens_of(samples)
+        assert tokens.reference_T is not None
+        kl_T = KL_ESTIMATORS[name](tokens.logprobs_T, tokens.reference_T, tokens.rollout_T)
+        return error(kl_T.sum(), tokens, samples, total)
+
+    rng = dice(name)
+    return max(case(rng) for _ in range(cases))
+
+
+def draw_objective(rng: random.Random) -> tuple[Objective, str]:
+    """A composed objective with parts drawn independently, and the name of its policy loss."""
+    name = rng.choice(list(LOSSES))
+    objective = Objective(
+        policy=LOSSES[name][0],
+        correction=rng.choice(CORRECTIONS),
+        rejection=rng.choice((Rejection(), Rejection(low=0.9, high=1.1), Rejection(negative_kl=0.1))),
+        second_moment=rng.choice((None, SecondMoment(), SecondMoment(tau=1.0))),
+        kl=rng.choice((None, Kl(), Kl(coef=0.1, estimator=rng.choice(ESTIMATORS)))),
+        entropy=rng.choice((Entropy(), Entropy(coef=0.01), Entropy(coef=0.02, top=rng.uniform(0.1, 0.9)))),
+        aggregation=rng.choice((Aggregation(), Aggregation("sequence_mean"), Aggregation("constant", 7))),
+    )
+    return objective, name
+
+
+def objective_error(
+    objective: Objective, loss: str, passes: Sequence[Sequence[Sample]], formula: Objective | None = None
+) -> float:
+    """Of the sum of the terms of each pass of a step; the formula is that of another objective if one is given."""
+    step = [one for drawn in passes for one in drawn]
+    total = objective_total(formula or objective, LOSSES[loss][1], step)
+    measured = objective.measure(step_of(passes))
+    worst = 0.0
+    for samples in passes:
+        tokens = tokens_of(samples, measured)
+        loss_sum = sum(term.loss_sum for term in objective.terms(tokens))
+        worst = max(worst, error(loss_sum + tokens.logprobs_T.sum() * 0.0, tokens, samples, total))
+    return worst
+
+
+def worst_objective(cases: int) -> float:
+    """Of composed objectives, on steps of two passes."""
+    rng, worst = dice("objective"), 0.0
+    for _ in range(cases):
+        objective, loss = draw_objective(rng)
+        passes = [draw(rng), draw(rng)]
+        if any(one.policy for drawn in passes for one in drawn):
+            worst = max(worst, objective_error(objective, loss, passes))
+    return worst
+
+
+def worst_preference(cases: int) -> float:
+    """Of online DPO, with samples that are chosen, rejected, or neither."""
+    rng, worst = dice("preference"), 0.0
+    for _ in range(cases):
+        samples = [dataclasses.replace(one, advantage=float(rng.choice((-1, 1, 0)))) for one in draw(rng)]
+        tokens = tokens_of(samples)
+        (term,) = OnlineDpo(beta=0.3).terms(tokens)
+        worst = max(worst, error(term.loss_sum, tokens, samples, preference_total(0.3)))
+    return worst
+
+
+def worst_credit(name: str, cases: int) -> float:
+    """Of a credit rule."""
+    rng = dice(name)
+    alone = name in ("reinforce", "kl_in_reward", "overlong", *SELECTIONS)
+    return max(credit_error(name, draw_groups(rng, 1 if alone else 2)) for _ in range(cases))
+
+
+def dice(name: str) -> random.Random:
+    return random.Random(zlib.crc32(name.encode()))
+
+
+def parts() -> dict[str, Callable[[int], float]]:
+    """Everything that is compared, by name: from a number of cases to the largest error."""
+    found: dict[str, Callable[[int], float]] = {f"loss {name}": partial(worst_loss, name) for name in LOSSES}
+    found |= {f"kl {name}": partial(worst_estimate, name) for name in ESTIMATORS}
+    found |= {f"credit {name}": partial(worst_credit, name) for name in (*ADVANTAGES, *SELECTIONS)}
+    return {**found, "objective": worst_objective, "online_dpo": worst_preference}
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """The largest error of any part, relative to the size of its values above 1."""
+    cases = QUICK_CASES if quick else CASES
+    errors = {name: part(cases) for name, part in parts().items()}
+    return {
+        "closed_form_max": max(errors.values()),
+        "closed_form_parts": float(len(errors)),
+        "closed_form_cases": cases,
+    }

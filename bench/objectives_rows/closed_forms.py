@@ -1,0 +1,437 @@
+"""Scalar formulas of every part of an objective, drawn cases, and the distance of the tensor code from them.
+
+The formulas are written on Python numbers, one token or sample at a time, and share no code with `flowrt.algorithms`.
+Gradients come from complex steps: the imaginary part of f(x + ih) / h is f'(x) to the last digit, and `sg` drops it
+where the formula stops the gradient.
+"""
+
+import cmath
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flowrt.algorithms.algorithm import StepTokens, Tokens
+from flowrt.algorithms.kl import KlEstimator
+from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Objective, Rejection, SecondMoment
+from flowrt.algorithms.policy_losses import (
+    Aspo,
+    Cispo,
+    CrossEntropy,
+    Dppo,
+    Gmpo,
+    Gspo,
+    PolicyLoss,
+    Ppo,
+    Reinforce,
+    Sapo,
+    Topr,
+    Vespo,
+)
+
+STEP = 1e-30
+"""Of the imaginary axis."""
+LIMIT = 20.0
+"""Nats, of every clamped log ratio."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a drawn pass: log-probabilities and entropies of its tokens, its advantage, weight and group."""
+
+    policy: list[complex]
+    entropy: list[complex]
+    anchor: list[float]
+    rollout: list[float]
+    reference: list[float]
+    advantage: float
+    weight: float
+    group: int
+    valid: bool = True
+
+
+def sg(value: complex) -> float:
+    """The value without its gradient."""
+    return complex(value).real
+
+
+def clamp(value: complex, low: float, high: float) -> complex:
+    real = complex(value).real
+    return low if real < low else high if real > high else value
+
+
+def log_ratios(sample: Sample) -> list[complex]:
+    return [clamp(policy - anchor, -LIMIT, LIMIT) for policy, anchor in zip(sample.policy, sample.anchor, strict=True)]
+
+
+def mean(values: Sequence[complex]) -> complex:
+    return sum(values) / len(values) if values else 0.0
+
+
+def largest(first: complex, second: complex) -> complex:
+    return first if complex(first).real >= complex(second).real else second
+
+
+def clipped(ratio: complex, advantage: float, low: float, high: float) -> complex:
+    return largest(-ratio * advantage, -clamp(ratio, 1 - low, 1 + high) * advantage)
+
+
+def ppo(sample: Sample, low: float = 0.2, high: float = 0.28, dual: float = math.inf) -> list[complex]:
+    losses = []
+    for log in log_ratios(sample):
+        ratio = cmath.exp(log)
+        capped = sample.advantage < 0 and ratio.real > dual
+        losses.append(-dual * sample.advantage if capped else clipped(ratio, sample.advantage, low, high))
+    return losses
+
+
+def ppo_delta(sample: Sample) -> list[complex]:
+    advantage = sample.advantage
+    losses = []
+    for log in log_ratios(sample):
+        ratio = cmath.exp(log)
+        losses.append(largest(-clamp(ratio, 0, 1.5) * advantage, -clamp(ratio, 0.8, 1.2) * advantage))
+    return losses
+
+
+def reinforce(sample: Sample) -> list[complex]:
+    return [-cmath.exp(policy - sg(policy)) * sample.advantage for policy in sample.policy]
+
+
+def cispo(sample: Sample) -> list[complex]:
+    pairs = zip(log_ratios(sample), sample.policy, strict=True)
+    return [-sg(clamp(cmath.exp(sg(log)), 0.0, 5.0)) * sample.advantage * policy for log, policy in pairs]
+
+
+def gspo(sample: Sample) -> list[complex]:
+    loss = clipped(cmath.exp(mean(log_ratios(sample))), sample.advantage, 3e-4, 4e-4)
+    return [loss] * len(sample.policy)
+
+
+def luspo(sample: Sample) -> list[complex]:
+    return [loss * len(sample.policy) for loss in gspo(sample)]
+
+
+def gmpo(sample: Sample) -> list[complex]:
+    if sample.advantage >= 0:
+        kept = [min(log, clamp(log, -0.4, 0.4), key=lambda one: complex(one).real) for log in log_ratios(sample)]
+    else:
+        kept = [largest(log, clamp(log, -0.4, 0.4)) for log in log_ratios(sample)]
+    return [-sample.advantage * cmath.exp(mean(kept))] * len(sample.policy)
+
+
+def sapo(sample: Sample) -> list[complex]:
+    tau = 1.0 if sample.advantage > 0 else 1.05
+    losses = []
+    for log in log_ratios(sample):
+        at = tau * (cmath.exp(log) - 1)
+        sigmoid = 1 / (1 + cmath.exp(-at)) if at.real >= 0 else cmath.exp(at) / (1 + cmath.exp(at))
+        losses.append(-4 / tau * sigmoid * sample.advantage)
+    return losses
+
+
+def dppo(sample: Sample, distance: str) -> list[complex]:
+    losses = []
+    for log, policy, anchor in zip(log_ratios(sample), sample.policy, sample.anchor, strict=True):
+        p, q = math.exp(sg(policy)), math.exp(anchor)
+        far = abs(p - q) if distance == "tv" else bernoulli_kl(q, p)
+        masked = far > 0.2 and (p - q) * sample.advantage > 0
+        losses.append(-(0.0 if masked else min(math.exp(sg(log)), 20.0)) * sample.advantage * policy)
+    return losses
+
+
+def bernoulli_kl(q: float, p: float) -> float:
+    tiny = torch.finfo(torch.float64).eps
+    q, p = min(max(q, tiny), 1 - tiny), min(max(p, tiny), 1 - tiny)
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+def vespo(sample: Sample) -> list[complex]:
+    k, rate = (2.0, 3.0) if sample.advantage >= 0 else (3.0, 2.0)
+    log = sg(clamp(sum(log_ratios(sample)), -LIMIT, LIMIT))
+    weight = math.exp(rate + k * log - rate * math.exp(log))
+    return [-weight * sample.advantage * policy for policy in sample.policy]
+
+
+def topr(sample: Sample, level: str) -> list[complex]:
+    whole = sg(clamp(sum(log_ratios(sample)), -LIMIT, LIMIT))
+    losses = []
+    for log, policy in zip(log_ratios(sample), sample.policy, strict=True):
+        ratio = math.exp(whole if level == "sequence" else sg(log))
+        losses.append(-(1.0 if sample.advantage > 0 else min(ratio, 1.0)) * sample.advantage * policy)
+    return losses
+
+
+def aspo(sample: Sample) -> list[complex]:
+    if sample.advantage <= 0:
+        return ppo(sample, 0.2, 0.2, 3.0)
+    ratios = [math.exp(sg(log)) for log in log_ratios(sample)]
+    weights = [0.0 if ratio > 1.2 else min(1 / ratio, 3.0) for ratio in ratios]
+    return [-weight * sample.advantage * policy for weight, policy in zip(weights, sample.policy, strict=True)]
+
+
+LOSSES: dict[str, tuple[PolicyLoss, Callable[[Sample], list[complex]]]] = {
+    "reinforce": (Reinforce(), reinforce),
+    "cross_entropy": (CrossEntropy(), lambda one: [-one.advantage * policy for policy in one.policy]),
+    "ppo": (Ppo(clip_low=0.2, clip_high=0.28), ppo),
+    "ppo_dual": (Ppo(clip_low=0.2, clip_high=0.28, dual_clip=3.0), lambda one: ppo(one, dual=3.0)),
+    "ppo_delta": (Ppo(clip_low=0.2, clip_high=0.2, delta=1.5), ppo_delta),
+    "cispo": (Cispo(), cispo),
+    "gspo": (Gspo(), gspo),
+    "luspo": (Gspo(length_weighted=True), luspo),
+    "gmpo": (Gmpo(), gmpo),
+    "sapo": (Sapo(), sapo),
+    "dppo_tv": (Dppo(), lambda one: dppo(one, "tv")),
+    "dppo_kl": (Dppo(distance="kl"), lambda one: dppo(one, "kl")),
+    "vespo": (Vespo(), vespo),
+    "topr": (Topr(), lambda one: topr(one, "sequence")),
+    "topr_token": (Topr(level="token"), lambda one: topr(one, "token")),
+    "aspo": (Aspo(), aspo),
+}
+
+
+Formula = Callable[[Sample], list[complex]]
+Total = Callable[[Sequence[Sample]], complex]
+
+
+def draw(rng: random.Random) -> list[Sample]:
+    """A pass of 1 to 4 samples of 0 to 6 tokens; some log ratios are as large as 25 nats."""
+    spread = rng.choice((0.0, 0.02, 0.3, 2.0, 25.0))
+    samples = []
+    for _ in range(rng.randint(1, 4)):
+        length = rng.choice((0, 1, 1, 2, 3, 6))
+        policy: list[complex] = [-rng.expovariate(1.0) - 1e-3 for _ in range(length)]
+        moved = [[min(one.real + rng.uniform(-spread, spread), -1e-4) for one in policy] for _ in range(3)]
+        advantage = rng.choice((0.0, 1.0, -1.0, rng.gauss(0, 1), rng.gauss(0, 100)))
+        samples.append(
+            Sample(
+                policy=policy,
+                entropy=[rng.uniform(0, 4) for _ in range(length)],
+                anchor=moved[0],
+                rollout=moved[1],
+                reference=moved[2],
+                advantage=advantage,
+                weight=rng.choice((1.0, 0.5)),
+                group=rng.randint(0, 1),
+                valid=rng.random() > 0.1,
+            )
+        )
+    return samples
+
+
+def flat(lists: Sequence[Sequence[complex]]) -> torch.Tensor:
+    return torch.tensor([complex(one).real for values in lists for one in values], dtype=torch.float64)
+
+
+def tokens_of(samples: Sequence[Sample], step: dict[str, float] | None = None) -> Tokens:
+    """The samples as one pass, in float64."""
+    lengths = [len(one.policy) for one in samples]
+    return Tokens(
+        logprobs_T=flat([one.policy for one in samples]).requires_grad_(),
+        anchor_T=flat([one.anchor for one in samples]),
+        rollout_T=flat([one.rollout for one in samples]),
+        sample_T=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
+        advantages_N=torch.tensor([one.advantage for one in samples], dtype=torch.float64),
+        weights_N=torch.tensor([one.weight for one in samples], dtype=torch.float64),
+        group_N=torch.tensor([one.group for one in samples]),
+        valid_T=flat([[float(one.valid)] * len(one.policy) for one in samples]),
+        reference_T=flat([one.reference for one in samples]),
+        entropy_T=flat([one.entropy for one in samples]).requires_grad_(),
+        step=step or {},
+    )
+
+
+def step_of(passes: Sequence[Sequence[Sample]]) -> StepTokens:
+    """The tokens of a step of several passes."""
+    samples = [one for drawn in passes for one in drawn]
+    return StepTokens(
+        logprobs_T=flat([one.policy for one in samples]),
+        anchor_T=flat([one.anchor for one in samples]),
+        rollout_T=flat([one.rollout for one in samples]),
+        advantages_T=flat([[one.advantage] * len(one.policy) for one in samples]),
+        entropy_T=flat([one.entropy for one in samples]),
+    )
+
+
+def error(value: torch.Tensor, tokens: Tokens, samples: Sequence[Sample], total: Total) -> float:
+    """Distance of a scalar of the tokens, and of its gradient, from the formula, relative to their size above 1."""
+    inputs = [one for one in (tokens.logprobs_T, tokens.entropy_T) if one is not None]
+    slopes = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else [None] * len(inputs)
+    expected = complex(total(samples)).real
+    worst = abs(value.item() - expected) / max(1.0, abs(expected))
+    for tensor, slope, lists in zip(
+        inputs, slopes, ([one.policy for one in samples], [one.entropy for one in samples]), strict=False
+    ):
+        wanted = derivatives(samples, lists, total)
+        got = torch.zeros_like(tensor) if slope is None else slope
+        size = max([1.0, *map(abs, wanted)])
+        worst = max([worst, *(abs(a - b) / size for a, b in zip(got.tolist(), wanted, strict=True))])
+    return worst
+
+
+def derivatives(samples: Sequence[Sample], lists: Sequence[list[complex]], total: Total) -> list[float]:
+    """The derivative of the formula by each number of these lists, which belong to the samples."""
+    slopes = []
+    for values in lists:
+        for at, value in enumerate(values):
+            values[at] = value + 1j * STEP
+            slopes.append(complex(total(samples)).imag / STEP)
+            values[at] = value
+    return slopes
+
+
+def loss_error(loss: PolicyLoss, formula: Formula, samples: Sequence[Sample]) -> float:
+    """Of a policy loss on one pass."""
+    tokens = tokens_of(samples)
+    # Weighted by position, so that two wrong tokens cannot cancel out.
+    weights = [1.0 + 0.1 * at for at in range(len(tokens.logprobs_T))]
+
+    def total(drawn: Sequence[Sample]) -> complex:
+        losses = [one for sample in drawn for one in formula(sample)]
+        return sum((weight * one for weight, one in zip(weights, losses, strict=True)), 0j)
+
+    loss_T, _ = loss(tokens)
+    return error((loss_T * torch.tensor(weights, dtype=torch.float64)).sum(), tokens, samples, total)
+
+
+def k3(delta: complex) -> complex:
+    return (
+        cmath.exp(delta) - delta - 1 if abs(delta) > 1e-2 else sum(delta**n / math.factorial(n) for n in range(2, 12))
+    )
+
+
+def estimate(name: KlEstimator, policy: complex, reference: float, rollout: float) -> complex:
+    """A KL estimate of one token."""
+    log = policy - reference
+    delta = clamp(-log, -LIMIT, LIMIT)
+    match name:
+        case "k1":
+            return log
+        case "k2":
+            return log * log / 2
+        case "k3":
+            return k3(delta)
+        case "k3_with_k2_slope":
+            return log * log / 2 + sg(k3(delta)) - sg(log * log / 2)
+        case "unbiased":
+            return cmath.exp(clamp(policy - rollout, -LIMIT, LIMIT)) * k3(delta)
+
+
+def estimates(name: KlEstimator, sample: Sample) -> list[complex]:
+    """The KL estimates of a sample's tokens."""
+    triples = zip(sample.policy, sample.reference, sample.rollout, strict=True)
+    return [estimate(name, policy, reference, rollout) for policy, reference, rollout in triples]
+
+
+def corrected(sample: Sample, correction: Correction) -> list[float]:
+    """The importance weights of a sample's tokens."""
+    logs = [
+        sg(clamp(anchor - rollout, -LIMIT, LIMIT))
+        for anchor, rollout in zip(sample.anchor, sample.rollout, strict=True)
+    ]
+    match correction.level:
+        case "off":
+            return [1.0] * len(logs)
+        case "sequence":
+            logs = [sg(clamp(sum(logs), -LIMIT, LIMIT))] * len(logs)
+        case "geometric":
+            logs = [sg(mean(logs))] * len(logs)
+        case "token":
+            pass
+    ratios = [math.exp(log) for log in logs]
+    low, high = correction.low, correction.high
+    if correction.mode == "mask":
+        return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+    return [min(max(ratio, low), high) for ratio in ratios]
+
+
+def drifts(sample: Sample) -> list[float]:
+    """log(policy / rollout) of a sample's tokens."""
+    return [sg(clamp(sg(p) - r, -LIMIT, LIMIT)) for p, r in zip(sample.policy, sample.rollout, strict=True)]
+
+
+def kept(sample: Sample, rejection: Rejection) -> bool:
+    """Whether a sample is not rejected."""
+    drift = sg(mean(drifts(sample)))
+    in_band = rejection.low <= math.exp(drift) <= rejection.high
+    return in_band and (sample.advantage >= 0 or -drift <= rejection.negative_kl)
+
+
+def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> float:
+    """The largest squared log ratio of a step that the rule keeps."""
+    squares = sorted(drift * drift for one in samples for drift in drifts(one))
+    threshold, total = -1.0, 0.0
+    for count, square in enumerate(squares, 1):
+        total += square
+        if total / count > rule.tau:
+            return threshold
+        threshold = square
+    return math.inf
+
+
+def entropy_threshold(rule: Entropy, samples: Sequence[Sample]) -> float:
+    """The entropy above which tokens are among the share of a step that the rule keeps; linear between two tokens."""
+    ranked = sorted(sg(value) for one in samples for value in one.entropy)
+    place = (1 - rule.top) * (len(ranked) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ranked) - 1)
+    return ranked[below] + (place - below) * (ranked[above] - ranked[below])
+
+
+def aggregated(values: Sequence[complex], aggregation: Aggregation) -> complex:
+    """What a sample's token losses add to the sum of a term."""
+    match aggregation.style:
+        case "token_mean":
+            return sum(values, 0j)
+        case "sequence_mean":
+            return mean(values)
+        case "constant":
+            return sum(values, 0j) / aggregation.limit
+
+
+def objective_total(objective: Objective, formula: Formula, step: Sequence[Sample]) -> Total:
+    """The sum of all terms of a pass, of a step with these samples."""
+    moment, entropy = objective.second_moment, objective.entropy
+    largest_square = math.inf if moment is None else second_moment_threshold(moment, step)
+    least_entropy = -math.inf if entropy.top == 1 else entropy_threshold(entropy, step)
+
+    def of(sample: Sample) -> complex:
+        weights = corrected(sample, objective.correction)
+        whole = sample.weight * sample.valid * (kept(sample, objective.rejection))
+        keeps = [
+            whole * (drift * drift <= largest_square) * (sg(nats) >= least_entropy)
+            for drift, nats in zip(drifts(sample), sample.entropy, strict=True)
+        ]
+        losses = [w * keep * loss for w, keep, loss in zip(weights, keeps, formula(sample), strict=True)]
+        if objective.kl is not None:
+            pairs = zip(losses, estimates(objective.kl.estimator, sample), strict=True)
+            losses = [loss + objective.kl.coef * sample.valid * kl for loss, kl in pairs]
+        bonus = [-entropy.coef * nats for nats in sample.entropy]
+        return aggregated(losses, objective.aggregation) + aggregated(bonus, objective.aggregation)
+
+    return lambda samples: sum((of(sample) for sample in samples), 0j)
+
+
+def preference_total(beta: float) -> Total:
+    """-log sigmoid of beta times the margin of each group."""
+
+    def total(samples: Sequence[Sample]) -> complex:
+        whole = 0j
+        for group in {one.group for one in samples}:
+            members = [one for one in samples if one.group == group]
+            margin = sum(one.valid * one.advantage * (sum(one.policy) - sum(one.reference)) for one in members)
+            at = beta * margin
+            whole += cmath.log(1 + cmath.exp(-at)) if complex(at).real > 0 else cmath.log(1 + cmath.exp(at)) - at
+        return whole
+
+    return total
+
+
+CORRECTIONS = [
+    Correction(level="off"),
+    *(Correction(level=level, high=2.0) for level in ("token", "sequence", "geometric")),
+    Correction(low=0.5, high=5.0),
+    *(Correction(level=level, mode="mask", low=0.5, high=5.0) for level in ("token", "sequence", "geometric")),
+]

@@ -1,0 +1,182 @@
+"""Scalar formulas of every credit rule, in exact rational arithmetic where they have sums, and drawn groups."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty, PreferencePair
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The samples of a step, by lists: their rewards, groups, lengths, and so on."""
+
+    rewards: list[float]
+    group: list[int]
+    lengths: list[int]
+    truncated: list[bool]
+    kl: list[float]
+
+    def mates(self, at: int) -> list[int]:
+        """The samples of the group of one of them."""
+        return [other for other, group in enumerate(self.group) if group == self.group[at]]
+
+    def groups(self) -> Groups:
+        """As tensors."""
+        return Groups(
+            rewards_N=torch.tensor(self.rewards, dtype=torch.float64),
+            group_N=torch.tensor(self.group),
+            lengths_N=torch.tensor(self.lengths),
+            truncated_N=torch.tensor(self.truncated),
+            staleness_N=torch.zeros(len(self.group), dtype=torch.int64),
+            kl_N=torch.tensor(self.kl, dtype=torch.float64),
+        )
+
+
+def draw_groups(rng: random.Random, least: int = 2) -> Drawn:
+    """1 to 4 interleaved groups of ``least`` to 5; rewards are 0 or 1, all equal, spread, or far from 0."""
+    group = [one for one in range(rng.randint(1, 4)) for _ in range(rng.randint(least, 5))]
+    rng.shuffle(group)
+    kind = rng.choice(("binary", "equal", "spread", "offset"))
+    make: dict[str, Callable[[], float]] = {
+        "binary": lambda: float(rng.randint(0, 1)),
+        "equal": lambda: 0.1,
+        "spread": lambda: rng.uniform(-10, 10),
+        "offset": lambda: rng.uniform(1, 2),
+    }
+    return Drawn(
+        rewards=[make[kind]() for _ in group],
+        group=group,
+        lengths=[rng.randint(1, 9) for _ in group],
+        truncated=[rng.random() < 0.2 for _ in group],
+        kl=[rng.gauss(0, 1) for _ in group],
+    )
+
+
+def average(values: list[float]) -> Fraction:
+    return sum((Fraction(value) for value in values), Fraction()) / len(values)
+
+
+def deviation(values: list[float]) -> float:
+    """The root of the sum of squares over n - 1."""
+    return float(statistics.stdev([Fraction(value) for value in values]))
+
+
+Formula = Callable[[Drawn, int], float]
+
+
+def _mine(drawn: Drawn, at: int) -> list[float]:
+    return [drawn.rewards[other] for other in drawn.mates(at)]
+
+
+def centred(drawn: Drawn, at: int) -> float:
+    return float(Fraction(drawn.rewards[at]) - average(_mine(drawn, at)))
+
+
+def leave_one_out(drawn: Drawn, at: int) -> float:
+    others = [drawn.rewards[other] for other in drawn.mates(at) if other != at]
+    return float(Fraction(drawn.rewards[at]) - average(others))
+
+
+def length_weighted(drawn: Drawn, at: int) -> float:
+    mates = drawn.mates(at)
+    total = sum((drawn.lengths[other] * Fraction(drawn.rewards[other]) for other in mates), Fraction())
+    return float(Fraction(drawn.rewards[at]) - total / sum(drawn.lengths[other] for other in mates))
+
+
+def over_group_mean(drawn: Drawn, at: int) -> float:
+    mean = float(average(_mine(drawn, at)))
+    return centred(drawn, at) / mean if abs(mean) > EPS else 0.0
+
+
+def whitened(values: list[float], at: int) -> float:
+    return float(Fraction(values[at]) - average(values)) / (deviation(values) + EPS)
+
+
+def penalised(drawn: Drawn, at: int, limit: int, cache: int) -> float:
+    over = drawn.lengths[at] - (limit - cache)
+    return drawn.rewards[at] - (0.0 if over <= 0 else 1.0 if over >= cache else over / cache)
+
+
+def all_of(drawn: Drawn, formula: Formula) -> list[float]:
+    return [formula(drawn, at) for at in range(len(drawn.group))]
+
+
+ADVANTAGES: dict[str, tuple[GroupAdvantages, Formula]] = {
+    "grpo": (GroupAdvantages(), lambda d, at: centred(d, at) / (deviation(_mine(d, at)) + EPS)),
+    "dr_grpo": (GroupAdvantages(scale="none"), centred),
+    "rloo": (GroupAdvantages(baseline="leave_one_out", scale="none"), leave_one_out),
+    "reinforce": (GroupAdvantages(baseline="none", scale="none"), lambda d, at: d.rewards[at]),
+    "lite_ppo": (GroupAdvantages(scale="batch_std"), lambda d, at: centred(d, at) / (deviation(d.rewards) + EPS)),
+    "opo": (GroupAdvantages(baseline="length_weighted", scale="none"), length_weighted),
+    "max_rl": (GroupAdvantages(scale="group_mean"), over_group_mean),
+    "reinforce_plus_plus": (
+        GroupAdvantages(baseline="none", scale="none", whiten=True),
+        lambda d, at: whitened(d.rewards, at),
+    ),
+    "reinforce_plus_plus_baseline": (
+        GroupAdvantages(scale="none", whiten=True),
+        lambda d, at: whitened(all_of(d, centred), at),
+    ),
+    "kl_in_reward": (
+        GroupAdvantages(baseline="none", scale="none", kl_coef=0.1),
+        lambda d, at: float(Fraction(d.rewards[at]) - Fraction(0.1) * Fraction(d.kl[at])),
+    ),
+    "overlong": (
+        GroupAdvantages(baseline="none", scale="none", overlong=OverlongPenalty(limit=8, cache=3)),
+        lambda d, at: penalised(d, at, 8, 3),
+    ),
+    "mask_truncated": (GroupAdvantages(scale="none", mask_truncated=True), centred),
+}
+
+
+def best_of(drawn: Drawn, at: int, keep: int, above: float) -> float:
+    mine = drawn.rewards[at]
+    better = [
+        other
+        for other in drawn.mates(at)
+        if drawn.rewards[other] > mine or (drawn.rewards[other] == mine and other < at)
+    ]
+    return float(len(better) < keep and mine > above)
+
+
+def pair(drawn: Drawn, at: int) -> float:
+    mates = drawn.mates(at)
+    best = max(mates, key=lambda other: (drawn.rewards[other], -other))
+    worst = min(mates, key=lambda other: (drawn.rewards[other], other))
+    return 0.0 if drawn.rewards[best] == drawn.rewards[worst] else float(at == best) - float(at == worst)
+
+
+SELECTIONS: dict[str, tuple[CreditRule, Formula]] = {
+    "best": (BestOfGroup(), lambda d, at: best_of(d, at, 1, -math.inf)),
+    "best_two_above": (BestOfGroup(keep=2, above=0.5), lambda d, at: best_of(d, at, 2, 0.5)),
+    "pair": (PreferencePair(), pair),
+}
+
+
+def credit_error(name: str, drawn: Drawn) -> float:
+    """Distance of a rule's advantages from the formula, relative to their size above 1; inf for other samples trained.
+
+    For the selections both are advantages of 0 and 1, and a sample is trained if its own is not 0.
+    """
+    rule: CreditRule
+    rule, formula = SELECTIONS[name] if name in SELECTIONS else ADVANTAGES[name]
+    credit = rule(drawn.groups())
+    wanted = all_of(drawn, formula)
+    if name in SELECTIONS:
+        trained = [value != 0 for value in wanted]
+    else:
+        trained = [not (name == "mask_truncated" and cut) for cut in drawn.truncated]
+    if credit.trained_N.tolist() != trained:
+        return math.inf
+    size = max([1.0, *map(abs, wanted)])
+    advantages: list[float] = credit.advantages_N.tolist()
+    return max(abs(a - b) / size for a, b in zip(advantages, wanted, strict=True))

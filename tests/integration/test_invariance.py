@@ -1,0 +1,42 @@
+"""The gradient of a whole model does not depend on passes, packing, ranks or the engine; `bench/objectives_rows`."""
+
+import pytest
+import torch
+from objectives_rows.invariance import QUICK, WAYS, distances, measure_all, torch_engine
+from objectives_rows.presets import is_trained_by_engines, presets
+from objectives_rows.steps import LIMIT, make_model, plain_gradient
+
+from flowrt.engines.training.shared_prefix import enable_packing
+
+BOUND = 1e-11
+TRAINED = [name for name, one in presets(LIMIT).items() if is_trained_by_engines(one)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_one_rank_finds_the_gradient_of_a_plain_loop(name: str) -> None:
+    torch.set_num_threads(1)
+    algorithm = presets(LIMIT)[name]
+    found = distances(algorithm, {way: torch_engine(algorithm, way) for way in WAYS})
+    assert max(found.values()) <= BOUND, found
+    assert plain_gradient(algorithm)[0].norm() > 1e-4
+
+
+def test_the_model_is_packed_where_it_should_be() -> None:
+    assert enable_packing(make_model())
+
+
+def test_another_method_has_another_gradient() -> None:
+    """Else the comparison would say nothing of the method."""
+    algorithms = presets(LIMIT)
+    found = distances(algorithms["grpo"], {"padded": torch_engine(algorithms["dr_grpo"], "padded")})
+    assert found["padded"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(520)
+def test_two_ranks_of_both_engines_find_the_gradient_of_a_plain_loop() -> None:
+    torch.set_num_threads(1)
+    found = measure_all(QUICK[:3])
+    assert all(len(ways) == len(WAYS) + 4 for ways in found.values())
+    assert max(value for ways in found.values() for value in ways.values()) <= BOUND, found
