@@ -19,11 +19,13 @@ from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
+from flowrt.controller.policies.curriculum import Curriculum, SolveRate, Uniform
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.server.server import Server
@@ -38,10 +40,12 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [
     "Admission",
+    "AllOf",
     "Balanced",
     "Batch",
     "Batcher",
     "Column",
+    "Curriculum",
     "Dataflow",
     "DecodeCost",
     "DelayedUpdate",
@@ -52,6 +56,8 @@ __all__ = [
     "FixedTokens",
     "FlowError",
     "GroupCount",
+    "GroupFilter",
+    "KeepAll",
     "LengthAware",
     "OnDemand",
     "OnLostSample",
@@ -59,19 +65,23 @@ __all__ = [
     "Policies",
     "Priority",
     "RankBalancing",
+    "RewardBand",
     "Rolling",
     "Rows",
     "Server",
     "Session",
     "Settings",
     "Snapshot",
+    "SolveRate",
     "Stage",
     "Sticky",
     "Stopped",
     "StreamDataset",
     "StrictLag",
     "TokenBudget",
+    "Uniform",
     "WeightSyncPolicy",
+    "ZeroVariance",
     "check_roles",
     "connect",
     "controller",

@@ -5,11 +5,11 @@ The tables report here what became possible; `transitions.pulls.serve_worklist` 
 
 from collections.abc import Iterable, Sequence
 
-from flowrt.ids import WorkerId
+from flowrt.ids import GroupId, WorkerId
 
 
 class Worklist:
-    """Workers and stages whose parked pulls may be served now, and whether parked offers may.
+    """Workers and stages whose parked pulls may be served now, whether parked offers may, and groups to be filtered.
 
     Args:
         order: names of all stages in the order of the dataflow. Stages are served in it, so that the commands of an
@@ -22,13 +22,14 @@ class Worklist:
         self._after_window = tuple(after_window)
         self._workers: dict[WorkerId, None] = {}
         self._stages: dict[str, None] = {}
+        self._ready: dict[GroupId, None] = {}
         self._offers = False
         self._window = False
         self._members = False
 
     def __bool__(self) -> bool:
         """Whether parked requests have to be tried."""
-        return self._offers or self._window or bool(self._stages) or bool(self._workers)
+        return self._offers or self._window or bool(self._stages) or bool(self._workers) or bool(self._ready)
 
     def add_worker(self, worker: WorkerId) -> None:
         """The weights or the capacity of a worker have changed: its pulls of generating stages may be served."""
@@ -37,6 +38,10 @@ class Worklist:
     def add_stages(self, names: Iterable[str]) -> None:
         """Slots have become ready for these stages, or no more will."""
         self._stages.update(dict.fromkeys(names))
+
+    def add_ready(self, groups: Iterable[GroupId]) -> None:
+        """Groups have become ready to train: the group filter has to decide on them."""
+        self._ready.update(dict.fromkeys(groups))
 
     def add_all(self) -> None:
         """All parked requests may be served."""
@@ -62,6 +67,14 @@ class Worklist:
             return []
         due = list(self._workers)
         self._workers.clear()
+        return due
+
+    def take_ready(self) -> list[GroupId]:
+        """The groups that the group filter has to decide on."""
+        if not self._ready:  # nearly always
+            return []
+        due = list(self._ready)
+        self._ready.clear()
         return due
 
     def take_offers(self) -> bool:
