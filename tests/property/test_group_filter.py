@@ -173,6 +173,7 @@ def test_a_resumed_run_takes_the_same_course(scenario: Scenario, crashes: list[i
     plain = course(SimulatedCluster(scenario).run())
     with tempfile.TemporaryDirectory() as directory:
         lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
+        lives.ledger.flush()
         query = "SELECT epoch, prompt, state, step FROM prompts WHERE state != 'unread'"
         found = {(epoch, prompt): (state, step) for epoch, prompt, state, step in lives.ledger._db.execute(query)}
         lives.ledger.close()
