@@ -19,7 +19,7 @@ from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
-from flowrt.controller.policies.curriculum import Curriculum, SolveRate, Uniform
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
@@ -52,6 +52,7 @@ __all__ = [
     "Dispatch",
     "Divergence",
     "EveryN",
+    "EveryPrompt",
     "Fifo",
     "FixedTokens",
     "FlowError",
@@ -79,7 +80,6 @@ __all__ = [
     "StreamDataset",
     "StrictLag",
     "TokenBudget",
-    "Uniform",
     "WeightSyncPolicy",
     "ZeroVariance",
     "check_roles",

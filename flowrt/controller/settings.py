@@ -5,7 +5,7 @@ from enum import Enum
 
 from flowrt.controller.policies.admission import Admission
 from flowrt.controller.policies.batching import Batcher, FixedTokens
-from flowrt.controller.policies.curriculum import Curriculum, Uniform
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch
 from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
@@ -138,7 +138,7 @@ class Policies:
     cut: FixedTokens | None = None
     """Train the same number of response tokens in every step; None: all tokens."""
     group_filter: GroupFilter = field(default_factory=KeepAll)
-    curriculum: Curriculum = field(default_factory=Uniform)
+    curriculum: Curriculum = field(default_factory=EveryPrompt)
 
 
 def check_filter(flow: Dataflow, policies: Policies) -> None:

@@ -14,7 +14,7 @@
 
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, Rows, TokenBudget
-from flowrt.controller.policies.curriculum import Curriculum, SolveRate, Uniform
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
@@ -99,7 +99,7 @@ def curriculum(config: RunConfig) -> Curriculum:
                 solved_reward=options.solved_reward,
                 seed=config.seed,
             )
-    return Uniform()
+    return EveryPrompt()
 
 
 def dispatch(config: RunConfig) -> Dispatch:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.policies.batching import FixedTokens
-from flowrt.controller.policies.curriculum import SolveRate, Uniform
+from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
 from flowrt.controller.policies.group_filter import AllOf, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.settings import OnLostSample
@@ -24,7 +24,7 @@ from tests.simulation.scenario import PROMPTS_PER_EPOCH, Scenario
 
 FILTERS = st.sampled_from([ZeroVariance(), RewardBand(0.1, 0.9), AllOf((ZeroVariance(), RewardBand(0.0, 0.7)))])
 SOLVE_RATES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
-CURRICULA = st.sampled_from([Uniform(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
+CURRICULA = st.sampled_from([EveryPrompt(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
 MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}
 
 
@@ -157,7 +157,7 @@ def course(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
     st.sampled_from([{}, {"kills": 2}, {"crashes": 2}]),
 )
 def test_in_order_and_at_bound_0_the_choice_does_not_depend_on_timing(
-    scenario: Scenario, seed: int, faults: dict[str, int]
+    scenario: Scenario, seed: int, faults: dict[str, Any]
 ) -> None:
     plain = SimulatedCluster(scenario).run()
     other = dataclasses.replace(scenario, seed=seed, rollouts=3, capacity=2, rewards=2, **faults)

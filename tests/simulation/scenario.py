@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudget
-from flowrt.controller.policies.curriculum import Curriculum, Uniform
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
@@ -113,6 +113,6 @@ class Scenario:
     solve_rate: float | None = None  # rewards are 1 with this probability, else 0; None: any from 0 to 1
     group_filter: GroupFilter = field(default_factory=KeepAll)
     filter_tries: int = 128
-    curriculum: Curriculum = field(default_factory=Uniform)
+    curriculum: Curriculum = field(default_factory=EveryPrompt)
     checkpoint_every: int = 0  # steps after which the trainer saves its state; 0: never
     max_actions: int = 50_000

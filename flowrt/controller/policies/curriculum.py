@@ -36,7 +36,7 @@ class Curriculum(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class EveryPrompt:
     """Every prompt once in each epoch."""
 
     @property

@@ -12,7 +12,7 @@ from flowrt.controller.core import Core
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import GroupCount
-from flowrt.controller.policies.curriculum import SolveRate, Uniform
+from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.group_filter import (
     AllOf,
@@ -115,8 +115,8 @@ def test_the_dropped_share_is_that_of_equal_rewards(rate: float, members: int) -
 
 
 def test_uniform_skips_nothing_and_keeps_no_history() -> None:
-    assert Uniform().history == 0
-    assert not Uniform().skips(1, 5, [])
+    assert EveryPrompt().history == 0
+    assert not EveryPrompt().skips(1, 5, [])
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 2**63 - 1))
