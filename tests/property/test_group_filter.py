@@ -32,7 +32,7 @@ MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "wi
 def filtered_scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
     drawn: dict[str, Any] = {
         "group_filter": draw(FILTERS),
-        "filter_tries": draw(st.sampled_from([1, 3, 100])),
+        "filter_tries": draw(st.sampled_from([1, 3, 12])),  # more take too many actions where all is solved
         "solve_rate": draw(SOLVE_RATES),
         "curriculum": draw(CURRICULA),
     }
