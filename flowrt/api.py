@@ -19,11 +19,13 @@ from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.server.server import Server
@@ -38,20 +40,25 @@ from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [
     "Admission",
+    "AllOf",
     "Balanced",
     "Batch",
     "Batcher",
     "Column",
+    "Curriculum",
     "Dataflow",
     "DecodeCost",
     "DelayedUpdate",
     "Dispatch",
     "Divergence",
     "EveryN",
+    "EveryPrompt",
     "Fifo",
     "FixedTokens",
     "FlowError",
     "GroupCount",
+    "GroupFilter",
+    "KeepAll",
     "LengthAware",
     "OnDemand",
     "OnLostSample",
@@ -59,12 +66,14 @@ __all__ = [
     "Policies",
     "Priority",
     "RankBalancing",
+    "RewardBand",
     "Rolling",
     "Rows",
     "Server",
     "Session",
     "Settings",
     "Snapshot",
+    "SolveRate",
     "Stage",
     "Sticky",
     "Stopped",
@@ -72,6 +81,7 @@ __all__ = [
     "StrictLag",
     "TokenBudget",
     "WeightSyncPolicy",
+    "ZeroVariance",
     "check_roles",
     "connect",
     "controller",

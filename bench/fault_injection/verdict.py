@@ -101,8 +101,8 @@ def _lives(ledger: sqlite3.Connection) -> tuple[dict[Prompt, Life], int]:
     # A controller that was killed leaves its last transactions as they were written, not in the tables.
     unsettled = ledger.execute("SELECT data FROM pending_writes ORDER BY id").fetchall()
     for (data,) in unsettled:
-        records: list[tuple[float, int, int, str, int, str]] = msgpack.unpackb(data, use_list=False)[0]
-        for _, epoch, prompt, state, _, _ in records:
+        records: list[tuple[float, int, int, str, int, str, float | None]] = msgpack.unpackb(data, use_list=False)[0]
+        for _, epoch, prompt, state, *_ in records:
             events.append((epoch, prompt, state))
             lives.setdefault((epoch, prompt), Life()).state = state
     for epoch, prompt, state in events:

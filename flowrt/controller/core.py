@@ -7,7 +7,7 @@
 - What an event makes possible is reported to the worklist and done before `handle` returns.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from flowrt.controller.diagnostics.invariants import audit
@@ -24,8 +24,9 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.settings import Dataflow, Policies, Settings, check_filter
 from flowrt.controller.state.replay import RecoveredState
+from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.state import State
 from flowrt.controller.transitions import (
     commits,
@@ -92,12 +93,24 @@ class Core:
         policies: Policies,
         term: int = 1,
         recovered: RecoveredState | None = None,
+        outcomes: Iterable[Outcome] = (),
     ) -> None:
-        """``term`` counts the controllers of the run, from 1; ``recovered`` is the state of one that crashed."""
+        """Raises ConfigError for a group filter that reads a column which the train stage does not need.
+
+        Args:
+            settings: sizes, roles and timeouts.
+            flow: columns and stages.
+            policies: one policy for each decision.
+            term: the number of this controller of the run, from 1.
+            recovered: the state of a controller that crashed.
+            outcomes: rewards of groups of earlier controllers, for the curriculum.
+        """
+        check_filter(flow, policies)
         self.env = Environment(settings, flow, policies)
         self.state = State.of(self.env, term)
         if recovered is not None:
             rejoin.recover(self.state, self.env, recovered)
+        self.state.history.restore(outcomes, self.state.window.step)
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Apply one event; returns the commands to execute, in order.

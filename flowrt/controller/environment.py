@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from flowrt.controller.policies.group_filter import KeepAll
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.state.dataflow import Sizes
 from flowrt.protocol.records import unpack
@@ -25,6 +26,11 @@ class Environment:
     def tags(self) -> frozenset[str]:
         """Inline columns that come with every offer."""
         return frozenset(self.flow.tags)
+
+    @cached_property
+    def is_filtering(self) -> bool:
+        """Whether the group filter can refuse a group."""
+        return not isinstance(self.policies.group_filter, KeepAll)
 
     @cached_property
     def passed(self) -> dict[int, frozenset[int]]:

@@ -96,6 +96,8 @@ class AppendLedger:
     state: str  # in_flight, ready, leased, trained or dropped; unread when its source is lost
     step: int
     reason: str = ""
+    reward: float | None = None
+    """Mean reward of a group that was trained, or dropped by the group filter."""
 
 
 @dataclass(slots=True)  # not frozen: one is made for every commit, and that takes three times as long
@@ -116,6 +118,8 @@ class StepClosed:
     lags: tuple[int, ...]  # staleness of each sample, in versions
     inline_means: tuple[tuple[str, float], ...]
     metrics: tuple[tuple[str, float], ...]
+    counts: tuple[tuple[str, int], ...] = ()
+    """What the group filter and the curriculum have done in the step, see `flowrt.controller.transitions.training`."""
 
 
 @dataclass(frozen=True, slots=True)

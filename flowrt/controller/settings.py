@@ -5,7 +5,9 @@ from enum import Enum
 
 from flowrt.controller.policies.admission import Admission
 from flowrt.controller.policies.batching import Batcher, FixedTokens
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch
+from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import WeightSyncPolicy
 from flowrt.errors import ConfigError, suggested
@@ -51,6 +53,13 @@ class Dataflow:
         named = {stage.flow for stage in self.stages if stage.flow}
         for flow in sorted(named) or [""]:
             self._check_columns(flow, [stage for stage in self.stages if stage.flow in ("", flow)])
+
+    @property
+    def train_inline(self) -> tuple[str, ...]:
+        """The inline columns that the train stage needs; empty without one."""
+        tensors = {column.name for column in self.columns}
+        needs = next((stage.needs for stage in self.stages if stage.name == self.train_stage), ())
+        return tuple(name for name in needs if name not in tensors)
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -128,6 +137,19 @@ class Policies:
     sharing: RankBalancing = field(default_factory=OnDemand)
     cut: FixedTokens | None = None
     """Train the same number of response tokens in every step; None: all tokens."""
+    group_filter: GroupFilter = field(default_factory=KeepAll)
+    curriculum: Curriculum = field(default_factory=EveryPrompt)
+
+
+def check_filter(flow: Dataflow, policies: Policies) -> None:
+    """Raises ConfigError for a group filter that reads a column which the train stage does not need."""
+    columns = flow.train_inline
+    for column in policies.group_filter.needs:
+        if column not in columns:
+            raise ConfigError(
+                f"group filter {type(policies.group_filter).__name__} reads column {column!r}, which is no inline "
+                f"column that the train stage needs; those are {sorted(columns)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +181,8 @@ class Settings:
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8
     """Failed attempts at a sample after which its group is dropped."""
+    filter_tries: int = 128
+    """Groups that the group filter may drop in a step; then all are kept until the step is closed."""
     sources: int = 1
     """Number of sources that must report the end of a stream before it has ended."""
     budget_rows: int = 1_000_000

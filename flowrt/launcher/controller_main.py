@@ -63,8 +63,15 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))
     if position.step:
         log.info("resuming after step %d", position.step - 1)
-    settings = dataclasses.replace(grpo.settings(config), position=position)
-    core = Core(settings=settings, flow=flow, policies=grpo.policies(config), term=ledger.term, recovered=recovered)
+    policies = grpo.policies(config)
+    core = Core(
+        settings=dataclasses.replace(grpo.settings(config), position=position),
+        flow=flow,
+        policies=policies,
+        term=ledger.term,
+        recovered=recovered,
+        outcomes=ledger.outcomes() if policies.curriculum.history else (),
+    )
     server = Server(
         core=core,
         columns=flow.columns,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from flowrt.controller.policies.curriculum import MIN_FLOOR
 from flowrt.engines.options import (
     FsdpOptions,
     LearningRate,
@@ -130,6 +131,37 @@ class DispatchConfig:
     """Policy length_aware: maximum fraction of the prompts of a step that count as long; 0: fifo."""
     row_cost: Annotated[float, Interval(ge=0, le=1_000)] = 0.02
     """Policy length_aware: time that each running sequence adds to a decoding step, relative to an empty one."""
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Group filter (dynamic sampling): groups that are not trained; other prompts are opened in their place."""
+
+    zero_variance: bool = False
+    """Filter groups whose rewards are all equal (DAPO, arXiv 2503.14476): they have no policy gradient."""
+    min_reward: Reward = -1_000_000_000
+    """Filter groups whose mean reward is below this."""
+    max_reward: Reward = 1_000_000_000
+    """Filter groups whose mean reward is above this."""
+    tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
+    """Maximum number of groups filtered in a step; after that, groups are trained whatever their rewards are."""
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Which prompts are sampled in an epoch, by the rewards of their earlier groups."""
+
+    policy: Literal["uniform", "solve_rate"] = "uniform"
+    """Policy uniform: every prompt; solve_rate: a prompt of solve rate r with probability
+    floor + (1 - floor) 4r(1 - r), and every prompt that has not been trained yet."""
+    history: Annotated[int, Interval(ge=1, le=1_000)] = 2
+    """Policy solve_rate: number of last groups of a prompt over which its solve rate is measured."""
+    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.25
+    """Policy solve_rate: probability of a prompt that is always or never solved; 1: uniform."""
+    failed_reward: Reward = 0.0
+    """Policy solve_rate: mean reward of solve rate 0, and of every lower one."""
+    solved_reward: Reward = 1.0
+    """Policy solve_rate: mean reward of solve rate 1, and of every higher one."""
 
 
 @dataclass(frozen=True)
@@ -488,6 +520,10 @@ class RunConfig:
     """Restarts of a local run from its last checkpoint after a trainer is lost."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """Which worker gets which ready samples."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups are trained."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and rewards."""
     build: BuildConfig = field(default_factory=BuildConfig)

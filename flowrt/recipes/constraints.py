@@ -6,6 +6,7 @@ with its data (`flowrt.recipes.tasks.registry.check_task`).
 
 import dataclasses
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any, get_type_hints
@@ -14,7 +15,14 @@ from flowrt.engines.options import Dtype
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import check_algorithm, needs_reference
-from flowrt.recipes.config import MAX_LIVE_SAMPLES, ReferenceConfig, RunConfig, TrainerConfig
+from flowrt.recipes.config import (
+    MAX_LIVE_SAMPLES,
+    CurriculumConfig,
+    FilterConfig,
+    ReferenceConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
 from flowrt.runtime.bounds import advice, contains, interval_of
@@ -31,6 +39,8 @@ def check(config: RunConfig) -> None:
     check_text(config)
     check_bounds(config)
     check_algorithm(config)
+    _check_filter(config)
+    _check_curriculum(config)
     _check_products(config)
     check_trainer(config.trainer)
     check_rollout(config)
@@ -70,6 +80,45 @@ def check_text(config: Any, prefix: str = "") -> None:
                     f"{prefix}{field.name} is {value!r}, which has bytes that are not text in this locale; "
                     "use a UTF-8 locale (LC_ALL=C.UTF-8), or another name"
                 ) from None
+
+
+def _check_filter(config: RunConfig) -> None:
+    """Raise ConfigError for a group filter that refuses everything, and options of it that change nothing."""
+    options, none = config.filter, FilterConfig()
+    if options.zero_variance and config.group_size == 1:
+        raise ConfigError(
+            "filter.zero_variance is on and group_size is 1: the rewards of every group would be equal, and all would "
+            "be filtered; use groups of 2 or more, or leave it out"
+        )
+    if options.min_reward > options.max_reward:
+        raise ConfigError(
+            f"filter.min_reward is {options.min_reward}, above filter.max_reward ({options.max_reward}): no group "
+            "would be trained; use a lower one"
+        )
+    if options == replace(none, tries=options.tries) != none:
+        raise ConfigError(
+            f"filter.tries is {options.tries}, and no groups are filtered; set filter.zero_variance, "
+            "filter.min_reward or filter.max_reward, or leave it out"
+        )
+
+
+def _check_curriculum(config: RunConfig) -> None:
+    """Raise ConfigError for a curriculum that cannot be, and options of it that change nothing."""
+    options = config.curriculum
+    if options.policy == "uniform":
+        if options != CurriculumConfig():
+            raise ConfigError("options of curriculum.policy solve_rate change nothing with uniform; set the policy too")
+        return
+    if options.failed_reward >= options.solved_reward:
+        raise ConfigError(
+            f"curriculum.failed_reward is {options.failed_reward}, not below curriculum.solved_reward "
+            f"({options.solved_reward}); change one of them"
+        )
+    if config.data.epochs == 1:
+        raise ConfigError(
+            "curriculum.policy is solve_rate and data.epochs is 1: every prompt is new in the first epoch, and none is "
+            "skipped; use 2 epochs or more, or 0 for as many as the steps need"
+        )
 
 
 def _check_products(config: RunConfig) -> None:

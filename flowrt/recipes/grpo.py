@@ -14,17 +14,19 @@
 
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, Rows, TokenBudget
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
+from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
-from flowrt.recipes.config import RunConfig, TrainerConfig, WeightSyncConfig
+from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
 
 POLICY = "policy"
 TRAIN, EVAL = "train", "eval"
@@ -71,7 +73,34 @@ def policies(config: RunConfig) -> Policies:
         cut=FixedTokens(config.trainer.tokens_per_step, order="shuffled", seed=config.seed)
         if config.trainer.tokens_per_step
         else None,
+        group_filter=group_filter(config.filter),
+        curriculum=curriculum(config),
     )
+
+
+def group_filter(config: FilterConfig) -> GroupFilter:
+    """The policy that decides which groups are trained."""
+    filters: list[GroupFilter] = [ZeroVariance()] if config.zero_variance else []
+    if (config.min_reward, config.max_reward) != (FilterConfig.min_reward, FilterConfig.max_reward):
+        filters.append(RewardBand(config.min_reward, config.max_reward))
+    if len(filters) > 1:
+        return AllOf(tuple(filters))
+    return filters[0] if filters else KeepAll()
+
+
+def curriculum(config: RunConfig) -> Curriculum:
+    """The policy that decides which prompts are sampled in an epoch."""
+    options = config.curriculum
+    match options.policy:
+        case "solve_rate":
+            return SolveRate(
+                history=options.history,
+                floor=options.floor,
+                failed_reward=options.failed_reward,
+                solved_reward=options.solved_reward,
+                seed=config.seed,
+            )
+    return EveryPrompt()
 
 
 def dispatch(config: RunConfig) -> Dispatch:
@@ -118,6 +147,7 @@ def settings(config: RunConfig) -> Settings:
         model=POLICY,
         strict_issue_order=config.deterministic,
         on_lost_sample=OnLostSample(config.on_lost_sample),
+        filter_tries=config.filter.tries,
         lease_s=config.controller.lease_s,
         worker_timeout_s=config.controller.worker_timeout_s,
         reconnect_timeout_s=config.controller.reconnect_timeout_s,

@@ -4,6 +4,7 @@ Sequences end when the simulated decoder finishes them, weights arrive after a t
 number of seconds per token.
 """
 
+import hashlib
 import heapq
 import itertools
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from flowrt.controller.events import EndRun, Event, MessageReceived, Send, StepC
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import TokenBudget
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
+from flowrt.controller.policies.group_filter import REWARD, GroupFilter, KeepAll
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.engines.simulated.costs import GenerationCost, TrainCost
@@ -22,7 +24,7 @@ from flowrt.engines.simulated.decoder import SimulatedDecoder
 from flowrt.engines.simulated.lengths import Lengths
 from flowrt.ids import ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Column, Part, Stage, Weights
+from flowrt.protocol.records import NO_BASE, Column, Part, Stage, Values, Weights
 from flowrt.protocol.records import Lengths as OfferedLengths
 
 FLOW = Dataflow(
@@ -35,6 +37,17 @@ FLOW = Dataflow(
     train_flow="train",
     token_columns=("response",),
 )
+SCORED_FLOW = Dataflow(
+    columns=FLOW.columns,
+    stages=(
+        Stage("rollout", ("prompt",), ("response", REWARD), generates=True),
+        Stage("train", ("response", REWARD), (), flow="train", whole_groups=True),
+    ),
+    train_stage="train",
+    train_flow="train",
+    token_columns=("response",),
+)
+"""With rewards of 0 and 1, which come with the response."""
 SOURCE_WORKER = WorkerId(SOURCE)
 TRAINER_WORKER = WorkerId(TRAINER)
 
@@ -64,6 +77,12 @@ class ClusterPlan:
     micro_batch_tokens: int = 8192
     dispatch: Dispatch = field(default_factory=Fifo)
     weight_sync: WeightSyncPolicy = field(default_factory=DelayedUpdate)
+    solve_rate: float | None = None
+    """Probability of a reward of 1, otherwise it is 0; None: there are no rewards."""
+    group_filter: GroupFilter = field(default_factory=KeepAll)
+    """Decides on rewards, so it takes a solve rate."""
+    filter_tries: int = 128
+    """Most groups that are filtered in a step."""
 
 
 @dataclass
@@ -97,12 +116,22 @@ class ClusterSimulation:
         self.steps: list[tuple[float, StepClosed]] = []
         self.row_s = 0.0
         policies = Policies(
-            StrictLag(plan.bound), plan.dispatch, TokenBudget(plan.micro_batch_tokens), plan.weight_sync
+            StrictLag(plan.bound),
+            plan.dispatch,
+            TokenBudget(plan.micro_batch_tokens),
+            plan.weight_sync,
+            group_filter=plan.group_filter,
         )
         settings = Settings(
-            plan.steps, plan.groups_per_step, (TRAINER,), lease_s=1e9, no_progress_timeout_s=1e9, worker_timeout_s=1e9
+            plan.steps,
+            plan.groups_per_step,
+            (TRAINER,),
+            filter_tries=plan.filter_tries,
+            lease_s=1e9,
+            no_progress_timeout_s=1e9,
+            worker_timeout_s=1e9,
         )
-        self.core = make_core(settings, FLOW, policies)
+        self.core = make_core(settings, FLOW if plan.solve_rate is None else SCORED_FLOW, policies)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._prompts = itertools.count()
@@ -221,10 +250,17 @@ class ClusterSimulation:
                     slots=(slot,),
                     leases=(lease,),
                     parts=(part,),
-                    inline=(),
+                    inline=self._reward(slot),
                     spans=spans,
                 ),
             )
+
+    def _reward(self, slot: int) -> tuple[Values, ...]:
+        """The reward of a sample, drawn from a hash of its slot."""
+        if self.plan.solve_rate is None:
+            return ()
+        digest = hashlib.blake2b(f"reward {slot}".encode(), digest_size=7).digest()
+        return (Values(REWARD, (float(int.from_bytes(digest) < self.plan.solve_rate * 2**56),)),)
 
     def _set_timer(self, worker: WorkerId) -> None:
         one = self._rollouts[worker]

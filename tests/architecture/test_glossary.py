@@ -20,7 +20,7 @@ CODE = sorted(set(re.findall(r"`([^`]+)`", GLOSSARY)))
 METRICS = {
     *("files", "lines", "median_lines", "largest_lines", "sample_files", "version_files", "any_imports"),
     *("foreign_writes", "foreign_writes_via_self", "dialect_words"),
-    *("extension_files_task", "extension_files_policy", "extension_files_role"),
+    *("extension_files_task", "extension_files_policy", "extension_files_filter", "extension_files_role"),
     *("extension_files_message", "extension_files_engine"),
 }
 

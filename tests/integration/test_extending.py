@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 SECTIONS = re.findall(r"^## An? (\w+)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-KINDS = ("task", "policy", "role", "message", "engine")
+KINDS = ("task", "policy", "filter", "role", "message", "engine")
 MAX_FILES = 3
 QUICK = [
     *("--sft.steps", "0", "--sft.answer-only-steps", "0", "--data.eval-prompts", "0", "--checkpoint.every", "0"),

@@ -16,7 +16,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.storage import ledger
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.controller.transitions import commits, rollback, training
+from flowrt.controller.transitions import commits, filtering, rollback, training
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.messages import CancelRequest, Rejected
 from flowrt.protocol.records import pack, unpack
@@ -249,6 +249,38 @@ def a_group_that_is_given_back_is_not_trained_again(right: Wrong) -> Wrong:
         self.waiting.remove(group.id)
 
     return put_back
+
+
+# ---- the group filter
+
+
+@bug(TrainingWindow, "count_filtered")
+def the_tries_of_a_step_are_not_counted(right: Wrong) -> Wrong:
+    return nothing
+
+
+@bug(filtering, "recheck")
+def a_group_that_was_kept_for_want_of_tries_is_not_decided_on_again(right: Wrong) -> Wrong:
+    return nothing
+
+
+@bug(filtering, "decide")
+def a_filtered_group_stays_in_the_window(right: Wrong) -> Wrong:
+    def decide(state: State, env: Any, ready: Any) -> list[Command]:
+        for group in filtering._due(state, env, ready):
+            if env.policies.group_filter.refusal(group):
+                return rollback.record(state, env, group, "dropped", "filtered: equal rewards")
+        return []
+
+    return decide
+
+
+@bug(TrainingWindow, "restore")
+def a_restarted_controller_counts_the_tries_anew(right: Wrong) -> Wrong:
+    def restore(self: TrainingWindow, step: int, groups: Any, filtered: int, skipped: int) -> None:
+        right(self, step, groups, 0, skipped)
+
+    return restore
 
 
 # ---- lanes and versions

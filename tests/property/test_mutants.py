@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.policies.batching import Batcher, GroupCount, TokenBudget
+from flowrt.controller.policies.group_filter import ZeroVariance
 from flowrt.controller.settings import OnLostSample
 from tests.property.mutants import BUGS, planted
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.resumed_runs import live
-from tests.simulation.run_invariants import assert_exact, assert_sound
+from tests.simulation.run_invariants import assert_exact, assert_filtered, assert_sound
 from tests.simulation.scenario import Scenario
 
 RUNS = 32
+FILTERED_RUNS = 8
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -51,8 +53,29 @@ def scenario_of(seed: int) -> Scenario:
     )
 
 
+def filtered_scenario_of(seed: int) -> Scenario:
+    """A small cluster whose groups are filtered, and whose controller is restarted."""
+    rng = random.Random(f"planted filter {seed}")
+    return Scenario(
+        seed=seed,
+        bound=seed % 3,
+        steps=5,
+        groups_per_step=rng.randint(1, 3),
+        group_filter=ZeroVariance(),
+        filter_tries=rng.randint(2, 5),
+        solve_rate=rng.choice([0.5, 0.9, 1.0]),
+        kills=rng.randint(0, 1),
+        crashes=2,
+        max_actions=10_000,
+    )
+
+
 def run_all(directory: Path) -> None:
-    """Clusters with misfortunes, and among them runs that are cut short and go on."""
+    """Clusters with misfortunes, among them runs that are cut short and go on, and runs with a group filter."""
+    for seed in range(FILTERED_RUNS):
+        cluster = SimulatedCluster(filtered_scenario_of(seed)).run()
+        assert_sound(cluster)
+        assert_filtered(cluster)
     for seed in range(RUNS):
         assert_sound(SimulatedCluster(scenario_of(seed)).run())
         if seed % 4 == 0:

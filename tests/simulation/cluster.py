@@ -16,6 +16,7 @@ from flowrt.controller.events import AppendLedger, AppendReplay, Command, Event,
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.replay import RecoveredState
+from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
@@ -36,6 +37,7 @@ def make_core(
     position: Position | None = None,
     term: int = 1,
     recovered: RecoveredState | None = None,
+    outcomes: Sequence[Outcome] = (),
     /,
     **numbers: Any,
 ) -> Core:
@@ -50,6 +52,7 @@ def make_core(
         model=MODEL,
         on_lost_sample=scenario.on_lost_sample,
         attempts=scenario.attempts,
+        filter_tries=scenario.filter_tries,
         completing_roles=("source", "trainer"),
         checkpointing_roles=("trainer",),
         source_roles=("source",),
@@ -65,19 +68,27 @@ def make_core(
         refresh=scenario.refresh,
         sharing=scenario.sharing,
         cut=scenario.cut,
+        group_filter=scenario.group_filter,
+        curriculum=scenario.curriculum,
     )
     changed = dataclasses.replace(settings, **numbers)
     return Core(
-        settings=changed, flow=grpo_dataflow(scenario.references > 0), policies=policies, term=term, recovered=recovered
+        settings=changed,
+        flow=grpo_dataflow(scenario.references > 0),
+        policies=policies,
+        term=term,
+        recovered=recovered,
+        outcomes=outcomes,
     )
 
 
 class SimulatedCluster:
     """Make one, `run` it, look at what it recorded."""
 
-    def __init__(self, scenario: Scenario, position: Position | None = None) -> None:
-        """``position``: where a run goes on whose earlier lives were cut short."""
+    def __init__(self, scenario: Scenario, position: Position | None = None, outcomes: Sequence[Outcome] = ()) -> None:
+        """``position`` and ``outcomes``: where a run goes on whose earlier lives were cut short, and its rewards."""
         self.scenario = scenario
+        self._outcomes = list(outcomes)
         self.rng = random.Random(scenario.seed)
         self.clock = DrivenClock()
         self.core = self._make_core(position)
@@ -110,7 +121,7 @@ class SimulatedCluster:
             self._say_finished()
 
     def _make_core(self, position: Position | None) -> Core:
-        return make_core(self.scenario, position)
+        return make_core(self.scenario, position, 1, None, self._outcomes)
 
     def run(self, most_actions: int | None = None) -> "SimulatedCluster":
         """Until the run is complete and nothing is on its way, or so many things have happened.
@@ -227,6 +238,8 @@ class SimulatedCluster:
                     self._send(worker, message)
                 case AppendLedger(prompt, epoch, state):
                     self.records.append(command)
+                    if command.reward is not None:
+                        self._outcomes.append(Outcome(command.step, epoch, prompt, command.reward))
                     if state in ("dropped", "unread"):
                         self.kept.dropped[command.reason.split(";")[0]] += 1
                     self.state[epoch, prompt] = state
@@ -295,7 +308,7 @@ class SimulatedCluster:
             for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
                 worker.receive(worker.inbox.popleft())
         self.term += 1
-        self.core = make_core(self.scenario, None, self.term, self.kept.recovered())
+        self.core = make_core(self.scenario, None, self.term, self.kept.recovered(), self._outcomes)
         self.shared.sent.clear()
         for worker in self.workers.values():
             worker.outbox.clear()  # of the dead, nobody has anything to hear any more

@@ -52,7 +52,9 @@ def live(scenario: Scenario, crashes: Sequence[int], path: Path) -> ResumedRuns:
     """Run the scenario; each of its lives but the last ends when so many things have happened in it."""
     lives = ResumedRuns(Ledger(path))
     for number, most_actions in enumerate([*crashes, None]):
-        cluster = SimulatedCluster(replace(scenario, seed=scenario.seed + number), lives.next_position())
+        position = lives.next_position()
+        seeded = replace(scenario, seed=scenario.seed + number)
+        cluster = SimulatedCluster(seeded, position, lives.ledger.outcomes())
         cluster.run(most_actions)
         lives.over(cluster, cut_short=most_actions is not None)
     return lives

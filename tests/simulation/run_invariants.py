@@ -2,7 +2,11 @@
 
 from collections import Counter, defaultdict
 
+from flowrt.controller.events import Send
 from flowrt.controller.settings import OnLostSample
+from flowrt.controller.state.samples import Group, Slot
+from flowrt.ids import GroupId, SlotId
+from flowrt.protocol import messages as m
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.resumed_runs import ResumedRuns
 from tests.simulation.rows import Row
@@ -52,6 +56,39 @@ def assert_whole_groups(cluster: SimulatedCluster) -> None:
             assert len(set(members)) == len(members) >= 2
         else:
             assert members == list(range(scenario.members))
+
+
+def assert_filtered(cluster: SimulatedCluster) -> None:
+    """A step with tries left trained no group that the filter refuses; what was filtered was trained in no step."""
+    scenario = cluster.scenario
+    tries, group_filter = scenario.filter_tries, scenario.group_filter
+    rewards: dict[int, float] = {}
+    for one in cluster.log:
+        if isinstance(one, Send) and isinstance(one.message, m.Grant):
+            columns = {values.column: values.values for values in one.message.inline}
+            rewards.update(zip(one.message.slots, columns.get("reward", ()), strict=False))
+    filtered = Counter(one.step for one in cluster.records if one.reason.startswith("filtered: "))
+    for closed in cluster.steps:
+        groups: dict[int, Group] = {}
+        for at, row in cluster.trained:
+            if at == closed.step:
+                group = groups.setdefault(row.group, new_group(row))
+                slot = Slot(SlotId(row.slot), group, row.member)
+                slot.inline = {"reward": rewards[row.slot]}
+                group.slots.append(slot)
+        refused = sum(bool(group_filter.refusal(group)) for group in groups.values())
+        counts = dict(closed.counts)
+        assert filtered[closed.step] <= tries
+        assert not refused or filtered[closed.step] == tries
+        assert (counts["filtered_groups"], counts["refused_groups_trained"]) == (filtered[closed.step], refused)
+    ends = {pair: state for pair, state in cluster.state.items() if state == "dropped"}
+    dropped = {(one.epoch, one.prompt) for one in cluster.records if one.reason.startswith("filtered: ")}
+    assert dropped <= ends.keys()
+
+
+def new_group(row: Row) -> Group:
+    """The group of a row, without its slots."""
+    return Group(group_id=GroupId(row.group), flow="train", prompt=row.prompt, epoch=row.epoch, at_least=0)
 
 
 def assert_accounts_agree(cluster: SimulatedCluster, live: set[tuple[int, int]]) -> None:

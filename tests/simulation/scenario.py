@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudget
+from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
+from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample
@@ -108,5 +110,9 @@ class Scenario:
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8
     prompts_at_once: int = 1  # in one offer to train on
+    solve_rate: float | None = None  # rewards are 1 with this probability, else 0; None: any from 0 to 1
+    group_filter: GroupFilter = field(default_factory=KeepAll)
+    filter_tries: int = 128
+    curriculum: Curriculum = field(default_factory=EveryPrompt)
     checkpoint_every: int = 0  # steps after which the trainer saves its state; 0: never
     max_actions: int = 50_000

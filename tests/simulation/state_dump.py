@@ -34,8 +34,17 @@ def snapshot(core: Core) -> str:
     waits = [(parked.worker, parked.request) for parked in requests.all()]
     parts = (members, slots, groups, leases, ready, table.undone, table.rows, table.bytes, waits)
     training = (window.step, list(window.taken), window.waiting, window.exhausted)
+    filtering = (window.filtered, window.skipped, window.decided, state.history._of, state.history._in_training)
     ends = (table.exhausted, window.ender, window.share_ended_step, window.last)
     back = (recovery.until_s, recovery.awaited, recovery.returned, recovery.deferred)
     asked = (requests.pullers, requests.offerers, state.lanes.last_failure)
-    rest = (state.models.of, state.preemption.order, asked, state.lanes._state, dict(state.dropped), state.ended)
+    rest = (
+        filtering,
+        state.models.of,
+        state.preemption.order,
+        asked,
+        state.lanes._state,
+        dict(state.dropped),
+        state.ended,
+    )
     return repr(canonical((parts, training, ends, back, *rest)))

@@ -4,6 +4,7 @@ What a real worker would choke on (a tensor that is neither here nor coming, a g
 AssertionError at the moment at which it would have choked.
 """
 
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -297,6 +298,13 @@ class Worker:
     def _begin(self, job: Job) -> None:
         job.begun = self.applied
 
+    def _reward(self, row: Row) -> float:
+        """Whether the prompt is solved, which does not depend on who scores it and when."""
+        rate = self.shared.scenario.solve_rate
+        if rate is None:
+            return self.shared.rng.random()
+        return float(random.Random(f"{row.epoch} {row.prompt} {row.member}").random() < rate)
+
     def _is_missing(self, key: Key) -> bool:
         """It was to come, and its transfer failed (perhaps for another job, which said so already)."""
         return key not in self.have and (key not in self.coming or self.coming[key] in self.failed)
@@ -327,7 +335,7 @@ class Worker:
             before = rng.randint(0, lengths[0]) if job.begun != self.applied else lengths[0]
             both = (job.begun, before, self.applied, lengths[0] - before)
             spans = (both if 0 < before < lengths[0] else (job.begun, lengths[0]),)
-        inline = (Values("reward", tuple(rng.random() for _ in slots)),) if self.role == "reward" else ()
+        inline = (Values("reward", tuple(map(self._reward, job.rows))),) if self.role == "reward" else ()
         self.have.update({key: (length, self.requests) for key, length in keys_of(parts).items()})
         self.say(
             m.Commit(

@@ -164,6 +164,18 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     assert not gone, f"{gone} hold or use versions of {model}, but are no members"
 
 
+def _check_filter(state: State, env: Environment) -> None:
+    """While the step has tries left, no group that a trainer may get next is one that the filter refuses."""
+    window, tries = state.window, env.settings.filter_tries
+    assert window.filtered <= tries, f"{window.filtered} groups were filtered in step {window.step}, {tries} may be"
+    if state.ended is not None or state.recovery.is_active or window.filtered == tries:
+        return
+    for group in state.table.ready_groups[env.flow.train_stage].values():
+        is_due = not window.strict_issue_order or group.id <= window.decided
+        why = env.policies.group_filter.refusal(group) if is_due else ""
+        assert not why, f"group {group.id} may be trained in step {window.step}, and the filter refuses it: {why}"
+
+
 def _check_window(state: State, env: Environment) -> None:
     """Every live group of the train flow waits or is in training, and none in training is over age."""
     table, window, train_stage = state.table, state.window, env.flow.train_stage
@@ -173,6 +185,7 @@ def _check_window(state: State, env: Environment) -> None:
     assert live == taken | waiting, f"groups {sorted(live ^ (taken | waiting))} are live or in the window, but not both"
     assert not taken & waiting, f"groups {sorted(taken & waiting)} are taken and waiting"
     assert window.waiting == sorted(waiting), f"groups wait as {window.waiting}, not once each in order of issue"
+    _check_filter(state, env)
     assert len(taken) <= window.groups_per_step, f"{len(taken)} groups taken of {window.groups_per_step}"
     leases = [lease for lease in table.leases.values() if lease.stage == train_stage]
     leased = {slot.group.id for lease in leases for slot in lease.slots.values()}

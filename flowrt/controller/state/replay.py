@@ -63,7 +63,7 @@ class GroupsClosed:
 
 @dataclass(frozen=True, slots=True)
 class CounterSet:
-    """A counter of the run has this value: the step in training, or the latest version of a model."""
+    """A counter of the run has this value: the step in training, its dropped groups, the latest version of a model."""
 
     name: str
     value: int
@@ -86,6 +86,10 @@ class WorkerLeft:
 
 Entry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed | CounterSet | WorkerJoined | WorkerLeft
 STEP = "step"
+FILTERED = "filtered"
+"""Groups that the filter has dropped in the step in training."""
+SKIPPED = "skipped"
+"""Prompts that the curriculum has skipped in the step in training."""
 LATEST = "latest "
 """Prefix of the counter of a model's latest version."""
 

@@ -111,6 +111,7 @@ class SampleTable:
         self._work.add_stage(stage.name)
         if stage.whole_groups:
             self.ready_groups[stage.name].update((group.id, group) for group in groups)
+            self._work.add_ready(group.id for group in groups)
         else:
             self.ready[stage.name].add(slots)
 

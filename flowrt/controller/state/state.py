@@ -8,6 +8,7 @@ from flowrt.controller.events import Command, EndRun, PreemptRun
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.recovery import Recovery
+from flowrt.controller.state.reward_history import RewardHistory
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.step_plan import StepPlan
 from flowrt.controller.state.training_window import TrainingWindow
@@ -72,6 +73,7 @@ class State:
     lanes: Lanes
     key_limits: RendezvousLimits
     recovery: Recovery
+    history: RewardHistory
     preemption: Preemption
     dropped: BoundedCounter
     """Lost samples and dropped groups by reason."""
@@ -105,6 +107,7 @@ class State:
             lanes=Lanes(settings.lanes, first),
             key_limits=RendezvousLimits(),
             recovery=Recovery(),
+            history=RewardHistory(env.policies.curriculum.history),
             preemption=Preemption(),
             dropped=BoundedCounter(),
         )

@@ -6,9 +6,9 @@ long ones.
 """
 
 import itertools
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flowrt.controller.policies.admission import Admission
@@ -36,6 +36,12 @@ class TrainingWindow:
     last: int | None = None
     """The last step before the run ends; None: it does not end early."""
     work: Worklist = field(default_factory=Worklist)  # where changes are reported
+    filtered: int = 0
+    """Groups that the filter has dropped in this step."""
+    skipped: int = 0
+    """Prompts that the curriculum has skipped in this step."""
+    decided: int = -1
+    """With ``strict_issue_order``: the filter has decided on all groups up to this one."""
     oldest_versions: dict[GroupId, int | None] = field(default_factory=dict)  # of each waiting group
     _versions: Counter[int | None] = field(default_factory=Counter)  # waiting groups by oldest version
 
@@ -102,9 +108,11 @@ class TrainingWindow:
         self.last = self.step - (self.share_ended_step < self.step and self.places > 0)
         return self.last
 
-    def restore(self, step: int, groups: Iterable[Group]) -> None:
+    def restore(self, step: int, groups: Iterable[Group], filtered: int, skipped: int) -> None:
         """Continue where an earlier controller was: at this step, with these groups waiting."""
         self.step = step
+        self.filtered = filtered
+        self.skipped = skipped
         self.enter(groups)
 
     def leave(self, group: Group) -> None:
@@ -136,8 +144,33 @@ class TrainingWindow:
         trained = list(self.taken.values())
         self.taken.clear()
         self.step += 1
+        self.filtered = self.skipped = 0
+        self.decided = -1
         self.work.add_window()
         return trained
+
+    def count_filtered(self) -> None:
+        """The filter drops a group in this step."""
+        self.filtered += 1
+
+    def count_skipped(self) -> None:
+        """The curriculum skips a prompt in this step."""
+        self.skipped += 1
+
+    def due(self, ready: Iterable[GroupId], complete: Container[GroupId]) -> list[GroupId]:
+        """The groups whose turn it is to be decided on, in order of issue: those up to the first that is not complete.
+
+        Args:
+            ready: groups that have become ready; one that was made again has had its turn.
+            complete: all groups that are ready to train.
+        """
+        due = [one for one in ready if one <= self.decided]
+        for one in self.waiting[bisect_right(self.waiting, self.decided) :]:
+            if one not in complete:
+                break
+            due.append(one)
+            self.decided = one
+        return due
 
     def wait_reason(self, step: int, ready: int) -> str:
         """What a trainer at ``step`` waits for, given the number of ready groups."""

@@ -5,11 +5,11 @@ The tables report here what became possible; `transitions.pulls.serve_worklist` 
 
 from collections.abc import Iterable, Sequence
 
-from flowrt.ids import WorkerId
+from flowrt.ids import GroupId, WorkerId
 
 
 class Worklist:
-    """Workers and stages whose parked pulls may be served now, and whether parked offers may.
+    """Workers and stages whose parked pulls may be served now, whether parked offers may, and groups to be filtered.
 
     Args:
         order: names of all stages in the order of the dataflow. Stages are served in it, so that the commands of an
@@ -22,11 +22,12 @@ class Worklist:
         self._after_window = tuple(after_window)
         self._workers: dict[WorkerId, None] = {}
         self._stages: dict[str, None] = {}
+        self._ready: dict[GroupId, None] = {}
         self._offers = False
         self._window = False
         self._members = False
         self.is_due = False
-        """Whether anything was added since the latest `take_workers`. An attribute: every event reads it."""
+        """Whether anything was added since the latest `take_ready`. An attribute: every event reads it."""
 
     def add_worker(self, worker: WorkerId) -> None:
         """The weights or the capacity of a worker have changed: its pulls of generating stages may be served."""
@@ -41,6 +42,11 @@ class Worklist:
     def add_stages(self, names: Iterable[str]) -> None:
         """As `add_stage`, for each of these."""
         self._stages.update(dict.fromkeys(names))
+        self.is_due = True
+
+    def add_ready(self, groups: Iterable[GroupId]) -> None:
+        """Groups have become ready to train: the group filter has to decide on them."""
+        self._ready.update(dict.fromkeys(groups))
         self.is_due = True
 
     def add_all(self) -> None:
@@ -64,9 +70,17 @@ class Worklist:
         """A worker has joined, left or completed its role."""
         self._members = True
 
-    def take_workers(self) -> list[WorkerId]:
-        """Begin a round: the workers whose pulls have to be tried, in the order in which they were added."""
+    def take_ready(self) -> list[GroupId]:
+        """Begin a round: the groups that the group filter has to decide on."""
         self.is_due = False
+        if not self._ready:  # nearly always
+            return []
+        due = list(self._ready)
+        self._ready.clear()
+        return due
+
+    def take_workers(self) -> list[WorkerId]:
+        """The workers whose pulls have to be tried, in the order in which they were added."""
         if not self._workers:  # nearly always
             return []
         due = list(self._workers)

@@ -1,6 +1,7 @@
 """The ledger: each prompt in exactly one state, across any crash. SQLite in the run directory, written in batches.
 
-- ``prompts`` has the current state of each prompt of each epoch, ``events`` its history, append only.
+- ``prompts`` has the current state of each prompt of each epoch, ``events`` its history, append only. ``reward`` is the
+  mean reward of a group that was trained, or dropped by the group filter.
 - A run that goes back to a checkpoint rolls back what was trained after it: those prompts become ``unread`` again, with
   an event that says why.
 - ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.replay import Entry, RecoveredState
+from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage import pending_writes
 from flowrt.controller.storage.integrity import BUSY_TIMEOUT_S, check_integrity, open_error, wal_path
 from flowrt.controller.storage.pending_writes import no_writes
@@ -46,7 +48,7 @@ _ROLLBACK = (
     "SELECT :at_s, epoch, prompt, 'unread', :step, 'rolled back: ' || state || ' in step ' || step FROM prompts "
     "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
     "UPDATE prompts SET reason = 'rolled back: ' || state || ' in step ' || step, state = 'unread', "
-    "at_s = :at_s, step = :step "
+    "reward = NULL, at_s = :at_s, step = :step "
     "WHERE state IN ('in_flight', 'ready', 'leased') OR (state IN ('trained', 'dropped') AND step >= :step)",
     # Evaluations before the first step stay valid, even if no step was trained.
     "DELETE FROM summary_values WHERE step >= MAX(:step, 1)",
@@ -163,7 +165,7 @@ class Ledger:
 
     def add(self, record: AppendLedger, at_s: float) -> None:
         """Buffer a change of a prompt's state."""
-        row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason)
+        row = (at_s, record.epoch, record.prompt, record.state, record.step, record.reason, record.reward)
         self._uncommitted.records.append(row)
         if record.state not in DEFERRABLE_STATES:
             self._commit_needed = True
@@ -262,6 +264,15 @@ class Ledger:
         done = self._db.execute("SELECT epoch, prompt FROM prompts WHERE state IN ('trained', 'dropped')").fetchall()
         numbers = self._db.execute("SELECT name, value FROM summary_values ORDER BY name").fetchall()
         return Position(step, pack(done), tuple(numbers))
+
+    def outcomes(self) -> list[Outcome]:
+        """The mean rewards of all groups that were trained or filtered, and were not rolled back."""
+        self.flush()
+        query = "SELECT step, epoch, prompt, reward FROM prompts WHERE reward IS NOT NULL ORDER BY step, epoch, prompt"
+        try:
+            return [Outcome(*row) for row in self._db.execute(query)]
+        except sqlite3.Error as error:
+            raise self._write_error(error) from error
 
     def passed(self) -> tuple[Passed, ...]:
         """Prompts that a new source must not offer: all that were ever opened and are not unread again."""

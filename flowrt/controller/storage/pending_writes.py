@@ -14,8 +14,10 @@ import msgpack
 from flowrt.errors import FlowError
 
 log = logging.getLogger(__name__)
-_ADD_EVENT = "INSERT INTO events (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
-_SET_PROMPT = "INSERT OR REPLACE INTO prompts (at_s, epoch, prompt, state, step, reason) VALUES (?, ?, ?, ?, ?, ?)"
+_ADD_EVENT = "INSERT INTO events (at_s, epoch, prompt, state, step, reason, reward) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SET_PROMPT = (
+    "INSERT OR REPLACE INTO prompts (at_s, epoch, prompt, state, step, reason, reward) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
 _SET_SUMMARY_VALUE = "INSERT OR REPLACE INTO summary_values (name, value, step) VALUES (?, ?, ?)"
 _SET_STEP = "INSERT OR REPLACE INTO steps (step, line) VALUES (?, ?)"
 _ADD_ENTRY = "INSERT INTO replay_log (id, kind, entry) VALUES (?, ?, ?)"
@@ -26,7 +28,7 @@ _pack = msgpack.Packer(use_bin_type=True).pack
 class PendingWrites(NamedTuple):
     """Rows in the layout of their tables, in the order in which they were added."""
 
-    records: list[tuple[float, int, int, str, int, str]]
+    records: list[tuple[float, int, int, str, int, str, float | None]]
     entries: list[tuple[int, int, bytes]]
     counters: list[tuple[str, int]]
     members: list[tuple[str, str]]

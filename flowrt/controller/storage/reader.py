@@ -18,6 +18,8 @@ class PromptEvent(NamedTuple):
     state: str
     step: int
     reason: str
+    reward: float | None = None
+    """Mean reward of a group that was trained, or dropped by the group filter."""
 
 
 class LedgerReader:
@@ -73,13 +75,16 @@ class LedgerReader:
         """All events of a prompt in order, in one epoch or in all (None)."""
         starts = self._attempt_starts()
         events = []
-        for number, at_s, of_epoch, state, step, reason in self.query(
-            "SELECT id, at_s, epoch, state, step, reason FROM events WHERE prompt = ? ORDER BY epoch, id", prompt
+        for number, at_s, of_epoch, state, step, reason, reward in self.query(
+            "SELECT id, at_s, epoch, state, step, reason, reward FROM events WHERE prompt = ? ORDER BY epoch, id",
+            prompt,
         ):
             if epoch in (None, of_epoch):
                 attempt = max((at for at, (after, _) in enumerate(starts) if number > after), default=0)
                 since_s = at_s - starts[attempt][1]
-                events.append(PromptEvent(of_epoch, attempt, since_s, state=state, step=step, reason=reason))
+                events.append(
+                    PromptEvent(of_epoch, attempt, since_s, state=state, step=step, reason=reason, reward=reward)
+                )
         return events
 
     def _attempt_starts(self) -> list[tuple[int, float]]:

@@ -22,7 +22,10 @@ from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import Span, busy_fraction, is_span, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
-    ("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max")
+    (
+        *("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max"),
+        *("zero_variance_groups", "filtered_groups", "refused_groups_trained", "skipped_prompts"),
+    )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
 MAX_WINDOW_STEPS = 10
@@ -101,6 +104,7 @@ class RunMetrics:
             "samples_per_s": round(closed.samples / elapsed_s, 3),
             "staleness_mean": round(sum(closed.lags) / max(len(closed.lags), 1), 4),
             "staleness_max": max(closed.lags, default=0),
+            **dict(closed.counts),
             **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
         }
         text = self._write(self._metrics, line)

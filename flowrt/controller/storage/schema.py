@@ -4,15 +4,15 @@ import sqlite3
 
 from flowrt.errors import FlowError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _TABLES = """
 CREATE TABLE prompts (
     epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER NOT NULL,
-    reason TEXT NOT NULL, at_s REAL NOT NULL, PRIMARY KEY (epoch, prompt)
+    reason TEXT NOT NULL, reward REAL, at_s REAL NOT NULL, PRIMARY KEY (epoch, prompt)
 ) WITHOUT ROWID;
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL,
-    state TEXT NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL
+    state TEXT NOT NULL, step INTEGER NOT NULL, reason TEXT NOT NULL, reward REAL
 );
 CREATE TABLE run_attempts (
     after_event INTEGER NOT NULL, step INTEGER NOT NULL, at_s REAL NOT NULL, at_unix_s REAL NOT NULL

@@ -3,7 +3,7 @@
 from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
-from flowrt.controller.state.replay import GroupsOpened, ReplayedSamples
+from flowrt.controller.state.replay import SKIPPED, CounterSet, GroupsOpened, ReplayedSamples
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import State
@@ -15,6 +15,7 @@ from flowrt.protocol.records import ITEM_BYTES, prompts_fault, values_fault
 
 MAX_OFFER_ROWS = 1_000_000
 """Maximum rows of one offer to the train flow; each takes memory in the controller."""
+SKIP_REASON = "skipped by the curriculum"
 
 
 def offer(state: State, env: Environment, worker: WorkerId, message: Offer, now: float) -> list[Command]:
@@ -63,12 +64,28 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     commands: list[Command] = []
     if env.flow.train_stage:
         commands.append(AppendReplay(_opened(offer, worker, groups[0])))
+    first = groups[0].id
+    skipped: list[Group] = []
     if is_training:
         window.enter(groups)
         for group in groups:
-            commands += rollback.record(state, env, group, "in_flight")
-    commands.append(Send(worker, OfferAccepted(offer.request, groups[0].id)))
+            if _is_skipped(state, env, group):
+                skipped.append(group)
+            else:
+                commands += rollback.record(state, env, group, "in_flight")
+    commands.append(Send(worker, OfferAccepted(offer.request, first)))
+    for group in skipped:
+        window.count_skipped()
+        commands += rollback.drop(state, env, group, SKIP_REASON)
+    if skipped:
+        commands.append(AppendReplay(CounterSet(SKIPPED, window.skipped)))
     return commands
+
+
+def _is_skipped(state: State, env: Environment, group: Group) -> bool:
+    """Whether the curriculum leaves this prompt out of its epoch."""
+    curriculum = env.policies.curriculum
+    return bool(curriculum.history) and curriculum.skips(group.prompt, group.epoch, state.history.rewards(group.prompt))
 
 
 def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:

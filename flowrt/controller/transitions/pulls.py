@@ -13,7 +13,7 @@ from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
 from flowrt.controller.state.state import State
 from flowrt.controller.state.transfers import plan
-from flowrt.controller.transitions import commits, offers, rollback, training
+from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import CancelRequest, Grant, Offer, Pull, Rejected, SendSamples
 from flowrt.protocol.records import Ints, Values
@@ -91,7 +91,10 @@ def serve_worklist(state: State, env: Environment, now: float) -> list[Command]:
     """Try parked requests until the worklist is empty."""
     commands: list[Command] = []
     work = state.work
+    is_strict = bool(env.flow.train_stage) and env.settings.strict_issue_order
     while work.is_due:
+        if (ready := work.take_ready()) or is_strict:  # a group that was dropped may make it the turn of others
+            commands += filtering.decide(state, env, ready)
         for worker in work.take_workers():
             commands += _serve_worker(state, env, worker, now)
         if work.take_offers() and state.requests.has_offers:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
-from flowrt.controller.state.replay import LATEST, STEP, CounterSet, RecoveredState, ReplayedSamples
+from flowrt.controller.state.replay import (
+    FILTERED,
+    LATEST,
+    SKIPPED,
+    STEP,
+    CounterSet,
+    RecoveredState,
+    ReplayedSamples,
+)
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.state import State
 from flowrt.controller.state.transfers import find_holding
@@ -28,7 +36,12 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
     state.recovery.begin(replayed, recovered.members)
     state.table.restore(groups)
     step = recovered.numbers.get(STEP, env.settings.position.step)
-    state.window.restore(step, (group for group in groups if group.flow == env.flow.train_flow))
+    state.window.restore(
+        step,
+        (group for group in groups if group.flow == env.flow.train_flow),
+        filtered=recovered.numbers.get(FILTERED, 0),
+        skipped=recovered.numbers.get(SKIPPED, 0),
+    )
     state.plan.restart(step)
     for name, versions in state.models.of.items():
         versions.restore(recovered.numbers.get(LATEST + name, 0))

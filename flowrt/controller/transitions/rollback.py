@@ -16,8 +16,10 @@ from enum import Enum
 from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS
 from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
+from flowrt.controller.policies.group_filter import mean_reward
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.replay import GroupsClosed, StageUndone
+from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import State
@@ -193,6 +195,22 @@ def _give_up(state: State, env: Environment, group: Group, reason: str, ledger_s
 # ---- what transitions use
 
 
+def drop(state: State, env: Environment, group: Group, reason: str, reward: float | None = None) -> list[Command]:
+    """Drop a group of the train flow by a decision, not for a loss; ``reward`` is its mean reward."""
+    state.dropped.count(reason)
+    commands = record(state, env, group, "dropped", reason, reward=reward)
+    state.window.leave(group)
+    return commands + close(state, env, [group])
+
+
+def note_outcome(state: State, group: Group, step: int) -> float | None:
+    """Add the group's mean reward, if it has one, to the history of its prompt; returns it."""
+    reward = mean_reward(group)
+    if reward is not None:
+        state.history.add(Outcome(step=step, epoch=group.epoch, prompt=group.prompt, reward=reward))
+    return reward
+
+
 def close(state: State, env: Environment, groups: Sequence[Group]) -> list[Command]:
     """Close groups that are trained, scored or dropped; all holders of their tensors free them."""
     commands: list[Command] = []
@@ -204,13 +222,23 @@ def close(state: State, env: Environment, groups: Sequence[Group]) -> list[Comma
 
 
 def record(
-    state: State, env: Environment, group: Group, ledger_state: str, reason: str = "", step: int | None = None
+    state: State,
+    env: Environment,
+    group: Group,
+    ledger_state: str,
+    reason: str = "",
+    step: int | None = None,
+    reward: float | None = None,
 ) -> list[Command]:
     """Record the state of a prompt of the train flow in the ledger."""
     if group.flow != env.flow.train_flow:
         return []
     step = state.window.step if step is None else step
-    return [AppendLedger(prompt=group.prompt, epoch=group.epoch, state=ledger_state, step=step, reason=reason)]
+    return [
+        AppendLedger(
+            prompt=group.prompt, epoch=group.epoch, state=ledger_state, step=step, reason=reason, reward=reward
+        )
+    ]
 
 
 def _replayed(env: Environment, entry: StageUndone | GroupsClosed) -> list[Command]:

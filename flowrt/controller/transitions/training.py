@@ -10,15 +10,22 @@ from flowrt.controller.diagnostics.counters import validate_names
 from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
+from flowrt.controller.policies.group_filter import REWARD, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
-from flowrt.controller.state.replay import STEP, CounterSet
+from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import State
-from flowrt.controller.transitions import rollback
+from flowrt.controller.transitions import filtering, rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import CheckpointWritten, StepCompleted
 from flowrt.protocol.records import KEPT_TOKENS, Values
+
+# Fields of metrics.jsonl that count what is trained, and what the group filter and the curriculum leave out.
+ZERO_VARIANCE = "zero_variance_groups"
+FILTERED_GROUPS = "filtered_groups"
+REFUSED_TRAINED = "refused_groups_trained"
+SKIPPED_PROMPTS = "skipped_prompts"
 
 # ---- micro-batches
 
@@ -160,18 +167,36 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
         )
     if fault := validate_names(message.metrics, {}):
         raise RemoteProtocolError(f"{worker} ended step {message.step}, and {fault}")
+    filtered, skipped = window.filtered, window.skipped
     trained = window.close()
     commands: list[Command] = []
     for group in trained:
-        commands += rollback.record(state, env, group, "trained", step=message.step)
-    commands.append(_step_closed(env, message, trained))
+        reward = rollback.note_outcome(state, group, message.step)
+        commands += rollback.record(state, env, group, "trained", step=message.step, reward=reward)
+    state.history.close_step()
+    commands.append(_step_closed(env, message, trained, filtered, skipped))
     commands.append(AppendReplay(CounterSet(STEP, window.step)))
+    if filtered:
+        commands.append(AppendReplay(CounterSet(FILTERED, 0)))
+    if skipped:
+        commands.append(AppendReplay(CounterSet(SKIPPED, 0)))
     commands += rollback.close(state, env, trained)
+    filtering.recheck(state, env)
     return commands + rollback.drop_over_age(state, env)
 
 
-def _step_closed(env: Environment, message: StepCompleted, trained: Sequence[Group]) -> StepClosed:
+def _step_closed(
+    env: Environment, message: StepCompleted, trained: Sequence[Group], filtered: int, skipped: int
+) -> StepClosed:
     """The statistics of a completed step."""
+    counts: list[tuple[str, int]] = []
+    if REWARD in env.flow.train_inline:
+        counts.append((ZERO_VARIANCE, zero_variance_groups(trained)))
+    if env.is_filtering:
+        refused = sum(bool(env.policies.group_filter.refusal(group)) for group in trained)
+        counts += [(FILTERED_GROUPS, filtered), (REFUSED_TRAINED, refused)]
+    if env.policies.curriculum.history:
+        counts.append((SKIPPED_PROMPTS, skipped))
     slots = [slot for group in trained for slot in group.slots]
     columns = sorted({column for slot in slots for column in slot.inline})
     return StepClosed(
@@ -182,6 +207,7 @@ def _step_closed(env: Environment, message: StepCompleted, trained: Sequence[Gro
         lags=tuple(message.step - (slot.oldest_version() or 0) for slot in slots),
         inline_means=tuple((name, sum(slot.inline[name] for slot in slots) / len(slots)) for name in columns),
         metrics=message.metrics,
+        counts=tuple(counts),
     )
 
 

@@ -62,8 +62,9 @@ def history(ledger: LedgerReader, prompt: int, epoch: int | None) -> Table:
     for name in ("epoch", "life", "seconds", "step"):
         table.add_column(name, justify="right")
     table.add_column("state", style="bold")
+    table.add_column("reward", justify="right")
     table.add_column("reason", style="dim")
     for one in events:
-        seconds = f"{one.since_s:.3f}"
-        table.add_row(str(one.epoch), str(one.attempt + 1), seconds, str(one.step), one.state, one.reason)
+        seconds, reward = f"{one.since_s:.3f}", "" if one.reward is None else f"{one.reward:.4g}"
+        table.add_row(str(one.epoch), str(one.attempt + 1), seconds, str(one.step), one.state, reward, one.reason)
     return table

@@ -1,0 +1,91 @@
+"""Curriculum policy: is a prompt sampled in this epoch, given the rewards of its earlier groups?
+
+The controller asks when it opens the prompt's offer. A skipped prompt is dropped in the ledger with a reason, so it is
+in exactly one state, and the source keeps its order. Only groups that were trained or filtered in steps before the one
+in training count: the answer does not depend on timing within a step, and a resumed run gives the same answers.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowrt.errors import ConfigError
+
+MIN_FLOOR = 0.01
+"""Least probability of a prompt: the source offers up to 100 prompts for each one that is opened."""
+
+
+class Curriculum(Protocol):
+    """Is this prompt sampled in this epoch?"""
+
+    @property
+    def history(self) -> int:
+        """Number of earlier groups of a prompt whose rewards `skips` reads."""
+        ...
+
+    def skips(self, prompt: int, epoch: int, rewards: Sequence[float]) -> bool:
+        """Whether the prompt is left out of this epoch.
+
+        Args:
+            prompt: number of the prompt.
+            epoch: the epoch in which it is offered.
+            rewards: mean rewards of its last groups, oldest first, at most ``history``; empty if it was never trained.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EveryPrompt:
+    """Every prompt once in each epoch."""
+
+    @property
+    def history(self) -> int:
+        return 0
+
+    def skips(self, prompt: int, epoch: int, rewards: Sequence[float]) -> bool:  # noqa: ARG002 (part of the protocol)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class SolveRate:
+    """Sample a prompt of solve rate r with probability floor + (1 - floor) · 4r(1 - r), an unseen one always.
+
+    4r(1 - r) is the variance of a reward of 0 or 1, relative to its maximum at r = 1/2: prompts that are always or
+    never solved have no learning signal. The probability is compared with a hash of seed, epoch and prompt.
+    """
+
+    history: int
+    floor: float
+    failed_reward: float = 0.0
+    """Mean reward of solve rate 0; lower ones count as 0 too."""
+    solved_reward: float = 1.0
+    """Mean reward of solve rate 1; higher ones count as 1 too."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.history < 1:
+            raise ConfigError(f"a solve rate over the last {self.history} groups is undefined; use 1 or more")
+        if not MIN_FLOOR <= self.floor <= 1:
+            raise ConfigError(f"the least probability of a prompt is {self.floor}; use {MIN_FLOOR} to 1")
+        if not self.failed_reward < self.solved_reward:
+            raise ConfigError(
+                f"failed_reward is {self.failed_reward}, not below solved_reward ({self.solved_reward}); change one"
+            )
+
+    def skips(self, prompt: int, epoch: int, rewards: Sequence[float]) -> bool:
+        if not rewards:
+            return False
+        return _draw(self.seed, epoch, prompt) >= self.probability(rewards)
+
+    def probability(self, rewards: Sequence[float]) -> float:
+        """The probability with which a prompt of these mean rewards (at least one) is sampled."""
+        mean = sum(rewards) / len(rewards)
+        rate = min(max((mean - self.failed_reward) / (self.solved_reward - self.failed_reward), 0.0), 1.0)
+        return self.floor + (1 - self.floor) * 4 * rate * (1 - rate)
+
+
+def _draw(seed: int, epoch: int, prompt: int) -> float:
+    """A pseudorandom number from 0 to below 1, the same on every machine."""
+    digest = hashlib.blake2b(f"curriculum {seed} {epoch} {prompt}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) / 2**53

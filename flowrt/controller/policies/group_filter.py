@@ -1,0 +1,112 @@
+"""Group filter policy: is a complete group worth training?
+
+A filter decides when every sample of a group has all columns that the train stage needs, before a trainer can get the
+group. A refused group is dropped, and another prompt is opened in its place. `Settings.filter_tries` bounds the drops
+of a step, so a filter that refuses everything cannot stop the run.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowrt.controller.state.samples import Group
+from flowrt.errors import ConfigError
+
+REWARD = "reward"
+"""The inline column of rewards."""
+
+
+class GroupFilter(Protocol):
+    """Is this group worth training? The answer depends on the group alone, because it may be asked for again."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The inline columns that the filter reads; the train stage has to need them too."""
+        ...
+
+    def refusal(self, group: Group) -> str:
+        """Why the group is not trained, in a few constant words for the ledger; empty to train it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Every group is trained."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ()
+
+    def refusal(self, group: Group) -> str:  # noqa: ARG002 (part of the protocol)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroVariance:
+    """Refuse groups of equal rewards: their advantages are 0 (dynamic sampling of DAPO, arXiv 2503.14476)."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (REWARD,)
+
+    def refusal(self, group: Group) -> str:
+        return "equal rewards" if has_equal_rewards(group) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBand:
+    """Refuse groups whose mean reward is below ``low`` or above ``high``."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ConfigError(f"no mean reward is between {self.low} and {self.high}; use a lower bound that is lower")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (REWARD,)
+
+    def refusal(self, group: Group) -> str:
+        mean = mean_reward(group)
+        if mean is None or self.low <= mean <= self.high:
+            return ""
+        return f"mean reward below {self.low:g}" if mean < self.low else f"mean reward above {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Train the groups that every one of these filters keeps; the first refusal is the reason."""
+
+    filters: tuple[GroupFilter, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(column for one in self.filters for column in one.needs)
+
+    def refusal(self, group: Group) -> str:
+        return next((why for one in self.filters if (why := one.refusal(group))), "")
+
+
+def rewards(group: Group) -> list[float]:
+    """The rewards of the group's samples; empty if one has none."""
+    found = [slot.inline[REWARD] for slot in group.slots if REWARD in slot.inline]
+    return found if len(found) == len(group.slots) else []
+
+
+def mean_reward(group: Group) -> float | None:
+    """The mean reward of the group; None if a sample has none."""
+    found = rewards(group)
+    return sum(found) / len(found) if found else None
+
+
+def has_equal_rewards(group: Group) -> bool:
+    """Whether the group has rewards, and all are equal."""
+    found = rewards(group)
+    return bool(found) and min(found) == max(found)
+
+
+def zero_variance_groups(groups: Iterable[Group]) -> int:
+    """Number of groups whose rewards are all equal."""
+    return sum(map(has_equal_rewards, groups))

@@ -1,0 +1,48 @@
+"""Group filter: groups that have become ready to train are kept, or dropped and replaced by other prompts.
+
+- A decision may be made again: after a restart, and for groups that wait when a step is closed. So no step that has
+  tries left trains a group that the filter refuses.
+- Groups that a trainer has are not decided on any more.
+- Where groups are trained in order of issue, they are decided on in that order too: which ones are dropped until the
+  tries of the step are used up must not depend on which were complete first.
+"""
+
+from collections.abc import Iterable
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command
+from flowrt.controller.state.replay import FILTERED, CounterSet
+from flowrt.controller.state.samples import Group
+from flowrt.controller.state.state import State
+from flowrt.controller.transitions import rollback
+from flowrt.ids import GroupId
+
+REASON = "filtered: "
+"""Beginning of the reasons of filtered groups in the ledger."""
+
+
+def decide(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Command]:
+    """Decide on groups that have become ready to train; drops those that the filter refuses."""
+    commands: list[Command] = []
+    window, group_filter = state.window, env.policies.group_filter
+    for group in _due(state, env, ready):
+        if window.filtered >= env.settings.filter_tries:
+            break
+        if why := group_filter.refusal(group):
+            window.count_filtered()
+            reward = rollback.note_outcome(state, group, window.step)
+            commands += rollback.drop(state, env, group, f"{REASON}{why}", reward)
+            commands.append(AppendReplay(CounterSet(FILTERED, window.filtered)))
+    return commands
+
+
+def _due(state: State, env: Environment, ready: Iterable[GroupId]) -> list[Group]:
+    """Those of the groups that are to be decided on now, in order of issue."""
+    complete = state.table.ready_groups[env.flow.train_stage]
+    due = state.window.due(ready, complete) if env.settings.strict_issue_order else ready
+    return [complete[one] for one in sorted(due) if one in complete]
+
+
+def recheck(state: State, env: Environment) -> None:
+    """A step was closed: the groups that wait are decided on again, with the tries of the next step."""
+    state.work.add_ready(state.table.ready_groups[env.flow.train_stage])

@@ -1,0 +1,207 @@
+"""The group filter and the curriculum in whole simulated runs, with every misfortune, restarts and resumes."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.controller.policies.batching import FixedTokens
+from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
+from flowrt.controller.policies.group_filter import AllOf, KeepAll, RewardBand, ZeroVariance
+from flowrt.controller.policies.rank_balancing import Balanced
+from flowrt.controller.settings import OnLostSample
+from tests.effort import examples
+from tests.property.test_core import RUNS, most_at_once, scenarios
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.preempted_runs import preempted
+from tests.simulation.resumed_runs import live
+from tests.simulation.run_invariants import assert_filtered, assert_sound
+from tests.simulation.scenario import PROMPTS_PER_EPOCH, Scenario
+
+FILTERS = st.sampled_from([ZeroVariance(), RewardBand(0.1, 0.9), AllOf((ZeroVariance(), RewardBand(0.0, 0.7)))])
+SOLVE_RATES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
+CURRICULA = st.sampled_from([EveryPrompt(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
+MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}
+
+
+@st.composite
+def filtered_scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+    drawn: dict[str, Any] = {
+        "group_filter": draw(FILTERS),
+        "filter_tries": draw(st.sampled_from([1, 3, 12])),  # more take too many actions where all is solved
+        "solve_rate": draw(SOLVE_RATES),
+        "curriculum": draw(CURRICULA),
+    }
+    return draw(scenarios(**drawn | fixed))
+
+
+IDENTITIES: dict[str, dict[str, Any]] = {
+    "band of all rewards": {"group_filter": RewardBand(0.0, 1.0)},
+    "none of several": {"group_filter": AllOf(())},
+    "no tries": {"group_filter": ZeroVariance(), "filter_tries": 0, "solve_rate": 0.5},
+    "certain curriculum": {"curriculum": SolveRate(history=3, floor=1.0)},
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+@given(scenario=scenarios(kills=1))
+@RUNS
+def test_an_identity_setting_takes_the_same_course(name: str, scenario: Scenario) -> None:
+    identity = IDENTITIES[name]
+    scenario = dataclasses.replace(scenario, solve_rate=identity.get("solve_rate"))
+    plain = SimulatedCluster(scenario).run()
+    other = SimulatedCluster(dataclasses.replace(scenario, **identity)).run()
+    assert without_counts(other.log) == without_counts(plain.log)
+
+
+def without_counts(log: list[Any]) -> list[Any]:
+    """The course of a run without what only the statistics of a filter say."""
+    return [dataclasses.replace(one, counts=()) if hasattr(one, "counts") else one for one in log]
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(filtered_scenarios())
+def test_every_step_trains_its_groups_and_none_that_is_refused(scenario: Scenario) -> None:
+    cluster = SimulatedCluster(scenario).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+@settings(RUNS, max_examples=examples(80))
+@given(filtered_scenarios(**MISFORTUNES), st.sampled_from(OnLostSample), st.integers(1, 2))
+def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once: int) -> None:
+    at_once = min(at_once, most_at_once(scenario))
+    changed = dataclasses.replace(scenario, on_lost_sample=policy, attempts=3, prompts_at_once=at_once)
+    cluster = SimulatedCluster(changed).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(filtered_scenarios(kills=1, withdrawals=2), st.integers(1, 3))
+def test_a_restarted_controller_resurrects_nothing_and_counts_on(scenario: Scenario, crashes: int) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+PLANNED: list[dict[str, Any]] = [{"cut": FixedTokens(9)}, {"sharing": Balanced(2), "ranks": 2}]
+
+
+@pytest.mark.parametrize("planned", PLANNED, ids=["cut", "balanced"])
+@given(data=st.data())
+@RUNS
+def test_steps_that_are_planned_as_a_whole(planned: dict[str, Any], data: st.DataObject) -> None:
+    cluster = SimulatedCluster(data.draw(filtered_scenarios(kills=1, **planned))).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+@settings(RUNS, max_examples=examples(40))
+@given(
+    filtered_scenarios(checkpoint_every=1, ranks=1, on_lost_sample=OnLostSample.REGENERATE),
+    st.lists(st.integers(1, 400), min_size=1, max_size=3),
+)
+def test_a_run_that_is_cut_short_loses_nothing_and_trains_nothing_twice(scenario: Scenario, crashes: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
+        try:
+            assert_resumed(lives, scenario)
+        finally:
+            lives.ledger.close()
+
+
+@settings(RUNS, max_examples=examples(30))
+@given(filtered_scenarios(checkpoint_every=1), st.lists(st.integers(0, 300), min_size=1, max_size=2))
+def test_a_preempted_run_loses_nothing(scenario: Scenario, after: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        lives = preempted(scenario, after, Path(directory) / "ledger.sqlite")
+        try:
+            assert_resumed(lives, scenario)
+        finally:
+            lives.ledger.close()
+
+
+def assert_resumed(lives: Any, scenario: Scenario) -> None:
+    account = lives.ledger.account(live=[])
+    assert (account.lost, account.trained_twice) == (0, 0)
+    assert account.states.get("trained") == scenario.steps * scenario.groups_per_step
+    trained = {(row.epoch, row.prompt): step for step, row in lives.trained()}
+    assert len(trained) == scenario.steps * scenario.groups_per_step
+    # All prompts up to the last one that was opened are trained, or dropped with a reason.
+    known = lives.ledger._db.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall()
+    states = {(epoch, prompt): (state, reason) for epoch, prompt, state, reason in known if state != "unread"}
+    last = max(epoch * PROMPTS_PER_EPOCH + prompt for epoch, prompt in states)
+    assert set(states) == {divmod(number, PROMPTS_PER_EPOCH) for number in range(last + 1)}
+    assert {state for state, _ in states.values()} <= {"trained", "dropped"}
+    assert all(reason for state, reason in states.values() if state == "dropped")
+
+
+# ---- determinism: at bound 0 and in order of issue, nothing depends on timing
+
+
+def course(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
+    """What became of each prompt, in which step."""
+    ends = {(one.epoch, one.prompt): (one.state, one.step) for one in cluster.records if one.state != "ready"}
+    return {pair: end for pair, end in ends.items() if end[0] in ("trained", "dropped")}
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(
+    filtered_scenarios(bound=0, strict_issue_order=True, steps=5, members=2),
+    st.integers(0, 2**32),
+    st.sampled_from([{}, {"kills": 2}, {"crashes": 2}]),
+)
+def test_in_order_and_at_bound_0_the_choice_does_not_depend_on_timing(
+    scenario: Scenario, seed: int, faults: dict[str, Any]
+) -> None:
+    plain = SimulatedCluster(scenario).run()
+    other = dataclasses.replace(scenario, seed=seed, rollouts=3, capacity=2, rewards=2, **faults)
+    assert course(SimulatedCluster(other).run()) == course(plain)
+
+
+@settings(RUNS, max_examples=examples(40))
+@given(
+    filtered_scenarios(bound=0, strict_issue_order=True, steps=5, members=2, ranks=1, checkpoint_every=1),
+    st.lists(st.integers(100, 500), min_size=1, max_size=2),
+)
+def test_a_resumed_run_takes_the_same_course(scenario: Scenario, crashes: list[int]) -> None:
+    plain = course(SimulatedCluster(scenario).run())
+    with tempfile.TemporaryDirectory() as directory:
+        lives = live(scenario, crashes, Path(directory) / "ledger.sqlite")
+        lives.ledger.flush()
+        query = "SELECT epoch, prompt, state, step FROM prompts WHERE state != 'unread'"
+        found = {(epoch, prompt): (state, step) for epoch, prompt, state, step in lives.ledger._db.execute(query)}
+        lives.ledger.close()
+    assert found == plain
+
+
+# ---- what they are for
+
+
+def test_solved_prompts_cannot_stop_a_run() -> None:
+    cluster = SimulatedCluster(Scenario(group_filter=ZeroVariance(), filter_tries=3, solve_rate=1.0)).run()
+    assert_sound(cluster)
+    assert [dict(closed.counts)["filtered_groups"] for closed in cluster.steps] == [3] * 4
+    assert [dict(closed.counts)["refused_groups_trained"] for closed in cluster.steps] == [2] * 4
+    assert dict(cluster.core.state.dropped) == {"filtered: equal rewards": 12}
+
+
+def test_without_a_filter_the_statistics_say_what_one_would_do() -> None:
+    cluster = SimulatedCluster(Scenario(solve_rate=1.0)).run()
+    assert [dict(closed.counts) for closed in cluster.steps] == [{"zero_variance_groups": 2}] * 4
+    assert {type(KeepAll()), *map(type, [cluster.core.env.policies.group_filter])} == {KeepAll}
+
+
+def test_a_curriculum_skips_solved_prompts_and_no_new_ones() -> None:
+    curriculum = SolveRate(history=1, floor=0.1)
+    cluster = SimulatedCluster(Scenario(solve_rate=1.0, curriculum=curriculum, steps=8)).run()
+    assert_sound(cluster)
+    skipped = [one for one in cluster.records if one.reason == "skipped by the curriculum"]
+    assert len(skipped) > 16
+    assert sum(dict(closed.counts)["skipped_prompts"] for closed in cluster.steps) == len(skipped)
+    assert min(one.epoch for one in skipped) >= 1
