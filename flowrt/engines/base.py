@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from flowrt.algorithms.support import Support
 from flowrt.transport.weights.snapshot import Snapshot
 
 
@@ -44,16 +45,21 @@ class Response:
 
     Attributes:
         key: of its prompt.
-        tokens: [T] int32, T >= 1, with the end token if it was generated.
-        logprobs: [T] float32, log-probabilities in nats at the sampling temperature.
+        tokens: [T] int32, T >= 1, with the token that ended it.
+        logprobs: [T] float32, log-probabilities in nats under the distribution that was drawn from: at the sampling
+            temperature, and renormalised over ``support`` if there is one.
         spans: (version, count) pairs, flattened: the weight version that generated each run of tokens. The counts sum
             to T.
+        truncated: whether it was cut at the length limit; otherwise a stop token or a stop string ended it.
+        support: the tokens that could be drawn; None if all could be (no top-k, top-p or min-p).
     """
 
     key: int
     tokens: torch.Tensor
     logprobs: torch.Tensor
     spans: tuple[int, ...]
+    truncated: bool
+    support: Support | None = None
 
 
 class Interrupt(Protocol):
@@ -173,6 +179,8 @@ class TrainingBatch:
         groups_N: [N] int64, group of each sample; all samples of a group are in one batch.
         ages: N tensors [T] int64, staleness of each token in versions: version being trained minus version that
             generated it; None: no divergence by staleness is measured.
+        supports: the tokens that could be drawn at each position of each sample, over which the policy's
+            log-probabilities are to be renormalised (`flowrt.algorithms.support`); None: all tokens could be.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -183,6 +191,7 @@ class TrainingBatch:
     weights_N: torch.Tensor
     groups_N: torch.Tensor
     ages: Sequence[torch.Tensor] | None = None
+    supports: Sequence[Support] | None = None
 
 
 class TrainEngine(Protocol):

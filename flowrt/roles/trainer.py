@@ -14,6 +14,7 @@ import torch
 
 from flowrt.algorithms.algorithm import Groups
 from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
+from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import TrainEngine, TrainingBatch
@@ -169,7 +170,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int) -> TrainingBat
             rewards_N=torch.tensor(batch.inline["reward"]),
             group_N=groups_N,
             lengths_N=torch.tensor([len(response) for response in batch.tensors["response"]]),
-            truncated_N=torch.zeros(len(batch), dtype=torch.bool),
+            truncated_N=torch.tensor(batch.inline["truncated"]).bool(),
             staleness_N=staleness_N,
         )
     )
@@ -189,7 +190,12 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int) -> TrainingBat
         weights_N=weights_N[rows],
         groups_N=groups_N[rows],
         ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
+        supports=[_support(batch, row).prefix(kept_N[row]) for row in rows] if "support" in batch.tensors else None,
     )
+
+
+def _support(batch: Batch, row: int) -> Support:
+    return Support(batch.tensors["support"][row], batch.tensors["support_counts"][row])
 
 
 def sample_weight(config: LossConfig) -> SampleWeight:

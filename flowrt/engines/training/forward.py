@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from flowrt.algorithms import PackedBatch, Padded, cut_by_tokens, cut_packed
+from flowrt.algorithms.support import Support
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.shared_prefix import enable_packing, is_packing_enabled, packed_logprobs, padded_logprobs
 
@@ -32,7 +33,12 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def response_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, Padded | PackedBatch]:
     """Log-probabilities of all response tokens, differentiable if gradients are enabled.
 
@@ -41,13 +47,14 @@ def response_logprobs(
         prompts: [L] int each.
         responses: [T] int each.
         temperature: divides the logits.
+        supports: of each response, over which log-probabilities are renormalised; None: over the whole vocabulary.
 
     Returns:
         [T] log-probabilities in nats, sample after sample, and the batch they were computed from.
     """
     if is_packing_enabled(model):
-        return packed_logprobs(model, prompts, responses, temperature)
-    return padded_logprobs(model, prompts, responses, temperature)
+        return packed_logprobs(model, prompts, responses, temperature, supports=supports)
+    return padded_logprobs(model, prompts, responses, temperature, supports=supports)
 
 
 def cut_into_passes(

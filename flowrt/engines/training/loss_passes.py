@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from flowrt.algorithms.algorithm import Algorithm, Count, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
+from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_logprobs
 from flowrt.errors import EngineError
@@ -67,11 +68,15 @@ class LossPasses:
     def loss_sum(self, model: Any, batch: TrainingBatch, rows: list[int]) -> torch.Tensor:
         """Scalar sum of the losses of these samples, differentiable."""
         responses = [batch.responses[row] for row in rows]
+        recorded = [_recorded(batch, row) for row in rows]
         logprobs_T, samples = response_logprobs(
-            model, [batch.prompts[row] for row in rows], responses, self._temperature
+            model,
+            [batch.prompts[row] for row in rows],
+            responses,
+            self._temperature,
+            supports=_supports(batch, rows, recorded),
         )
         device = logprobs_T.device
-        recorded = [_recorded(batch, row) for row in rows]
         valid_N = torch.tensor([one is not None for one in recorded])
         present_T = logprobs_T.detach()
         valid_T = valid_N.repeat_interleave(torch.tensor([len(one) for one in responses]))
@@ -153,11 +158,26 @@ class LossPasses:
         }
 
 
-def _recorded(batch: TrainingBatch, row: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+Recorded = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:
+    """The support of each sample; of an unusable one, its tokens alone. None without truncated sampling."""
+    if batch.supports is None:
+        return None
+    return [
+        batch.supports[row] if one is not None else singletons(batch.responses[row])
+        for row, one in zip(rows, recorded, strict=True)
+    ]
+
+
+def _recorded(batch: TrainingBatch, row: int) -> Recorded | None:
     """Recorded log-probabilities of a sample under the rollout policy and the reference; None if they are unusable."""
     rollout = batch.rollout_logprobs[row]
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[row]
     length = len(batch.responses[row])
+    if batch.supports is not None and not batch.supports[row].fits(batch.responses[row]):
+        return None
     if len(rollout) != length or not bool(((rollout > MIN_LOGPROB) & (rollout < MAX_LOGPROB)).all()):
         return None
     if reference is not None and (len(reference) != length or not bool(reference.isfinite().all())):

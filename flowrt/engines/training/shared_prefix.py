@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flowrt.algorithms import PackedBatch, Padded, pack_samples, pad_samples, predicted_logprobs, selected_logprobs
+from flowrt.algorithms.support import Support, join_supports, support_logprobs
 
 NAME = "flowrt_packed"
 NO_MASK = (1, 1, 1, 1)
@@ -33,9 +34,17 @@ def is_packing_enabled(model: Any) -> bool:
 
 
 def packed_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float = 1.0,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, PackedBatch]:
-    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once."""
+    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once.
+
+    With ``supports``, one a response, they are renormalised over them.
+    """
     packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
     out = model(
         input_ids=packed.tokens_F.unsqueeze(0),
@@ -46,17 +55,30 @@ def packed_logprobs(
         packed=packed,
     )
     logits_UV = out.logits[0]
+    if supports is not None:
+        support = join_supports(supports).to(logits_UV.device)
+        return support_logprobs(logits_UV, packed.prediction_T, packed.target_T, support, temperature), packed
     return predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature), packed
 
 
 def padded_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float = 1.0,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, Padded]:
     """As `packed_logprobs`, with padded samples. Causal attention needs no mask for right padding."""
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
     padded = padded.to(next(model.parameters()).device)
     # Models return logits at all positions of a rectangle; only those that predict responses are used.
     logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
+    if supports is not None:
+        support = join_supports(supports).to(logits_BLV.device)
+        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # the prediction is at the place before
+        target_T = padded.tokens_BL.flatten()[place_T]
+        return support_logprobs(logits_BLV.flatten(0, 1), place_T - 1, target_T, support, temperature), padded
     return padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature)), padded
 
 

@@ -13,6 +13,7 @@ from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import save_model
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
@@ -96,7 +97,7 @@ def _engine(options: SglangOptions, checkpoint: Path, tokens: int) -> SglangRoll
     return SglangRollout(
         options,
         checkpoint,
-        eos_id=1,
+        stop=StopConditions((1,)),
         rows=ROWS,
         max_new_tokens=tokens,
         temperature=TEMPERATURE,

@@ -10,7 +10,7 @@ from flowrt.engines.sglang import protocol as said
 from flowrt.errors import EngineError
 
 RELEASES: dict[str, Any] = json.loads(Path(__file__).with_name("sglang_requests.json").read_text())
-SAMPLING = said.Sampling(temperature=0.7, max_new_tokens=16, eos_id=1)
+SAMPLING = said.Sampling(temperature=0.7, max_new_tokens=16, stop_token_ids=(1, 2))
 BUCKETS = [
     [said.Parameter("a", "float32", (2, 3)), said.Parameter("b", "float32", (4,))],
     [said.Parameter("c", "float32", (5,))],
@@ -85,7 +85,7 @@ def test_what_is_left_of_an_answer_is_asked_for() -> None:
     settings = body["sampling_params"]
     assert settings["max_new_tokens"] == 14
     assert settings["top_k"] == 1
-    assert settings["stop_token_ids"] == [1]
+    assert settings["stop_token_ids"] == [1, 2]
     assert settings["temperature"] == 0.7
     assert settings["sampling_seed"] == 9
     assert (
@@ -101,7 +101,7 @@ def test_servers_that_are_too_old_or_of_no_release_are_refused_by_name(version: 
 
 @pytest.mark.parametrize("version", ["0.5.21", "0.5.21.post2", "0.5.21.dev7+gabc", "0.6.0", "1.0.0"])
 def test_suffixes_and_later_releases_are_read(version: str) -> None:
-    assert said.capabilities(version) == said.Capabilities(update_session=True, token_versions=True)
+    assert said.capabilities(version) == said.Capabilities(update_session=True, token_versions=True, supports=True)
 
 
 # ---- answers
