@@ -41,13 +41,10 @@ class Simple:
                 drawn = scores_V.argmax() if prompt.greedy else scores_V.exp().multinomial(1, generator=generator)
                 made.append(int(drawn))
                 logprobs.append(float(scores_V[drawn]))
-                stopped = made[-1] in self._stop_ids
-                if stopped or len(made) == self._longest:
+                if (ended := made[-1] in self._stop_ids) or len(made) == self._longest:
                     self._running.remove((prompt, made, logprobs, generator))
                     tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
-                    finished.append(
-                        grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans, truncated=not stopped)
-                    )
+                    finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans, not ended))
         return finished
 
     def swap(self, snapshot: grpo.Snapshot) -> None:

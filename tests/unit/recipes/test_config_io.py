@@ -148,6 +148,8 @@ def _change(config: Any) -> Any:
             changes[field.name] = not value
         elif isinstance(value, str):
             changes[field.name] = value + " other"
+        elif isinstance(value, tuple):
+            changes[field.name] = (*value, "\n\n", 'a "quoted" é')
         else:
             changes[field.name] = value + type(value)(1)
     return dataclasses.replace(config, **changes)
@@ -418,7 +420,7 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     hint = numeric_fields().get(name)
     interval = interval_of(hint)
     bounds = "" if interval is None else squeeze(f"({span(interval, get_args(hint)[0])}; default")
-    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\})" + re.escape(squeeze(doc) + bounds), help_text), name
+    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])" + re.escape(squeeze(doc) + bounds), help_text), name
 
 
 @pytest.mark.parametrize(
