@@ -420,7 +420,8 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     hint = numeric_fields().get(name)
     interval = interval_of(hint)
     bounds = "" if interval is None else squeeze(f"({span(interval, get_args(hint)[0])}; default")
-    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])" + re.escape(squeeze(doc) + bounds), help_text), name
+    kinds = r"(STR|INT|FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])"
+    assert re.search(flag + kinds + re.escape(squeeze(doc) + bounds), help_text), name
 
 
 @pytest.mark.parametrize(
