@@ -20,9 +20,10 @@ from rich.table import Table
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import load_model
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
 
-NO_END, VOCABULARY = 38, 37
+VOCABULARY = 37
 MEMBERS, PROMPT, RESPONSE = 8, 11, 64
 ROWS = (16, 64, 128)
 WAYS = ("plain", "compiled")
@@ -31,7 +32,7 @@ WAYS = ("plain", "compiled")
 def engine(folder: Path, rows: int, way: str) -> TorchRollout:
     return TorchRollout(
         optimize_layout(load_model(folder)),  # as a rollout worker does
-        eos_id=NO_END,
+        stop=StopConditions(),
         rows=rows,
         max_new_tokens=RESPONSE,
         temperature=1.0,

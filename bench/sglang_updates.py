@@ -28,6 +28,7 @@ from flowrt.engines.options import PauseMode, SglangOptions, WeightPath
 from flowrt.engines.sglang.client import SglangClient
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.sglang.protocol import Call
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.transport.weights.snapshot import Snapshot
@@ -78,7 +79,7 @@ def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
     return SglangRollout(
         options,
         folder / "model",
-        eos_id=VOCABULARY + 1,
+        stop=StopConditions((VOCABULARY + 1,)),
         rows=ROWS,
         max_new_tokens=tokens,
         temperature=1.0,

@@ -15,7 +15,7 @@ class Simple:
 
     def __init__(self, config: grpo.RunConfig) -> None:
         self._model = grpo.load_model(grpo.model_dir(config)).eval()
-        self._eos_id, self._version = grpo.load_tokenizer(grpo.model_dir(config)).eos_token_id, 0
+        self._stop_ids, self._version = grpo.stop_token_ids(grpo.model_dir(config)), 0
         self._longest, self._temperature = config.rollout.max_new_tokens, config.rollout.temperature
         self._running: list[tuple[grpo.Prompt, list[int], list[float], torch.Generator]] = []
 
@@ -41,10 +41,10 @@ class Simple:
                 drawn = scores_V.argmax() if prompt.greedy else scores_V.exp().multinomial(1, generator=generator)
                 made.append(int(drawn))
                 logprobs.append(float(scores_V[drawn]))
-                if made[-1] == self._eos_id or len(made) == self._longest:
+                if (ended := made[-1] in self._stop_ids) or len(made) == self._longest:
                     self._running.remove((prompt, made, logprobs, generator))
                     tokens, spans = torch.tensor(made, dtype=torch.int32), (self._version, len(made))
-                    finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans))
+                    finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans, not ended))
         return finished
 
     def swap(self, snapshot: grpo.Snapshot) -> None:

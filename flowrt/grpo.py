@@ -13,6 +13,7 @@ from typing import Any
 from flowrt.api import Role, Session, Snapshot, check_roles, controller, play_all
 from flowrt.engines.base import Interrupt, Prompt, Response, RolloutEngine, TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_model, load_tokenizer
+from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.launcher import build_model
@@ -42,6 +43,7 @@ __all__ = [
     "rollout_engine",
     "rollout_worker",
     "run_recipe",
+    "stop_token_ids",
     "train_engine",
     "trainer_worker",
 ]

@@ -104,13 +104,15 @@ def _meanings(kind: type) -> dict[str, str]:
 def _kind(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return _kind(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return "list of text"
     if get_origin(hint) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(hint))
     return {str: "text", int: "integer", float: "number", bool: "boolean"}[hint]
 
 
 def _value(value: Any) -> str:
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
+    return "empty" if value in ("", ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _range(hint: Any) -> str:

@@ -26,6 +26,7 @@ from flowrt.algorithms.objective import Correction, Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.hf import disable_dropout
 from flowrt.engines.options import TrainOptions
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.transport.weights.snapshot import Snapshot
@@ -33,7 +34,6 @@ from flowrt.transport.weights.snapshot import Snapshot
 ARMS, COEFFICIENT, TEMPERATURE = 8, 0.5, 0.7
 STEPS, SAMPLES, LR = 200, 512, 0.01
 STALENESS = (0, 4)
-NO_END = -1
 """End of sequence: no arm is one."""
 REWARDS = torch.tensor([0.1, 0.9, 0.4, 0.0, 0.7, 1.0, 0.3, 0.6], dtype=torch.float64)
 PROMPT = torch.zeros(1, dtype=torch.int32)
@@ -92,7 +92,9 @@ def total_variation(name: str, staleness: int, steps: int = STEPS, seed: int = 0
         lr=LR, schedule="cosine", decay_steps=steps, warmup_steps=0, max_grad_norm=1e9, share_prompts=False
     )
     trainer = TorchTrainer(model, options, algorithm, temperature=TEMPERATURE)
-    rollout = TorchRollout(make_model(seed), eos_id=NO_END, rows=SAMPLES, max_new_tokens=1, temperature=TEMPERATURE)
+    rollout = TorchRollout(
+        make_model(seed), stop=StopConditions(), rows=SAMPLES, max_new_tokens=1, temperature=TEMPERATURE
+    )
     published = deque([Snapshot.take(0, trainer.parameters())], maxlen=staleness + 1)
     for step in range(steps):
         rollout.swap(published[0])

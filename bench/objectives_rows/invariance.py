@@ -22,7 +22,7 @@ from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from objectives_rows import invariance_rank
-from objectives_rows.presets import is_trained_by_engines, presets
+from objectives_rows.presets import presets
 from objectives_rows.steps import (
     GROUPS,
     LIMIT,
@@ -104,8 +104,8 @@ def _apart(expected: Sequence[Tensor], seen: Sequence[Tensor]) -> float:
 
 
 def measure_all(names: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Distances of each way, for each method that the engines can train, or for these."""
-    algorithms = {name: one for name, one in presets(LIMIT).items() if is_trained_by_engines(one)}
+    """Distances of each way, for each method, or for these."""
+    algorithms = presets(LIMIT)
     chosen = list(names or algorithms)
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         ranks = of_ranks(chosen, Path(folder))

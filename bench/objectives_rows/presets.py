@@ -79,10 +79,6 @@ def presets(limit: int) -> dict[str, Algorithm]:
         "m2po": Objective(policy=Ppo(), plan=ROLLOUT, correction=OFF, second_moment=SecondMoment()),
         "entropy_bonus": Objective(entropy=Entropy(0.01)),
         "top_entropy": Objective(entropy=Entropy(top=0.2)),
+        "four_updates": Objective(policy=Ppo(), plan=Plan("step", updates=4)),
+        "two_epochs": Objective(policy=Ppo(), plan=Plan("step", updates=2, epochs=2)),
     }
-
-
-def is_trained_by_engines(algorithm: Algorithm) -> bool:
-    """False where it needs entropies, or statistics of a step's tokens, which the engines do not compute."""
-    measures = isinstance(algorithm, Objective) and algorithm.second_moment is not None
-    return not (algorithm.needs.entropy or measures)

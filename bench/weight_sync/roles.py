@@ -32,7 +32,7 @@ MODEL = "policy"
 JOIN_S = 20.0
 GENERATED = Dataflow(
     (Column("prompt", "int32", "group"), Column("response", "int32", "slot"), Column("logprobs", "float32", "slot")),
-    (Stage("rollout", ("prompt",), ("response", "logprobs"), generates=True),),
+    (Stage("rollout", ("prompt",), ("response", "logprobs", "truncated"), generates=True),),
 )
 VOCABULARY, WIDTH, LAYERS = 64, 256, 6
 

@@ -13,6 +13,7 @@ from weight_sync.roles import JOIN_S, MODEL, small_model
 from flowrt.api import Session, Snapshot, connect
 from flowrt.engines.base import Interrupt, Response
 from flowrt.engines.hf import named_parameters
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.net.curve_keys import worker_keys
 from flowrt.protocol.messages import ReceiveWeights
@@ -95,7 +96,9 @@ class Generating:
         self.session = await connect(address, "rollout", "rollout", JOIN_S, worker_keys(keys, "rollout"))
         model = small_model()
         self.tensors = named_parameters(model)
-        self.engine = TimedRollout(model, eos_id=EOS, rows=ROWS, max_new_tokens=MAX_NEW, temperature=1.0)
+        self.engine = TimedRollout(
+            model, stop=StopConditions((EOS,)), rows=ROWS, max_new_tokens=MAX_NEW, temperature=1.0
+        )
         self.engine.begin()
 
     async def swap_ms(self, times: int) -> list[float]:

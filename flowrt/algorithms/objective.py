@@ -251,7 +251,8 @@ class Objective:
         terms = [self.aggregation("policy", loss_T, tokens, metrics | masks)]
         if tokens.entropy_T is not None:
             measured = {"entropy": tokens.entropy_T.detach().double().sum()}
-            terms.append(self.aggregation("entropy", -self.entropy.coef * tokens.entropy_T, tokens, measured))
+            bonus_T = self.entropy.coef * tokens.valid_T * tokens.entropy_T
+            terms.append(self.aggregation("entropy", -bonus_T, tokens, measured))
         return terms
 
     def _weights(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -274,7 +275,9 @@ class Objective:
             masks["second_moment_masked"] = (kept_T == 0).double().sum()
             weights_T = weights_T * kept_T
         if self.entropy.top < 1 and tokens.entropy_T is not None:
-            kept_T = (tokens.entropy_T.detach().double() >= tokens.step[ENTROPY_THRESHOLD]).to(weights_T.dtype)
+            kept_T = (tokens.entropy_T.detach().double() >= tokens.step.get(ENTROPY_THRESHOLD, -math.inf)).to(
+                weights_T.dtype
+            )
             masks["low_entropy_masked"] = (kept_T == 0).double().sum()
             weights_T = weights_T * kept_T
         return weights_T, masks

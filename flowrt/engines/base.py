@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from flowrt.algorithms.algorithm import Groups
+from flowrt.algorithms.support import Support
 from flowrt.transport.weights.snapshot import Snapshot
 
 
@@ -45,16 +46,21 @@ class Response:
 
     Attributes:
         key: of its prompt.
-        tokens: [T] int32, T >= 1, with the end token if it was generated.
-        logprobs: [T] float32, log-probabilities in nats at the sampling temperature.
+        tokens: [T] int32, T >= 1, with the token that ended it.
+        logprobs: [T] float32, log-probabilities in nats under the distribution that was drawn from: at the sampling
+            temperature, and renormalised over ``support`` if there is one.
         spans: (version, count) pairs, flattened: the weight version that generated each run of tokens. The counts sum
             to T.
+        truncated: whether it was cut at the length limit; otherwise a stop token or a stop string ended it.
+        support: the tokens that could be drawn; None if all could be (no top-k, top-p or min-p).
     """
 
     key: int
     tokens: torch.Tensor
     logprobs: torch.Tensor
     spans: tuple[int, ...]
+    truncated: bool
+    support: Support | None = None
 
 
 class Interrupt(Protocol):
@@ -176,6 +182,8 @@ class TrainingBatch:
             generated it; None: no divergence by staleness is measured.
         credit: what `Algorithm.credit` reads, for these N samples; given if the algorithm has scope "step", whose
             engine computes advantages at the end of the step, in place of `advantages_N`.
+        supports: the tokens that could be drawn at each position of each sample, over which the policy's
+            log-probabilities are to be renormalised (`flowrt.algorithms.support`); None: all tokens could be.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -187,6 +195,7 @@ class TrainingBatch:
     groups_N: torch.Tensor
     ages: Sequence[torch.Tensor] | None = None
     credit: Groups | None = None
+    supports: Sequence[Support] | None = None
 
 
 class TrainEngine(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from flowrt.engines.options import Dtype, FsdpOptions, LoraOptions, SglangOptions, TrainOptions
+from flowrt.engines.options import Dtype, FsdpOptions, LoraOptions, SglangOptions, TrainOptions, Truncation
 
 if TYPE_CHECKING:
     from flowrt.algorithms.algorithm import Algorithm
@@ -112,6 +112,10 @@ class RolloutSettings(Protocol):
     def max_new_tokens(self) -> int: ...
     @property
     def temperature(self) -> float: ...
+    @property
+    def truncation(self) -> Truncation: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
     @property
     def weight_update(self) -> Literal["between_sequences", "in_flight"]: ...
     @property

@@ -13,6 +13,23 @@ RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The tokens that can be drawn: those within all three limits, which are applied to the whole distribution."""
+
+    top_k: int = 0
+    """The k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """The fewest most likely tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Tokens of at least this fraction of the highest probability."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any token may be excluded."""
+        return self != Truncation()
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Optimiser and forward-pass options of a training engine."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from flowrt.algorithms import cut_by_tokens
 from flowrt.engines.base import Prompt, Response
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import response_logprobs
 
@@ -141,7 +142,11 @@ def _train_step(model: Any, optimizer: torch.optim.Optimizer, examples: Sequence
 
 def _sample(model: Any, probes: Sequence[Prompt], max_new_tokens: int) -> list[Response]:
     engine = TorchRollout(
-        model, eos_id=model.config.eos_token_id, rows=len(probes), max_new_tokens=max_new_tokens, temperature=1.0
+        model,
+        stop=StopConditions((model.config.eos_token_id,)),
+        rows=len(probes),
+        max_new_tokens=max_new_tokens,
+        temperature=1.0,
     )
     engine.add(probes)
     responses: list[Response] = []

@@ -119,7 +119,7 @@ class WarmStartData:
         total = 0.0
         for response in responses:
             ids = response.tokens.tolist()
-            text = self._tokenizer.decode(ids, skip_special_tokens=True) if ids[-1] == 1 else ""
+            text = "" if response.truncated else self._tokenizer.decode(ids, skip_special_tokens=True)
             total += self._task.reward(text, self._examples[response.key].answer)
         return total / len(responses)
 

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.options import Truncation
+from flowrt.engines.stopping import stop_token_ids
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
@@ -46,7 +48,9 @@ def check_model(config: RunConfig) -> None:
     path = model_dir(config)
     model_config = check_weights(path)
     tokenizer = load_tokenizer(path)
+    stop_token_ids(path, tokenizer)  # raises for a file that no worker could read
     text_config = model_config.get_text_config()
+    check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
     task = task_of(config)
     check_prompts(
         chain(task.training_problems(), task.held_out_problems()),
@@ -57,6 +61,16 @@ def check_model(config: RunConfig) -> None:
         what=f"model {path}",
     )
     check_finite(path)
+
+
+def check_sampling(config: RunConfig, vocab_size: int, what: str) -> None:
+    """Raises ConfigError for a top-k that excludes no token."""
+    truncation = config.rollout.truncation
+    if truncation.top_k >= vocab_size and truncation == Truncation(truncation.top_k):
+        raise ConfigError(
+            f"rollout.top_k is {truncation.top_k}, and {what} has a vocab_size of {vocab_size}: no token would be "
+            "excluded; use fewer, or 0 to sample from all"
+        )
 
 
 def check_weights(path: Path) -> Any:

@@ -18,6 +18,7 @@ from flowrt.engines.options import (
     SglangOptions,
     StepCount,
     TrainOptions,
+    Truncation,
 )
 from flowrt.engines.table import RolloutEngineName, TrainEngineName
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
@@ -178,6 +179,15 @@ class RolloutConfig:
     """Maximum response length, in tokens."""
     temperature: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Sampling temperature."""
+    top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
+    """Sample from this many most likely tokens, of which the trainer's probabilities are then too; 0: from all."""
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to this; needs top_k; 1: from all."""
+    min_p: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Sample from the tokens of at least this fraction of the highest probability; needs top_k; 0: from all."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: a response ends with the token that completes one, or with a stop token of the checkpoint; the
+    reward gets the text before it."""
     weight_update: Literal["between_sequences", "in_flight"] = "between_sequences"
     """When a worker activates new weights: between sequences, or in flight, between two tokens of running sequences."""
     recompute_kv_on_update: bool = True
@@ -189,6 +199,11 @@ class RolloutConfig:
     """When rollout workers update their weights."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
     """The SGLang server."""
+
+    @property
+    def truncation(self) -> Truncation:
+        """The tokens that can be drawn."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)

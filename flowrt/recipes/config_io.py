@@ -197,6 +197,10 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
         if value not in get_args(expected):
             raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r:.80}")
         return value
+    if get_origin(expected) is tuple:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f'{source}: {where!r} takes a list of text, as ["a", "b"], not {value!r:.80}')
+        return tuple(value)
     if type(value) is not expected:
         raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r:.80}")
     return value

@@ -20,6 +20,7 @@ from flowrt.recipes.config import (
     CurriculumConfig,
     FilterConfig,
     ReferenceConfig,
+    RolloutConfig,
     RunConfig,
     TrainerConfig,
 )
@@ -28,6 +29,9 @@ from flowrt.recipes.tasks.registry import recipe
 from flowrt.runtime.bounds import advice, contains, interval_of
 
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
+MAX_STOPS = 64
+MAX_STOP_BYTES = 256
+"""Limits of rollout.stop; each running sequence is searched at each token."""
 DEVICES = ("auto", "cpu", "cuda", "npu")
 
 
@@ -70,16 +74,22 @@ def check_text(config: Any, prefix: str = "") -> None:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             check_text(value, f"{prefix}{field.name}.")
-        elif isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{prefix}{field.name} is {value!r:.80}, with a NUL in it; remove it")
-        elif isinstance(value, str) and not value.isascii():
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ConfigError(
-                    f"{prefix}{field.name} is {value!r}, which has bytes that are not text in this locale; "
-                    "use a UTF-8 locale (LC_ALL=C.UTF-8), or another name"
-                ) from None
+        elif isinstance(value, str | tuple):
+            for text in [value] if isinstance(value, str) else value:
+                _check_one_text(text, f"{prefix}{field.name}")
+
+
+def _check_one_text(text: str, name: str) -> None:
+    if "\0" in text:
+        raise ConfigError(f"{name} is {text!r:.80}, with a NUL in it; remove it")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name} is {text!r}, which has bytes that are not text in this locale; "
+                "use a UTF-8 locale (LC_ALL=C.UTF-8), or another name"
+            ) from None
 
 
 def _check_filter(config: RunConfig) -> None:
@@ -157,6 +167,7 @@ def check_trainer(trainer: TrainerConfig) -> None:
 
 def check_rollout(config: RunConfig) -> None:
     """Raise ConfigError for options that the rollout engine does not support, or weights that it cannot load."""
+    _check_sampling(config.rollout)
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
@@ -185,6 +196,26 @@ def _check_reference(config: RunConfig) -> None:
         f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "
         "needs no reference, so no worker is started; leave it out, or use an algorithm.kl.coef above 0"
     )
+
+
+def _check_sampling(rollout: RolloutConfig) -> None:
+    """Raise ConfigError for truncated sampling without a bound on the support, and for unusable stop strings."""
+    for name, value, off in (("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
+        if value != off and not rollout.top_k:
+            raise ConfigError(
+                f"rollout.{name} is {value}, and rollout.top_k is 0: the trainer receives the tokens that could be "
+                "drawn, and top_k is the limit of their number; set it too, for example to 512"
+            )
+    if rollout.top_k == 1:
+        raise ConfigError(
+            "rollout.top_k is 1: all samples of a prompt would be the most likely one, and nothing would be learned; "
+            "use 2 or more, or 0 to sample from all tokens"
+        )
+    for stop in rollout.stop:
+        if not stop or len(stop.encode()) > MAX_STOP_BYTES:
+            raise ConfigError(f"rollout.stop has {stop!r:.80}; a stop string has 1 to {MAX_STOP_BYTES} bytes")
+    if len(rollout.stop) > MAX_STOPS:
+        raise ConfigError(f"rollout.stop has {len(rollout.stop)} strings; use at most {MAX_STOPS}")
 
 
 def _check_controller(config: RunConfig) -> None:

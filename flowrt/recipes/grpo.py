@@ -3,13 +3,16 @@
 ::
 
     source    offers   prompt, answer                                   (group columns)
-    rollout   needs    prompt                            makes response, logprobs
-    reward    needs    response, answer                  makes reward
+    rollout   needs    prompt                            makes response, logprobs, truncated
+    reward    needs    response, answer, truncated       makes reward
     reference needs    prompt, response                  makes ref_logprobs        (training only)
     train     needs    all of these, for all samples of a group                    (training only)
     evaluate  needs    reward                                                      (evaluation only)
 
-`reward` and `reference` run concurrently: a stage is ready once the columns it needs exist.
+`reward` and `reference` run concurrently: a stage is ready once the columns it needs exist. ``truncated`` is 1 for a
+response that was cut at the length limit, else 0. With top-k, top-p or min-p sampling the rollout stage also makes
+``support``, ``support_counts`` (the tokens that could be drawn at each position, which the trainer needs) and
+``support_size`` (their mean number, a metric).
 """
 
 from flowrt.controller.policies.admission import StrictLag
@@ -36,16 +39,22 @@ TRAIN, EVAL = "train", "eval"
 def dataflow(config: RunConfig) -> Dataflow:
     """Columns and stages. There is a reference stage if the algorithm needs it."""
     with_reference = needs_reference(config.algorithm)
+    with_support = config.rollout.truncation.is_active
     columns = [
         Column("prompt", "int32", "group"),
         Column("answer", "uint8", "group"),
         Column("response", "int32", "slot"),
         Column("logprobs", "float32", "slot"),
     ]
-    train_needs = ["prompt", "response", "logprobs", "reward"]
+    makes = ["response", "logprobs", "truncated"]
+    train_needs = ["prompt", "response", "logprobs", "truncated", "reward"]
+    if with_support:
+        columns += [Column("support", "int32", "slot"), Column("support_counts", "int32", "slot")]
+        makes += ["support", "support_counts", "support_size"]
+        train_needs += ["support", "support_counts"]
     stages = [
-        Stage("rollout", needs=("prompt",), makes=("response", "logprobs"), generates=True),
-        Stage("reward", needs=("response", "answer"), makes=("reward",)),
+        Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
+        Stage("reward", needs=("response", "answer", "truncated"), makes=("reward",)),
         Stage("evaluate", needs=("reward",), makes=(), flow=EVAL),
     ]
     if with_reference:

@@ -4,7 +4,7 @@ import asyncio
 
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
-from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.stopping import StopConditions
 from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.run_dir import model_dir
@@ -18,15 +18,14 @@ async def run(session: Session, config: RunConfig) -> None:
     """Score responses with the run's task until the run ends; commits ``reward`` (a float a slot)."""
     with session.timeline.busy("load"):
         task = task_of(config)
-        tokenizer = load_tokenizer(model_dir(config))
+        stop = StopConditions.of(model_dir(config), config.rollout.stop)
 
     def rewards(batch: Batch) -> list[float]:
         scores = []
-        for tokens, answer in zip(batch.tensors["response"], batch.tensors["answer"], strict=True):
-            ids = tokens.tolist()
+        columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
+        for tokens, answer, truncated in zip(*columns, strict=True):
             # Most tasks score a truncated response as an empty one.
-            complete = task.scores_truncated or (bool(ids) and ids[-1] == tokenizer.eos_token_id)
-            text = tokenizer.decode(ids, skip_special_tokens=True) if complete else ""
+            text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
             scores.append(task.reward(text, bytes(answer.tolist()).decode()))
         return scores
 

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
 from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed
-from flowrt.errors import Drained
+from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
@@ -39,7 +40,8 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
         session.params.applied(POLICY, 0)
         async with asyncio.TaskGroup() as tasks:
             in_flight = config.rollout.weight_update == "in_flight"
-            await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight).run()
+            with_support = config.rollout.truncation.is_active
+            await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight, with_support=with_support).run()
 
 
 class RolloutLoop:
@@ -48,16 +50,26 @@ class RolloutLoop:
     By default weights are swapped between sequences: once new weights are staged, no sequence is started until all
     running ones have finished. With ``in_flight`` they are swapped in while sequences run, which continue with the new
     weights; an engine that `SupportsInFlightUpdate` prepares the swap in the background first.
+
+    ``with_support``: the sampling is truncated, so the tokens that could be drawn are committed too.
     """
 
     def __init__(
-        self, session: Session, engine: RolloutEngine, seed: int, tasks: asyncio.TaskGroup, *, in_flight: bool = False
+        self,
+        session: Session,
+        engine: RolloutEngine,
+        seed: int,
+        tasks: asyncio.TaskGroup,
+        *,
+        in_flight: bool = False,
+        with_support: bool = False,
     ) -> None:
         self._session = session
         self._engine = engine
         self._seed = seed
         self._tasks = tasks
         self._in_flight = in_flight
+        self._with_support = with_support
         self._interrupt = threading.Event()
         self._pull: asyncio.Task[Batch | None] | None = None
         # (slot, lease) by key. A slot may be granted again, with another lease, while its earlier sequence still runs.
@@ -183,13 +195,25 @@ class RolloutLoop:
 
     async def _commit(self, finished: list[Response]) -> None:
         slots, leases = zip(*(self._running.pop(response.key) for response in finished), strict=True)
-        await self._session.commit(
-            "rollout",
-            slots,
-            leases,
-            {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]},
-            spans=[one.spans for one in finished],
+        tensors = {"response": [one.tokens for one in finished], "logprobs": [one.logprobs for one in finished]}
+        inline = {"truncated": [float(one.truncated) for one in finished]}
+        if self._with_support:
+            supports = [_support(one) for one in finished]
+            tensors |= {"support": [one.tokens_E for one in supports]}
+            tensors |= {"support_counts": [one.counts_T for one in supports]}
+            inline |= {"support_size": [len(one.tokens_E) / len(one.counts_T) for one in supports]}
+        spans = [one.spans for one in finished]
+        await self._session.commit("rollout", slots, leases, tensors, inline, spans)
+
+
+def _support(response: Response) -> Support:
+    """Raises EngineError if there is none."""
+    if response.support is None:
+        raise EngineError(
+            "the rollout engine returned a response without support, which top-k, top-p and min-p sampling need; set "
+            "rollout.top_k to 0, or let the engine record the tokens that could be drawn"
         )
+    return response.support
 
 
 async def _wait_prepared(preparing: asyncio.Task[None]) -> None:

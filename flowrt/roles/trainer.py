@@ -14,6 +14,7 @@ import torch
 
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
+from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import TrainEngine, TrainingBatch
@@ -181,7 +182,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Alg
         rewards_N=torch.tensor(batch.inline["reward"]),
         group_N=groups_N,
         lengths_N=torch.tensor([len(response) for response in batch.tensors["response"]]),
-        truncated_N=torch.zeros(len(batch), dtype=torch.bool),
+        truncated_N=torch.tensor(batch.inline["truncated"]).bool(),
         staleness_N=staleness_N,
         kl_N=_sampled_kl(batch) if "ref_logprobs" in batch.tensors else None,
     )
@@ -206,6 +207,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Alg
         groups_N=groups_N[rows],
         ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
         credit=groups if objective.needs.scope == "step" else None,
+        supports=[_support(batch, row).prefix(kept_N[row]) for row in rows] if "support" in batch.tensors else None,
     )
 
 
@@ -214,6 +216,10 @@ def _sampled_kl(batch: Batch) -> torch.Tensor:
     pairs = zip(batch.tensors["logprobs"], batch.tensors["ref_logprobs"], strict=True)
     sums = [float((one - other).double().sum()) if len(one) == len(other) else 0.0 for one, other in pairs]
     return torch.tensor(sums, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _support(batch: Batch, row: int) -> Support:
+    return Support(batch.tensors["support"][row], batch.tensors["support_counts"][row])
 
 
 def sample_weight(config: AlgorithmConfig) -> SampleWeight:

@@ -188,6 +188,13 @@ def test_zero_steps(refused: Callable[..., Any]) -> None:
         ("--seed", "18446744073709551616", "seed is 18446744073709551616"),
         ("--rollout.temperature", "inf", "rollout.temperature is inf"),
         ("--trainer.lr", "1e30", "trainer.lr is 1e+30"),
+        ("--rollout.top-p", "0.9", "rollout.top_p is 0.9, and rollout.top_k is 0"),
+        ("--rollout.min-p", "0.1", "rollout.min_p is 0.1, and rollout.top_k is 0"),
+        ("--rollout.top-p", "1.5", "rollout.top_p is 1.5; use a value above 0, and at most 1"),
+        ("--rollout.min-p", "1", "rollout.min_p is 1.0; use 0 or more, and less than 1"),
+        ("--rollout.top-k", "1", "rollout.top_k is 1: all samples of a prompt would be the most likely one"),
+        ("--rollout.top-k", "-1", "rollout.top_k is -1; use 0 or more"),
+        ("--rollout.stop", "", "rollout.stop has ''"),
     ],
 )
 def test_number_out_of_range(refused: Callable[..., Any], flag: str, value: str, words: str) -> None:

@@ -103,7 +103,7 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     ("flags", "words"),
     [
         (
-            ["--filter.zero-variance", "True", "--group-size", "1", "--loss.scale-by-group-std", "False"],
+            ["--filter.zero-variance", "True", "--group-size", "1", "--algorithm.advantage.baseline", "none"],
             "group_size is 1",
         ),
         (["--filter.min-reward", "0.9", "--filter.max-reward", "0.1"], "no group would be trained"),

@@ -87,16 +87,17 @@ class SglangGeneration(RolloutEngineDescriptor):
         return RolloutMemory(host=VERSION_COPIES * published.size_bytes(shape), device=server)
 
     def build(self, setup: RolloutSetup) -> "SglangRollout":
-        from flowrt.engines.hf import load_tokenizer
         from flowrt.engines.sglang.engine import SglangRollout
+        from flowrt.engines.stopping import StopConditions
 
         return SglangRollout(
             setup.settings.sglang,
             setup.model,
-            eos_id=load_tokenizer(setup.model).eos_token_id,
+            stop=StopConditions.of(setup.model, setup.settings.stop),
             rows=setup.settings.max_running_requests,
             max_new_tokens=setup.settings.max_new_tokens,
             temperature=setup.settings.temperature,
+            truncation=setup.settings.truncation,
             threads=setup.threads,
             log_path=setup.log_path,
         )

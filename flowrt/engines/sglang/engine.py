@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import Interrupt, Prompt, Response
-from flowrt.engines.options import SglangOptions
+from flowrt.engines.options import SglangOptions, Truncation
 from flowrt.engines.sglang import protocol
 from flowrt.engines.sglang.server_process import SglangServer
 from flowrt.engines.sglang.supervisor import SglangSupervisor
+from flowrt.engines.stopping import StopConditions
 from flowrt.errors import EngineError, EngineGone, WaitExpired
 from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, join_thread, queue_get, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
@@ -37,25 +39,57 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
+    supports: list[tuple[int, ...]] = field(default_factory=list)
+    parts: int = 0
+    at_limit: bool = False
 
     def add(self, part: protocol.PartialResponse) -> None:
         """Append tokens that the server returned."""
+        self.parts += bool(part.tokens)
+        self.at_limit = part.at_limit
         self.tokens += part.tokens
         self.logprobs += part.logprobs
+        self.supports += part.supports or ()
         for version, count in zip(part.spans[::2], part.spans[1::2], strict=True):
             if self.spans and self.spans[-2] == version:
                 self.spans[-1] += count
             else:
                 self.spans += [version, count]
 
-    def response(self) -> Response:
-        """The complete response."""
+    def response(self, stop: StopConditions, *, with_support: bool) -> Response:
+        """The complete response, up to the first token that ends it.
+
+        The server searches stop strings in each part alone, and calls a stop token at the length limit a cut.
+        """
+        end = stop.end_of(self.tokens) if self.parts > 1 or self.at_limit else None
+        tokens = torch.tensor(self.tokens[:end], dtype=torch.int32)
         return Response(
             self.prompt.key,
-            torch.tensor(self.tokens, dtype=torch.int32),
-            torch.tensor(self.logprobs, dtype=torch.float32),
-            tuple(self.spans),
+            tokens,
+            torch.tensor(self.logprobs[:end], dtype=torch.float32),
+            _first_spans(self.spans, len(tokens)),
+            truncated=self.at_limit and end is None,
+            support=self._support(tokens) if with_support else None,
         )
+
+    def _support(self, tokens: torch.Tensor) -> Support:
+        if not self.supports:  # greedy
+            return singletons(tokens)
+        supports = self.supports[: len(tokens)]
+        return Support(
+            torch.tensor([token for support in supports for token in support], dtype=torch.int32),
+            torch.tensor([len(support) for support in supports], dtype=torch.int32),
+        )
+
+
+def _first_spans(spans: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The (version, count) pairs of the first tokens, flattened."""
+    first: list[int] = []
+    for version, count in zip(spans[::2], spans[1::2], strict=True):
+        left = tokens - sum(first[1::2])
+        if left > 0:
+            first += [version, min(count, left)]
+    return tuple(first)
 
 
 class SglangRollout:
@@ -66,10 +100,11 @@ class SglangRollout:
     Args:
         options: of the server.
         model: directory of the checkpoint.
-        eos_id: the token that ends a sequence.
+        stop: what ends a sequence before the length limit.
         rows: maximum number of running sequences.
         max_new_tokens: maximum length of a response.
         temperature: of sampling, above 0.
+        truncation: which tokens can be drawn; responses then have their support.
         threads: CPU threads of a server that is started.
         log_path: log file of a server that is started.
 
@@ -82,17 +117,21 @@ class SglangRollout:
         options: SglangOptions,
         model: Path,
         *,
-        eos_id: int,
+        stop: StopConditions,
         rows: int,
         max_new_tokens: int,
         temperature: float,
+        truncation: Truncation | None = None,
         threads: int,
         log_path: Path,
     ) -> None:
         if temperature <= 0:
             raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
         self._rows = rows
-        self._sampling = protocol.Sampling(temperature, max_new_tokens, eos_id)
+        self._stop = stop
+        self._sampling = protocol.Sampling(
+            temperature, max_new_tokens, stop.token_ids, stop.strings, truncation or Truncation()
+        )
         self._server = None
         if not options.url:
             self._server = SglangServer(options, model, rows=rows, threads=threads, log=log_path)
@@ -110,6 +149,11 @@ class SglangRollout:
     def start(self) -> None:
         """Start the server, or reset the running one to the checkpoint's weights; returns when it can generate."""
         self._run_in_loop(self._supervisor.start())
+        if self._sampling.truncation.is_active and not self._supervisor.can.supports:
+            raise EngineError(
+                f"the SGLang server at {self.url} does not return which tokens could be drawn, which training with "
+                f"rollout.top_k, top_p or min_p needs; use {protocol.release(protocol.SUPPORTS_SINCE)} or newer"
+            )
 
     @property
     def version(self) -> int:
@@ -212,6 +256,7 @@ class SglangRollout:
     async def _generate(self, sequence: _Sequence) -> None:
         """Send requests until the sequence is complete, across updates and failures of the server."""
         supervisor, prompt = self._supervisor, sequence.prompt
+        has_support = self._sampling.truncation.is_active
         while True:
             await wait_until(
                 supervisor.serving.wait(), SERVER_DEADLINES, "a server with all of its weights", supervisor.url
@@ -230,10 +275,14 @@ class SglangRollout:
             except EngineGone as gone:
                 await supervisor.replace(incarnation, gone)
                 continue
-            part = protocol.parse_generated(answer, supervisor.can, version)
+            part = protocol.parse_generated(
+                answer, supervisor.can, version, with_supports=has_support and not prompt.greedy
+            )
             sequence.add(part)
-            if not part.abort_reason or len(sequence.tokens) == self._sampling.max_new_tokens:
-                self._finished.put(sequence.response())
+            is_full = len(sequence.tokens) == self._sampling.max_new_tokens
+            if not part.abort_reason or is_full:
+                sequence.at_limit |= is_full and bool(part.abort_reason)
+                self._finished.put(sequence.response(self._stop, with_support=has_support))
                 return
             if (supervisor.aborts, supervisor.incarnation) == (aborts, incarnation):
                 raise EngineError(f"the SGLang server aborted a sequence: {part.abort_reason}")

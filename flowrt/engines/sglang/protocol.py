@@ -7,15 +7,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from flowrt.engines.options import PauseMode
+from flowrt.engines.options import PauseMode, Truncation
 from flowrt.errors import EngineError
 
 OLDEST = (0, 5, 12)
 SESSIONS_SINCE = (0, 5, 21)
 TOKEN_VERSIONS_SINCE = (0, 5, 19)
+SUPPORTS_SINCE = (0, 5, 16)
 _NUMBERS = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
@@ -27,21 +28,28 @@ class Capabilities:
     """Weights in parts have to be sent between begin_weight_update and end_weight_update."""
     token_versions: bool
     """A response has the weight version of each token."""
+    supports: bool
+    """A response can have the tokens that could be drawn at each position."""
 
 
 def capabilities(version: str) -> Capabilities:
     """The capabilities of a version. Raises EngineError if it is too old or not a release number."""
     found = _NUMBERS.match(version)
     if found is None:
-        raise EngineError(f"the SGLang server reports version {version!r}; {_oldest()} or newer is needed")
+        raise EngineError(f"the SGLang server reports version {version!r}; {release(OLDEST)} or newer is needed")
     numbers = tuple(int(number) for number in found.groups())
     if numbers < OLDEST:
-        raise EngineError(f"the SGLang server has version {version}; {_oldest()} or newer is needed")
-    return Capabilities(update_session=numbers >= SESSIONS_SINCE, token_versions=numbers >= TOKEN_VERSIONS_SINCE)
+        raise EngineError(f"the SGLang server has version {version}; {release(OLDEST)} or newer is needed")
+    return Capabilities(
+        update_session=numbers >= SESSIONS_SINCE,
+        token_versions=numbers >= TOKEN_VERSIONS_SINCE,
+        supports=numbers >= SUPPORTS_SINCE,
+    )
 
 
-def _oldest() -> str:
-    return ".".join(map(str, OLDEST))
+def release(numbers: tuple[int, ...]) -> str:
+    """A release as text."""
+    return ".".join(map(str, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,9 @@ class Sampling:
 
     temperature: float
     max_new_tokens: int
-    eos_id: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+    truncation: Truncation = field(default_factory=Truncation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ def generate(
 ) -> Call:
     """Generate the rest of a response, with log-probabilities at the sampling temperature.
 
+    With a truncation the support of each token is requested, and log-probabilities over it.
+
     Args:
         tokens: the prompt and the response so far.
         sampling: parameters of all sequences.
@@ -87,20 +99,24 @@ def generate(
     settings: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens - generated,
         "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": 1 if greedy else -1,
-        "stop_token_ids": [sampling.eos_id],
+        "top_p": 1.0 if greedy else sampling.truncation.top_p,
+        "top_k": 1 if greedy else sampling.truncation.top_k or -1,
+        "min_p": 0.0 if greedy else sampling.truncation.min_p,
+        "stop": list(sampling.stop_strings),
+        "stop_token_ids": list(sampling.stop_token_ids),
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "sampling_seed": seed,
     }
-    body = {
+    body: dict[str, Any] = {
         "input_ids": list(tokens),
         "sampling_params": settings,
         "return_logprob": True,
         "logprob_start_len": -1,
         "extra_key": f"version {version}",
     }
+    if sampling.truncation.is_active and not greedy:
+        body["return_sampling_mask"] = True
     return Call("/generate", body)
 
 
@@ -197,9 +213,13 @@ class PartialResponse:
     """(version, tokens) pairs, flattened."""
     abort_reason: str
     """Why the sequence is incomplete; empty if it is complete."""
+    at_limit: bool = False
+    """Whether the server ended the sequence because of its length."""
+    supports: tuple[tuple[int, ...], ...] | None = None
+    """The tokens that could be drawn at each position, if they were requested."""
 
 
-def parse_generated(answer: Any, can: Capabilities, version: int) -> PartialResponse:
+def parse_generated(answer: Any, can: Capabilities, version: int, *, with_supports: bool = False) -> PartialResponse:
     """Parse a response of /generate.
 
     Args:
@@ -207,6 +227,7 @@ def parse_generated(answer: Any, can: Capabilities, version: int) -> PartialResp
         can: capabilities of the server.
         version: of the weights when the request was sent. Where responses have no versions, weights never change
             while a sequence runs, so all its tokens have this version.
+        with_supports: whether supports were requested.
 
     Raises EngineError if the response does not have the expected form.
     """
@@ -215,6 +236,11 @@ def parse_generated(answer: Any, can: Capabilities, version: int) -> PartialResp
         entries = meta.get("output_token_logprobs") or []
         tokens = tuple(int(entry[1]) for entry in entries)
         logprobs = tuple(float(entry[0]) for entry in entries)
+        supports = None
+        if with_supports:
+            # Other log-probabilities of the response are those of the whole distribution.
+            logprobs = tuple(float(one) for one in meta.get("output_token_sampling_logprobs") or [])
+            supports = tuple(tuple(map(int, one)) for one in meta.get("output_token_sampling_mask") or [])
         finish = meta["finish_reason"]
         spans: list[int] = []
         if not can.token_versions:
@@ -229,4 +255,12 @@ def parse_generated(answer: Any, can: Capabilities, version: int) -> PartialResp
         raise EngineError(f"the response of the SGLang server does not have the expected form: {error!r}") from error
     if sum(spans[1::2]) != len(tokens):
         raise EngineError(f"the SGLang server returned {len(tokens)} tokens with versions of {sum(spans[1::2])}")
-    return PartialResponse(tokens, logprobs, tuple(spans), abort_reason)
+    if supports is not None and not (
+        len(supports) == len(logprobs) == len(tokens)
+        and all(token in support for token, support in zip(tokens, supports, strict=True))
+    ):
+        raise EngineError(
+            f"the SGLang server returned {len(tokens)} tokens with {len(logprobs)} log-probabilities and "
+            f"{len(supports)} supports, or a token outside of its support; set rollout.top_k to 0 (and top_p to 1)"
+        )
+    return PartialResponse(tokens, logprobs, tuple(spans), abort_reason, finish["type"] == "length", supports)

@@ -63,7 +63,7 @@ class SglangSupervisor:
         self.aborts = 0
         self.serving = asyncio.Event()
         """Clear while the server is down, or its weights are uncertain or being updated."""
-        self.can = protocol.Capabilities(update_session=True, token_versions=True)
+        self.can = protocol.Capabilities(update_session=True, token_versions=True, supports=True)
         self._requests = 0
         self._restarts_left = options.max_server_restarts
         self._snapshot: Snapshot | None = None  # the weights it should have; None: the checkpoint

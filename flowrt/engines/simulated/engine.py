@@ -159,7 +159,7 @@ class SimulatedRollout:
             left = sequence.length - sequence.span_tokens
             spans = (*sequence.spans, self.version, left) if left else tuple(sequence.spans)
             tokens = torch.zeros(sequence.length, dtype=torch.int32)
-            self._finished.append(Response(key, tokens, torch.zeros(sequence.length), spans))
+            self._finished.append(Response(key, tokens, torch.zeros(sequence.length), spans, truncated=False))
 
 
 class SimulatedTrainer:

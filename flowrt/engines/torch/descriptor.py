@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from flowrt.engines.torch.rollout import TorchRollout
     from flowrt.engines.torch.trainer import TorchTrainer
 
+TOKEN_BYTES = 4
+
 
 class TorchTraining(TrainEngineDescriptor):
     """Each rank holds parameters, gradients and optimiser state in float32."""
@@ -54,12 +56,14 @@ class TorchGeneration(RolloutEngineDescriptor):
         adapters = shape.adapter_parameters(published.lora) if published.lora else 0
         model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[published.dtype]
         versions = STAGED_VERSIONS * published.size_bytes(shape)
-        return RolloutMemory(host=copies * model + versions + rollout.max_running_requests * shape.logits_bytes)
+        sequence = shape.logits_bytes + rollout.max_new_tokens * rollout.truncation.top_k * TOKEN_BYTES
+        return RolloutMemory(host=copies * model + versions + rollout.max_running_requests * sequence)
 
     def build(self, setup: RolloutSetup) -> "TorchRollout":
         import torch
 
-        from flowrt.engines.hf import load_model, load_tokenizer
+        from flowrt.engines.hf import load_model
+        from flowrt.engines.stopping import StopConditions
         from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
         from flowrt.engines.training.lora import add_adapters
 
@@ -70,10 +74,11 @@ class TorchGeneration(RolloutEngineDescriptor):
         return TorchRollout(
             # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
             model if setup.deterministic else optimize_layout(model),
-            eos_id=load_tokenizer(setup.model).eos_token_id,
+            stop=StopConditions.of(setup.model, rollout.stop),
             rows=1 if setup.deterministic else rollout.max_running_requests,
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
+            truncation=rollout.truncation,
             recompute=rollout.recompute_kv_on_update,
             compiled=rollout.compile,
         )

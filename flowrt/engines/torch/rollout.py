@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
+from flowrt.algorithms.support import Support, join_supports
 from flowrt.engines.base import Interrupt, Prompt, Response
 from flowrt.engines.hf import named_parameters
+from flowrt.engines.options import Truncation
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.inflight import CachedModel, ShadowModel
+from flowrt.engines.torch.sampling import draw_truncated
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -25,10 +29,11 @@ class TorchRollout:
 
     Args:
         model: a transformers causal LM.
-        eos_id: the token that ends a sequence.
+        stop: what ends a sequence before the length limit.
         rows: maximum number of running sequences.
         max_new_tokens: maximum length of a response.
         temperature: of sampling, above 0.
+        truncation: which tokens can be drawn; responses then have their support.
         version: of the model's weights.
         recompute: on an in-flight update, recompute the KV cache with the new weights; otherwise keep it.
         compiled: compile the decode step.
@@ -41,10 +46,11 @@ class TorchRollout:
         self,
         model: Any,
         *,
-        eos_id: int,
+        stop: StopConditions,
         rows: int,
         max_new_tokens: int,
         temperature: float,
+        truncation: Truncation | None = None,
         version: int = 0,
         recompute: bool = True,
         compiled: bool = False,
@@ -61,10 +67,15 @@ class TorchRollout:
         self._cached = CachedModel(model.eval(), rows, step)
         self._shadow = ShadowModel(self._cached)
         self._missing_tokens = 0  # per row, before its last token; computed by the next decode step as well
-        self._eos_id = eos_id
+        self._stop = stop
+        self._stop_ids = torch.tensor(stop.token_ids, dtype=torch.int32)
         self._rows = rows
         self._max_new = max_new_tokens
         self._temperature = temperature
+        self._truncation = truncation if truncation is not None and truncation.is_active else None
+        self._supports: list[
+            list[Support]
+        ] = []  # of each running sequence, a token at a time; unused without truncation
         self.version = version
         self._recompute = recompute
         self._waiting: list[Prompt] = []
@@ -168,6 +179,7 @@ class TorchRollout:
         self._cached.cache.store_prefill(torch.arange(rows.start, rows.stop), chosen)
         self._running.extend(new)
         self._spans.extend([()] * len(new))
+        self._supports.extend([] for _ in new)
         self._positions_R[rows] = lengths_P[chosen]
         self._counts_R[rows] = 0
         self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new])
@@ -197,14 +209,23 @@ class TorchRollout:
         """Append one token a row: inverse transform sampling with the row's next uniform number; argmax if greedy."""
         logprobs_RV = torch.log_softmax(logits_RV.float() / self._temperature, dim=-1)
         places_R1 = self._counts_R[rows].unsqueeze(1)
-        cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
-        draws_R1 = self._draws_RT[rows].gather(1, places_R1) * cumulative_RV[:, -1:]
-        chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
+        uniform_R1 = self._draws_RT[rows].gather(1, places_R1)
+        if self._truncation is None:
+            cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
+            draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
+            chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
+            drawn_R1 = logprobs_RV.gather(1, chosen_R1)
+        else:
+            chosen_R1, drawn_R1, supports = draw_truncated(logprobs_RV, uniform_R1, self._truncation)
+            for row, support in enumerate(supports, rows.start or 0):
+                self._supports[row].append(support)
         greedy_R1 = self._greedy_R[rows].unsqueeze(1)
         if greedy_R1.any():
-            chosen_R1 = torch.where(greedy_R1, logits_RV.argmax(dim=-1, keepdim=True), chosen_R1)
+            best_R1 = logits_RV.argmax(dim=-1, keepdim=True)
+            chosen_R1 = torch.where(greedy_R1, best_R1, chosen_R1)
+            drawn_R1 = torch.where(greedy_R1, logprobs_RV.gather(1, best_R1), drawn_R1)
         self._tokens_RT[rows].scatter_(1, places_R1, chosen_R1.to(torch.int32))
-        self._logprobs_RT[rows].scatter_(1, places_R1, logprobs_RV.gather(1, chosen_R1))
+        self._logprobs_RT[rows].scatter_(1, places_R1, drawn_R1)
         self._counts_R[rows] += 1
 
     def _remove_finished(self) -> list[Response]:
@@ -212,7 +233,10 @@ class TorchRollout:
         count = len(self._running)
         rows = self._cached.cache.row_index_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
-        done_R = (last_R == self._eos_id) | (self._counts_R[:count] == self._max_new)
+        stopped_R = torch.isin(last_R, self._stop_ids)
+        if self._stop.strings:
+            stopped_R |= self._has_stop_string()
+        done_R = stopped_R | (self._counts_R[:count] == self._max_new)
         finished = []
         for row in reversed(done_R.nonzero().squeeze(1).tolist()):
             length = int(self._counts_R[row])
@@ -222,16 +246,27 @@ class TorchRollout:
                     tokens=self._tokens_RT[row, :length].clone(),
                     logprobs=self._logprobs_RT[row, :length].clone(),
                     spans=self._spans_of(row, length),
+                    truncated=not stopped_R[row],
+                    support=join_supports(self._supports[row]) if self._truncation else None,
                 )
             )
             self._free_row(row)
         return finished[::-1]
+
+    def _has_stop_string(self) -> torch.Tensor:
+        """Whether the last token of each running sequence completes a stop string: [R] bool."""
+        ends = [
+            self._stop.complete_string(self._tokens_RT[row, :length].tolist())
+            for row, length in enumerate(self._counts_R[: len(self._running)].tolist())
+        ]
+        return torch.tensor(ends, dtype=torch.bool)
 
     def _free_row(self, row: int) -> None:
         last = len(self._running) - 1
         if row != last:
             self._running[row] = self._running[last]
             self._spans[row] = self._spans[last]
+            self._supports[row] = self._supports[last]
             self._cached.cache.move(last, row)
             for state in (
                 self._positions_R,
@@ -244,6 +279,7 @@ class TorchRollout:
                 state[row] = state[last]
         self._running.pop()
         self._spans.pop()
+        self._supports.pop()
 
 
 def optimize_layout(model: Any) -> Any:

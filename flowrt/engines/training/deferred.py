@@ -200,6 +200,7 @@ def _joined(batches: Sequence[TrainingBatch]) -> TrainingBatch:
     none = torch.zeros(0)
     references = [one.reference_logprobs for one in batches if one.reference_logprobs is not None]
     ages = [one.ages for one in batches if one.ages is not None]
+    supports = [one.supports for one in batches if one.supports is not None]
     credits_ = [one.credit for one in batches if one.credit is not None]
     return TrainingBatch(
         prompts=[prompt for one in batches for prompt in one.prompts],
@@ -211,6 +212,7 @@ def _joined(batches: Sequence[TrainingBatch]) -> TrainingBatch:
         groups_N=torch.cat([one.groups_N for one in batches] or [none.long()]),
         ages=[one for some in ages for one in some] if ages else None,
         credit=_joined_groups(credits_) if credits_ else None,
+        supports=[one for some in supports for one in some] if supports else None,
     )
 
 
@@ -239,6 +241,7 @@ def _select(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
         weights_N=batch.weights_N[kept],
         groups_N=batch.groups_N[kept],
         ages=None if ages is None else [ages[row] for row in kept],
+        supports=None if batch.supports is None else [batch.supports[row] for row in kept],
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from flowrt.algorithms import PackedBatch, Padded, cut_by_tokens, cut_packed
+from flowrt.algorithms.support import Support
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.fused_head import enable_fused_head
 from flowrt.engines.training.shared_prefix import (
@@ -39,13 +40,18 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def response_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, Padded | PackedBatch]:
     """Log-probabilities of all response tokens, differentiable if gradients are enabled.
 
     As `response_predictions`, without entropies.
     """
-    logprobs_T, _, samples = response_predictions(model, prompts, responses, temperature)
+    logprobs_T, _, samples = response_predictions(model, prompts, responses, temperature, supports=supports)
     return logprobs_T, samples
 
 
@@ -56,6 +62,7 @@ def response_predictions(
     temperature: float,
     *,
     entropy: bool = False,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Padded | PackedBatch]:
     """The predictions of all response tokens, differentiable if gradients are enabled.
 
@@ -66,13 +73,14 @@ def response_predictions(
         responses: [T] int each.
         temperature: divides the logits.
         entropy: whether entropies are returned.
+        supports: of each response, over which log-probabilities are renormalised; None: over the whole vocabulary.
 
     Returns:
         [T] log-probabilities in nats, sample after sample; [T] entropy in nats of the distribution that each token was
         predicted with, None unless requested; and the batch they were computed from.
     """
     predictions = packed_predictions if is_packing_enabled(model) else padded_predictions
-    return predictions(model, prompts, responses, temperature, entropy=entropy)
+    return predictions(model, prompts, responses, temperature, entropy=entropy, supports=supports)
 
 
 def cut_into_passes(

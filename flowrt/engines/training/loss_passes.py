@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowrt.algorithms.algorithm import Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
+from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_predictions
 
@@ -38,6 +39,10 @@ MIN_LOGPROB = -87.0
 """Below it a probability is 0 in float32: no such token can have been sampled."""
 MAX_LOGPROB = 1e-2
 """Above it a log-probability is no rounding of 0."""
+
+
+Recorded = tuple[Tensor, Tensor | None]
+"""Log-probabilities of a sample under the rollout policy and the reference."""
 
 
 class _Predicted(NamedTuple):
@@ -88,7 +93,7 @@ class LossPasses:
     def forward(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities [T] of these samples under the present policy, and entropies if needed; on the CPU."""
         responses = [batch.responses[row] for row in rows]
-        computed = self._predict(model, batch, rows)
+        computed = self._predict(model, batch, rows, [recorded_logprobs(batch, row) for row in rows])
         lengths = [len(response) for response in responses]
         entropies = [] if computed.entropy_T is None else list(computed.entropy_T.cpu().split(lengths))
         return list(computed.logprobs_T.cpu().split(lengths)), entropies
@@ -98,10 +103,10 @@ class LossPasses:
     ) -> Tensor:
         """Scalar loss of these samples, differentiable: the sum of a streamed step, the share of a deferred one."""
         responses = [batch.responses[row] for row in rows]
-        computed = self._predict(model, batch, rows)
+        recorded = [recorded_logprobs(batch, row) for row in rows]
+        computed = self._predict(model, batch, rows, recorded)
         logprobs_T = computed.logprobs_T
         device = logprobs_T.device
-        recorded = [recorded_logprobs(batch, row) for row in rows]
         valid_N = torch.tensor([one is not None for one in recorded])
         present_T = logprobs_T.detach()
         valid_T = valid_N.repeat_interleave(torch.tensor([len(one) for one in responses]))
@@ -133,13 +138,16 @@ class LossPasses:
             losses = [term.loss_sum for term in terms]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _predict(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> _Predicted:
+    def _predict(
+        self, model: Any, batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]
+    ) -> _Predicted:
         logprobs_T, entropy_T, samples = response_predictions(
             model,
             [batch.prompts[row] for row in rows],
             [batch.responses[row] for row in rows],
             self._temperature,
             entropy=self.algorithm.needs.entropy,
+            supports=_supports(batch, rows, recorded),
         )
         return _Predicted(logprobs_T, entropy_T, samples.sample_T)
 
@@ -203,11 +211,23 @@ class LossPasses:
         }
 
 
-def recorded_logprobs(batch: TrainingBatch, row: int) -> tuple[Tensor, Tensor | None] | None:
+def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:
+    """The support of each sample; of an unusable one, its tokens alone. None without truncated sampling."""
+    if batch.supports is None:
+        return None
+    return [
+        batch.supports[row] if one is not None else singletons(batch.responses[row])
+        for row, one in zip(rows, recorded, strict=True)
+    ]
+
+
+def recorded_logprobs(batch: TrainingBatch, row: int) -> Recorded | None:
     """Recorded log-probabilities of a sample under the rollout policy and the reference; None if they are unusable."""
     rollout = batch.rollout_logprobs[row]
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[row]
     length = len(batch.responses[row])
+    if batch.supports is not None and not batch.supports[row].fits(batch.responses[row]):
+        return None
     if len(rollout) != length or not bool(((rollout > MIN_LOGPROB) & (rollout < MAX_LOGPROB)).all()):
         return None
     if reference is not None and (len(reference) != length or not bool(reference.isfinite().all())):

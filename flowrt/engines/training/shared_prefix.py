@@ -17,6 +17,7 @@ from flowrt.algorithms import (
     predicted_logprobs,
     selected_logprobs,
 )
+from flowrt.algorithms.support import Support, join_supports, support_logprobs
 from flowrt.engines.training.fused_head import ResponseTokens, fused_pass, uses_fused_head
 
 NAME = "flowrt_packed"
@@ -42,18 +43,31 @@ def is_packing_enabled(model: Any) -> bool:
 
 
 def packed_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float = 1.0,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, PackedBatch]:
-    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once."""
-    logprobs_T, _, packed = packed_predictions(model, prompts, responses, temperature)
+    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once.
+
+    With ``supports``, one a response, they are renormalised over them.
+    """
+    logprobs_T, _, packed = packed_predictions(model, prompts, responses, temperature, supports=supports)
     return logprobs_T, packed
 
 
 def padded_logprobs(
-    model: Any, prompts: Sequence[torch.Tensor], responses: Sequence[torch.Tensor], temperature: float = 1.0
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float = 1.0,
+    *,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, Padded]:
     """As `packed_logprobs`, with padded samples."""
-    logprobs_T, _, padded = padded_predictions(model, prompts, responses, temperature)
+    logprobs_T, _, padded = padded_predictions(model, prompts, responses, temperature, supports=supports)
     return logprobs_T, padded
 
 
@@ -64,8 +78,14 @@ def packed_predictions(
     temperature: float,
     *,
     entropy: bool = False,
+    supports: Sequence[Support] | None = None,
+    native_attention: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, PackedBatch]:
-    """Log-probability and, on request, entropy [T] (nats) of the prediction of each response token; and the batch."""
+    """Log-probability and, on request, entropy [T] (nats) of the prediction of each response token; and the batch.
+
+    With ``supports``, one a response, log-probabilities are renormalised over them; entropies are not. With
+    ``native_attention``, attention in half precision is not computed in float32.
+    """
     packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
     inputs = {
         "input_ids": packed.tokens_F.unsqueeze(0),
@@ -74,13 +94,17 @@ def packed_predictions(
         "use_cache": False,
         "logits_to_keep": packed.predicts_U,
         "packed": packed,
-    }
-    if uses_fused_head(model, len(packed.predicts_U)):
+    } | ({"native_attention": True} if native_attention else {})
+    if supports is None and uses_fused_head(model, len(packed.predicts_U)):
         asked = ResponseTokens(None, packed.prediction_T, packed.target_T, temperature)
         logprobs_T, entropy_T = fused_pass(model, asked, **inputs)
         return logprobs_T, entropy_T if entropy else None, packed
     logits_UV = model(**inputs).logits[0]
-    logprobs_T = predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature)
+    if supports is None:
+        logprobs_T = predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature)
+    else:
+        support = join_supports(supports).to(logits_UV.device)
+        logprobs_T = support_logprobs(logits_UV, packed.prediction_T, packed.target_T, support, temperature)
     return logprobs_T, logits_entropy(logits_UV, temperature)[packed.prediction_T] if entropy else None, packed
 
 
@@ -91,12 +115,13 @@ def padded_predictions(
     temperature: float,
     *,
     entropy: bool = False,
+    supports: Sequence[Support] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Padded]:
     """As `packed_predictions`, with padded samples. Causal attention needs no mask for right padding."""
     padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
     padded = padded.to(next(model.parameters()).device)
     # Models call their head at all positions of a rectangle; only those that predict responses are used.
-    if uses_fused_head(model, padded.tokens_BL.numel()):
+    if supports is None and uses_fused_head(model, padded.tokens_BL.numel()):
         target_T = padded.tokens_BL[padded.response_mask_BL]
         prediction_T = torch.arange(len(target_T), device=target_T.device)
         predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
@@ -104,7 +129,13 @@ def padded_predictions(
         logprobs_T, entropy_T = fused_pass(model, asked, input_ids=padded.tokens_BL, use_cache=False)
         return logprobs_T, entropy_T if entropy else None, padded
     logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
-    logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
+    if supports is None:
+        logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
+    else:
+        support = join_supports(supports).to(logits_BLV.device)
+        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # the prediction is at the place before
+        target_T = padded.tokens_BL.flatten()[place_T]
+        logprobs_T = support_logprobs(logits_BLV.flatten(0, 1), place_T - 1, target_T, support, temperature)
     if not entropy:
         return logprobs_T, None, padded
     entropy_BL = logits_entropy(logits_BLV.flatten(0, 1), temperature).view(padded.tokens_BL.shape)
@@ -143,7 +174,8 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     noise = float((torch.cat(each) - together).abs().max())
     config._attn_implementation = NAME
     try:
-        packed = packed_logprobs(model, prompts, responses)[0]
+        # In the model's own precision, as the padded samples that it is compared with.
+        packed, _, _ = packed_predictions(model, prompts, responses, 1.0, native_attention=True)
     except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError):
         return False  # its layers need inputs that packed samples do not provide
     finally:
@@ -165,6 +197,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     *,
     packed: PackedBatch | None = None,
+    native_attention: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `sdpa_attention_forward`; with packed samples, on the tiles of their batch."""
@@ -176,7 +209,7 @@ def _attend(
     scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
     heads = [one.shape[1] for one in (query, key, value)]
     window = kwargs.get("sliding_window")
-    if query.device.type == "cpu" and query.dtype in NARROW:
+    if query.device.type == "cpu" and query.dtype in NARROW and not native_attention:
         scattered = [one.float() for one in scattered]
     # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
     places = [tile.places for tile in packed.tiles]

@@ -15,6 +15,7 @@ import torch
 from flowrt.algorithms import group_advantages
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.hf import load_model, load_tokenizer
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import score
@@ -31,7 +32,7 @@ Group = dict[str, Any]
 def generate(policy: Any, tokenizer: Any, config: RunConfig, prompt: torch.Tensor, index: int, member: int) -> Response:
     engine = TorchRollout(
         policy,
-        eos_id=tokenizer.eos_token_id,
+        stop=StopConditions((tokenizer.eos_token_id,)),
         rows=1,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -74,7 +75,7 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
             rewards = []
             for response in made:
                 ids = response.tokens.tolist()
-                text = tokenizer.decode(ids, skip_special_tokens=True) if ids[-1] == tokenizer.eos_token_id else ""
+                text = "" if response.truncated else tokenizer.decode(ids, skip_special_tokens=True)
                 rewards.append(task_of(config).reward(text, problems[index].answer))
             tokens = [response.tokens for response in made]
             scored = score(reference, [prompt] * len(made), tokens, config.rollout.temperature, 1)

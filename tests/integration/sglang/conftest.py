@@ -11,8 +11,9 @@ import torch
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import save_model
-from flowrt.engines.options import SglangOptions
+from flowrt.engines.options import SglangOptions, Truncation
 from flowrt.engines.sglang.engine import SglangRollout
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 
@@ -81,8 +82,15 @@ def beside(
     monkeypatch.setenv("SGLANG_API_KEY", owned.server_key)
     engines: list[SglangRollout] = []
 
-    def make(tokens: int = LONG, **options: Any) -> SglangRollout:
-        engine = _engine(SglangOptions(url=owned.url, **options), checkpoint, tokens)
+    def make(
+        tokens: int = LONG,
+        *,
+        truncation: Truncation | None = None,
+        stop: tuple[str, ...] = (),
+        **options: Any,
+    ) -> SglangRollout:
+        settings = SglangOptions(url=owned.url, **options)
+        engine = _engine(settings, checkpoint, tokens, truncation=truncation, stop=stop)
         engines.append(engine)
         engine.start()
         return engine
@@ -92,14 +100,22 @@ def beside(
         engine.close()
 
 
-def _engine(options: SglangOptions, checkpoint: Path, tokens: int) -> SglangRollout:
+def _engine(
+    options: SglangOptions,
+    checkpoint: Path,
+    tokens: int,
+    *,
+    truncation: Truncation | None = None,
+    stop: tuple[str, ...] = (),
+) -> SglangRollout:
     return SglangRollout(
         options,
         checkpoint,
-        eos_id=1,
+        stop=StopConditions.of(checkpoint, stop),
         rows=ROWS,
         max_new_tokens=tokens,
         temperature=TEMPERATURE,
+        truncation=truncation,
         threads=1,
         log_path=checkpoint.parent / "server.log",
     )

@@ -12,13 +12,15 @@ import torch
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, parameter_shapes
+from flowrt.engines.options import Truncation
 from flowrt.engines.sglang.checksums import ExpectedChecksums
 from flowrt.engines.sglang.client import SglangClient
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.sglang.layout import Layout
 from flowrt.engines.sglang.protocol import Call, checksum
 from flowrt.engines.sglang.tensor_pickles import serialized
-from flowrt.engines.training.forward import score
+from flowrt.engines.torch.sampling import draw_truncated
+from flowrt.engines.training.forward import response_logprobs, score
 from flowrt.errors import EngineError
 from flowrt.transport.weights import snapshot as transport_weights
 from flowrt.transport.weights.snapshot import Snapshot
@@ -98,6 +100,33 @@ def test_each_finished_sequence_frees_one_row(owned: SglangRollout) -> None:
     assert owned.room == len(first) > 0
     assert len(drain(owned)) == ROWS - len(first)
     assert owned.room == ROWS
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [Truncation(top_k=20), Truncation(top_k=64, top_p=0.9), Truncation(top_k=64, min_p=0.2), Truncation(64, 0.8, 0.1)],
+)
+def test_supports_are_those_of_the_server_and_log_probabilities_are_over_them(
+    truncation: Truncation, beside: Callable[..., Any]
+) -> None:
+    engine = beside(40, truncation=truncation)
+    asked = prompts()
+    engine.add(asked)
+    for response in drain(engine):
+        assert response.support is not None
+        assert response.support.fits(response.tokens)
+        prompt = asked[response.key].tokens
+        renormalised, _ = response_logprobs(
+            BY_VERSION[0], [prompt], [response.tokens], TEMPERATURE, supports=[response.support]
+        )
+        torch.testing.assert_close(response.logprobs, renormalised.detach(), atol=CLOSE, rtol=0)
+        ids = torch.cat([prompt, response.tokens]).long().unsqueeze(0)
+        with torch.inference_mode():
+            logprobs = (BY_VERSION[0](ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        _, _, ours = draw_truncated(logprobs, torch.zeros(len(logprobs), 1), truncation)
+        counts = [int(one.counts_T) for one in ours]
+        different = sum(mine != theirs for mine, theirs in zip(counts, response.support.counts_T.tolist(), strict=True))
+        assert different <= 1, (counts, response.support.counts_T.tolist())  # rounding at the border
 
 
 @pytest.mark.parametrize("weights", ["disk", "tensor", "broadcast"])

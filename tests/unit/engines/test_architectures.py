@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from flowrt.engines.base import Prompt, Response
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import score
 from tests.decoders import COMMON, DECODERS
@@ -38,7 +39,7 @@ def test_layers_see_no_farther_than_their_window(name: str) -> None:
     torch.manual_seed(0)
     model = kind(config).float().eval()
     prompts = [torch.randint(2, 40, (length,), dtype=torch.int32) for length in (3, 40, 12)]
-    engine = TorchRollout(model, eos_id=99, rows=3, max_new_tokens=20, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions((99,)), rows=3, max_new_tokens=20, temperature=1.0)
     engine.add([Prompt(key, tokens, key) for key, tokens in enumerate(prompts)])
     done: dict[int, Response] = {}
     while engine.running:
@@ -55,7 +56,7 @@ def test_greedy_answers_and_log_probabilities(name: str) -> None:
     config._attn_implementation = "eager" if name == "gemma2" else "sdpa"
     model = kind(config).float().eval()
     prompts = [torch.randint(2, 40, (length,), dtype=torch.int32) for length in (3, 9, 5, 70)]
-    engine = TorchRollout(model, eos_id=1, rows=3, max_new_tokens=20, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions((1,)), rows=3, max_new_tokens=20, temperature=1.0)
     todo = [Prompt(key, tokens, key, greedy=True) for key, tokens in enumerate(prompts)]
     done: dict[int, Response] = {}
     while todo or engine.running:

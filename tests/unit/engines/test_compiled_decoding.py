@@ -14,6 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, save_model
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch import compile as compiled_steps
 from flowrt.engines.torch.rollout import TorchRollout
@@ -49,7 +50,9 @@ def make(name: str, seed: int = 0) -> Any:
 
 
 def engine_of(model: Any, rows: int, *, compiled: bool) -> TorchRollout:
-    return TorchRollout(model, eos_id=EOS, rows=rows, max_new_tokens=TOKENS, temperature=1.0, compiled=compiled)
+    return TorchRollout(
+        model, stop=StopConditions((EOS,)), rows=rows, max_new_tokens=TOKENS, temperature=1.0, compiled=compiled
+    )
 
 
 def prompts() -> list[Prompt]:

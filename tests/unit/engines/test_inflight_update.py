@@ -9,6 +9,7 @@ import torch
 
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, save_model
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch.inflight import FEW_TOKENS, MAX_ROUNDS
 from flowrt.engines.torch.rollout import TorchRollout
@@ -18,7 +19,7 @@ from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles.engines import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 
-NO_EOS, TOKENS = 99, 24
+TOKENS = 24
 LENGTHS = (5, 9, 3, 7)
 
 
@@ -55,7 +56,7 @@ def generate(
 ) -> dict[int, Response]:
     """Begin with model ``first``, swap to ``second`` after ``steps`` tokens; responses by prompt."""
     engine = TorchRollout(
-        make_model(first), eos_id=NO_EOS, rows=8, max_new_tokens=TOKENS, temperature=1.0, recompute=recompute
+        make_model(first), stop=StopConditions(), rows=8, max_new_tokens=TOKENS, temperature=1.0, recompute=recompute
     )
     engine.add(prompts(greedy))
     done: dict[int, Response] = {one.key: one for one in engine.run(After(steps))}
@@ -130,7 +131,7 @@ def test_what_the_configuration_chooses_decides_by_whose_keys_the_rest_is_made(t
 
 def test_prepared_beside_generation_the_rest_is_the_same_and_the_swap_has_little_left_to_compute() -> None:
     """Sequences end, and others begin, while a second copy of the model follows; then it takes over."""
-    engine = TorchRollout(make_model(1), eos_id=NO_EOS, rows=9, max_new_tokens=TOKENS, temperature=1.0)
+    engine = TorchRollout(make_model(1), stop=StopConditions(), rows=9, max_new_tokens=TOKENS, temperature=1.0)
     todo, done = prompts(greedy=False), dict[int, Response]()
     for version, model in enumerate((make_model(2), make_model(3)), 1):
         engine.add([Prompt(one.key + 10 * version, one.tokens, one.seed + version) for one in todo][: engine.room])
@@ -174,7 +175,7 @@ def test_the_same_weights_change_nothing(recompute: bool) -> None:
 
 
 def test_a_swap_before_the_first_token_leaves_one_span() -> None:
-    engine = TorchRollout(make_model(1), eos_id=NO_EOS, rows=8, max_new_tokens=4, temperature=1.0)
+    engine = TorchRollout(make_model(1), stop=StopConditions(), rows=8, max_new_tokens=4, temperature=1.0)
     engine.add(prompts(greedy=True))
     engine.swap(Snapshot.take(5, named_parameters(make_model(2))))
     while engine.running:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from flowrt.engines.options import Truncation
 from flowrt.engines.sglang import protocol as said
 from flowrt.errors import EngineError
 
 RELEASES: dict[str, Any] = json.loads(Path(__file__).with_name("sglang_requests.json").read_text())
-SAMPLING = said.Sampling(temperature=0.7, max_new_tokens=16, eos_id=1)
+SAMPLING = said.Sampling(temperature=0.7, max_new_tokens=16, stop_token_ids=(1, 2))
 BUCKETS = [
     [said.Parameter("a", "float32", (2, 3)), said.Parameter("b", "float32", (4,))],
     [said.Parameter("c", "float32", (5,))],
@@ -85,7 +86,7 @@ def test_what_is_left_of_an_answer_is_asked_for() -> None:
     settings = body["sampling_params"]
     assert settings["max_new_tokens"] == 14
     assert settings["top_k"] == 1
-    assert settings["stop_token_ids"] == [1]
+    assert settings["stop_token_ids"] == [1, 2]
     assert settings["temperature"] == 0.7
     assert settings["sampling_seed"] == 9
     assert (
@@ -101,7 +102,7 @@ def test_servers_that_are_too_old_or_of_no_release_are_refused_by_name(version: 
 
 @pytest.mark.parametrize("version", ["0.5.21", "0.5.21.post2", "0.5.21.dev7+gabc", "0.6.0", "1.0.0"])
 def test_suffixes_and_later_releases_are_read(version: str) -> None:
-    assert said.capabilities(version) == said.Capabilities(update_session=True, token_versions=True)
+    assert said.capabilities(version) == said.Capabilities(update_session=True, token_versions=True, supports=True)
 
 
 # ---- answers
@@ -153,3 +154,50 @@ def test_a_cut_answer_says_why() -> None:
 def test_an_answer_of_another_form_is_an_error_that_says_so(wrong: Any) -> None:
     with pytest.raises(EngineError, match="SGLang server"):
         said.parse_generated(wrong, NEW, version=3)
+
+
+# ---- truncated sampling
+
+
+TRUNCATED = said.Sampling(0.7, 16, (1, 2), ("Q:",), Truncation(64, 0.9, 0.05))
+
+
+@pytest.mark.parametrize("release", [one for one in RELEASES if said.capabilities(one).supports])
+def test_a_request_has_the_stops_and_limits_and_asks_for_supports(release: str) -> None:
+    body = said.generate([5], TRUNCATED, generated=0, seed=9, greedy=False, version=3).body
+    settings = body["sampling_params"]
+    assert (settings["top_k"], settings["top_p"], settings["min_p"]) == (64, 0.9, 0.05)
+    assert (settings["stop"], settings["stop_token_ids"], settings["no_stop_trim"]) == (["Q:"], [1, 2], True)
+    assert body["return_sampling_mask"] is True
+    assert set(body) <= {"input_ids", *RELEASES[release]["routes"]["/generate"]["optional"]}
+    assert set(settings) <= set(RELEASES[release]["sampling_params"])
+
+
+def test_greedy_and_plain_requests_are_not_truncated() -> None:
+    for sampling, greedy, top_k in ((TRUNCATED, True, 1), (SAMPLING, True, 1), (SAMPLING, False, -1)):
+        body = said.generate([5], sampling, generated=0, seed=9, greedy=greedy, version=3).body
+        settings = body["sampling_params"]
+        assert (settings["top_k"], settings["top_p"], settings["min_p"]) == (top_k, 1.0, 0.0)
+        assert "return_sampling_mask" not in body
+
+
+def masked_answer(supports: Any, logprobs: Any) -> dict[str, Any]:
+    whole = answer([7, 8], [("3", 0, 2)], type="length")
+    whole["meta_info"] |= {"output_token_sampling_mask": supports, "output_token_sampling_logprobs": logprobs}
+    return whole
+
+
+def test_supports_and_the_log_probabilities_over_them_are_read() -> None:
+    whole = masked_answer([[7, 9], [8]], [-0.25, 0.0])
+    piece = said.parse_generated(whole, NEW, version=3, with_supports=True)
+    assert (piece.supports, piece.logprobs, piece.at_limit) == (((7, 9), (8,)), (-0.25, 0.0), True)
+    assert said.parse_generated(whole, NEW, version=3).logprobs == (0.0, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("supports", "logprobs"),
+    [(None, None), ([[7, 9]], [-0.25]), ([[7, 9], [9]], [-0.25, 0.0]), ([[7, 9], [8]], [-0.25])],
+)
+def test_supports_that_do_not_fit_the_tokens_are_an_error(supports: Any, logprobs: Any) -> None:
+    with pytest.raises(EngineError, match=r"supports.*rollout\.top_k"):
+        said.parse_generated(masked_answer(supports, logprobs), NEW, version=3, with_supports=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowrt.engines.base import Prompt, Response, sample_seed
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import score
@@ -34,7 +35,7 @@ def prompts(greedy: bool = False) -> list[Prompt]:
 
 def answer(model: Any, todo: list[Prompt], rows: int, arrivals: int, **settings: Any) -> dict[int, Response]:
     """Generate everything, new prompts joining ``arrivals`` at a time while others run."""
-    options: dict[str, Any] = {"eos_id": EOS, "max_new_tokens": 40, "temperature": 1.0} | settings
+    options: dict[str, Any] = {"stop": StopConditions((EOS,)), "max_new_tokens": 40, "temperature": 1.0} | settings
     engine = TorchRollout(model, rows=rows, **options)
     done: dict[int, Response] = {}
     while todo or engine.running:
@@ -102,7 +103,7 @@ def test_sampling_follows_the_distribution(model: Any) -> None:
 
 
 def test_weights_mark_their_samples(model: Any) -> None:
-    engine = TorchRollout(model, eos_id=EOS, rows=2, max_new_tokens=4, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions((EOS,)), rows=2, max_new_tokens=4, temperature=1.0)
     snapshot = Snapshot.take(5, {name: parameter.detach() for name, parameter in model.named_parameters()})
     engine.add(prompts()[:1])
     (before,) = drain(engine)
@@ -114,7 +115,7 @@ def test_weights_mark_their_samples(model: Any) -> None:
 
 
 def test_an_interrupt_brings_the_engine_back(model: Any) -> None:
-    engine = TorchRollout(model, eos_id=-1, rows=1, max_new_tokens=40, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions(), rows=1, max_new_tokens=40, temperature=1.0)
     engine.add(prompts()[:1])
     interrupt = threading.Event()
     interrupt.set()
@@ -123,7 +124,7 @@ def test_an_interrupt_brings_the_engine_back(model: Any) -> None:
 
 
 def test_more_prompts_than_rows_are_refused(model: Any) -> None:
-    engine = TorchRollout(model, eos_id=EOS, rows=2, max_new_tokens=4, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions((EOS,)), rows=2, max_new_tokens=4, temperature=1.0)
     with pytest.raises(EngineError, match="3 prompts for 2 free rows"):
         engine.add(prompts()[:3])
 

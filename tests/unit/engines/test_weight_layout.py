@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flowrt.engines.base import Prompt
 from flowrt.engines.hf import named_parameters, save_model
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
 from flowrt.recipes.config_io import parse
@@ -61,7 +62,9 @@ def test_narrow_types_and_what_an_embedding_reads_stay_as_they_are() -> None:
 @pytest.mark.parametrize("steps", [0, 5])
 def test_weights_that_are_swapped_in_lie_as_the_old_ones_did(steps: int) -> None:
     """At a boundary, and in flight, into the second copy of the model."""
-    engine = TorchRollout(optimize_layout(make_model(1)), eos_id=99, rows=2, max_new_tokens=9, temperature=1.0)
+    engine = TorchRollout(
+        optimize_layout(make_model(1)), stop=StopConditions((99,)), rows=2, max_new_tokens=9, temperature=1.0
+    )
     expected = turned(engine._cached.model)
     assert sum(expected.values()) == 14
     new = Snapshot.take(1, named_parameters(make_model(2)))

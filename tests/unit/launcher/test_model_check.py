@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.hf import load_model
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.errors import ConfigError
-from flowrt.launcher.model_check import check_finite, check_prompts, check_weights
+from flowrt.launcher.model_check import check_finite, check_prompts, check_sampling, check_weights
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import INDEX, check_model_files
 from flowrt.recipes.tasks.arithmetic import Arithmetic
@@ -260,3 +261,14 @@ def test_prompts_that_a_model_cannot_take_are_named(text: str, limits: dict[str,
         return
     with pytest.raises(ConfigError, match=said):
         check_prompts(prompts("1+1", text), tokenizer, what="the model", **requests)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [(["16"], False), (["17"], True), (["17", "--rollout.top-p", "0.9"], False), (["0"], False)],
+)
+def test_top_k_that_excludes_no_token_is_refused(flags: list[str], refused: bool) -> None:
+    config = parse(["arithmetic", "--rollout.top-k", *flags])
+    expected = pytest.raises(ConfigError, match="no token would be excluded") if refused else nullcontext()
+    with expected:
+        check_sampling(config, 17, "model m")

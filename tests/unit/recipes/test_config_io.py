@@ -150,6 +150,8 @@ def _change(config: Any) -> Any:
             changes[field.name] = "dapo"
         elif isinstance(value, str):
             changes[field.name] = value + " other"
+        elif isinstance(value, tuple):
+            changes[field.name] = (*value, "\n\n", 'a "quoted" é')
         else:
             changes[field.name] = value + type(value)(1)
     return dataclasses.replace(config, **changes)
@@ -421,7 +423,8 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     hint = numeric_fields().get(name)
     interval = interval_of(hint)
     bounds = "" if interval is None else squeeze(f"({span(interval, get_args(hint)[0])}; default")
-    assert re.search(flag + r"(STR|INT|FLOAT|\{[\w,]+\})" + re.escape(squeeze(doc) + bounds), help_text), name
+    kinds = r"(STR|INT|FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])"
+    assert re.search(flag + kinds + re.escape(squeeze(doc) + bounds), help_text), name
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _trained_samples(command: object) -> int:
 class _Pulled:
     """What `to_training_batch` reads of a batch: two samples, of staleness 0 and 3 in step 3."""
 
-    inline: Mapping[str, list[float]] = {"reward": [0.0, 1.0]}
+    inline: Mapping[str, list[float]] = {"reward": [0.0, 1.0], "truncated": [0.0, 1.0]}
     groups = (0, 0)
     tensors: Mapping[str, list[torch.Tensor]] = {
         "prompt": [torch.ones(1, dtype=torch.int32)] * 2,

@@ -23,7 +23,7 @@ FLOW = api.Dataflow(
         api.Column("logprobs", "float32", "slot"),
     ),
     (
-        api.Stage("rollout", needs=("prompt",), makes=("response", "logprobs"), generates=True),
+        api.Stage("rollout", needs=("prompt",), makes=("response", "logprobs", "truncated"), generates=True),
         api.Stage("read", needs=("response",), makes=()),
     ),
 )

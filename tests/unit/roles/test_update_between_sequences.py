@@ -14,6 +14,7 @@ from flowrt.engines.simulated.costs import GenerationCost
 from flowrt.engines.simulated.engine import SimulatedRollout
 from flowrt.engines.simulated.lengths import Lengths, Uniform
 from flowrt.engines.simulated.time import NEVER
+from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.recipes.grpo import POLICY
@@ -29,7 +30,7 @@ FLOW = api.Dataflow(
         api.Column("logprobs", "float32", "slot"),
     ),
     (
-        api.Stage("rollout", needs=("prompt",), makes=("response", "logprobs"), generates=True),
+        api.Stage("rollout", needs=("prompt",), makes=("response", "logprobs", "truncated"), generates=True),
         api.Stage("read", needs=("response",), makes=()),
     ),
 )
@@ -116,7 +117,7 @@ async def test_the_torch_engine_swaps_in_flight_what_it_has_prepared_beside_gene
     model = build_model(
         vocab_size=24, hidden_size=32, layers=2, heads=2, intermediate_size=64, max_length=4096, seed=1
     ).eval()
-    engine = TorchRollout(model, eos_id=99, rows=4, max_new_tokens=1500, temperature=1.0)
+    engine = TorchRollout(model, stop=StopConditions((99,)), rows=4, max_new_tokens=1500, temperature=1.0)
     published = [api.Snapshot.take(version, named_parameters(model)) for version in (1, 2)]
     async with api.controller(FLOW, api.Settings(), POLICIES, tmp_path) as (_, address):
         source, rollout, reader = [await api.connect(address, role, role, 10) for role in ("source", "rollout", "read")]

@@ -1,0 +1,96 @@
+"""Log-probabilities over the support of a truncated sampling distribution (top-k, top-p, min-p).
+
+Such a sampler draws from the softmax p restricted to a few tokens, its support, and renormalised:
+m(a) = p(a) / p(support). A ratio of two policies is right only if both have the same support. So the rollout engine
+records the support of each token, and the trainer computes its log-probabilities over it (DeepSeek-V3.2, arXiv
+2512.02556, "Keep Sampling Mask").
+
+Shapes: T = response tokens, flattened, E = entries of all their supports, U = predictions, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The tokens that could be drawn at each position of a response.
+
+    Attributes:
+        tokens_E: int token ids, position after position; those of a position are distinct.
+        counts_T: int, number of tokens of each position, which sum to E.
+    """
+
+    tokens_E: Tensor
+    counts_T: Tensor
+
+    @property
+    def position_E(self) -> Tensor:
+        """int64, the position of each entry."""
+        return torch.arange(len(self.counts_T), device=self.counts_T.device).repeat_interleave(self.counts_T)
+
+    def to(self, device: torch.device) -> "Support":
+        """This support on ``device``."""
+        return Support(self.tokens_E.to(device), self.counts_T.to(device))
+
+    def prefix(self, positions: int | None) -> "Support":
+        """The support of the first ``positions`` positions; None: of all."""
+        counts_T = self.counts_T[:positions]
+        return Support(self.tokens_E[: int(counts_T.sum())], counts_T)
+
+    def fits(self, response_T: Tensor) -> bool:
+        """Whether each token of a response has a support that contains it, exactly once."""
+        if len(self.counts_T) != len(response_T) or bool((self.counts_T < 1).any()):
+            return False
+        if int(self.counts_T.sum()) != len(self.tokens_E):
+            return False
+        position_E = self.position_E
+        drawn_E = self.tokens_E == response_T[position_E]
+        return torch.equal(position_E[drawn_E], torch.arange(len(response_T), device=position_E.device))
+
+
+def singletons(response_T: Tensor) -> Support:
+    """The support of which each token is the only one: all log-probabilities are 0."""
+    return Support(response_T, torch.ones_like(response_T))
+
+
+def join_supports(supports: Sequence[Support]) -> Support:
+    """One support of the positions of all responses, in order."""
+    return Support(torch.cat([one.tokens_E for one in supports]), torch.cat([one.counts_T for one in supports]))
+
+
+def support_logprobs(
+    logits_UV: Tensor, prediction_T: Tensor, target_T: Tensor, support: Support, temperature: float
+) -> Tensor:
+    """Log-probabilities of tokens, renormalised over their supports: log p(target) - log p(support).
+
+    Args:
+        logits_UV: logits of the predictions.
+        prediction_T: index of the prediction of each token; several tokens may share one.
+        target_T: the tokens.
+        support: of all tokens, on the device of the logits.
+        temperature: divides the logits.
+
+    Returns:
+        logprobs_T in nats, float32 or wider, with gradient; 0 for the only token of a support.
+
+    Raises:
+        ValueError: if the temperature is not positive, or a token is not in its support.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy rollouts have no log-probability)")
+    position_E = support.position_E
+    drawn_T = (support.tokens_E == target_T[position_E]).nonzero().squeeze(1)
+    if not torch.equal(position_E[drawn_T], torch.arange(len(target_T), device=position_E.device)):
+        raise ValueError(f"a token of {len(target_T)} is not in its support; every sampled token must be")
+    selected_E = logits_UV[prediction_T[position_E], support.tokens_E.long()]
+    scaled_E = selected_E.to(torch.promote_types(logits_UV.dtype, torch.float32)) / temperature
+    # Softmax is invariant to a common offset, but logit - logsumexp loses precision if logits are large.
+    peak_T = scaled_E.new_full((len(target_T),), -torch.inf)
+    peak_T = peak_T.scatter_reduce(0, position_E, scaled_E.detach(), "amax")
+    centred_E = scaled_E - peak_T[position_E]
+    total_T = torch.zeros_like(peak_T).index_add(0, position_E, centred_E.exp())
+    return centred_E[drawn_T] - total_T.log()

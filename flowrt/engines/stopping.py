@@ -1,0 +1,98 @@
+"""When a sequence ends: at a stop token, at a stop string, or at the length limit.
+
+- The stop tokens of a checkpoint are those of its tokenizer, of generation_config.json and of config.json together:
+  a chat model often ends its turn with another token than the one that its tokenizer calls the end.
+- A stop string ends a sequence with the token that completes it in the decoded text. No token is removed.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from flowrt.engines.hf import load_tokenizer
+from flowrt.errors import EngineError
+
+
+def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[int, ...]:
+    """The token ids that end a sequence of a checkpoint, ascending.
+
+    Args:
+        path: directory of the checkpoint.
+        tokenizer: of the checkpoint; None: it is loaded.
+
+    Raises EngineError if a file cannot be read, the tokenizer has no end token, or an id is not a number.
+    """
+    sources = {"the tokenizer": (load_tokenizer(path) if tokenizer is None else tokenizer).eos_token_id}
+    try:
+        sources["config.json"] = getattr(
+            AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), "eos_token_id", None
+        )
+        if (Path(path) / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(path, local_files_only=True)
+            sources["generation_config.json"] = generation.eos_token_id
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise EngineError(f"{path} has a configuration that transformers cannot load: {first_line}") from error
+    found: set[int] = set()
+    for name, value in sources.items():
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise EngineError(f"{name} of {path} has eos_token_id {value!r:.80}; make it a token id, or a list of them")
+        found.update(ids)
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """What ends a sequence before the length limit.
+
+    Attributes:
+        token_ids: a sequence ends with one of these tokens.
+        strings: a sequence ends when its decoded response contains one of these.
+        tokenizer: decodes responses; needed with ``strings``.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], strings: Sequence[str] = ()) -> "StopConditions":
+        """The stop tokens of a checkpoint, and these strings. Raises EngineError if a file cannot be read."""
+        tokenizer = load_tokenizer(path)
+        return cls(stop_token_ids(path, tokenizer), tuple(strings), tokenizer)
+
+    def complete_string(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop string ends in the last of these response tokens; the earlier ones contain none."""
+        if not self.strings:
+            return False
+        text = str(self.tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False))
+        return any(string in text for string in self.strings)
+
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """Number of response tokens after which the sequence ends; None if nothing ends it."""
+        for count in range(1, len(tokens) + 1):
+            if tokens[count - 1] in self.token_ids or self.complete_string(
+                tokens[max(count - self._window, 0) : count]
+            ):
+                return count
+        return None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of a response, without special tokens, the stop token, and what begins with a stop string."""
+        shown = tokens[:-1] if tokens and tokens[-1] in self.token_ids else tokens
+        text = str(self.tokenizer.decode(list(shown), skip_special_tokens=True))
+        starts = [place for string in self.strings if (place := text.find(string)) >= 0]
+        return text[: min(starts)] if starts else text
+
+    @property
+    def _window(self) -> int:
+        """Number of tokens within which a stop string lies: each stands for at least one byte.
+
+        One more, because tokenizers may leave out a space before the first token.
+        """
+        return max((len(string.encode()) for string in self.strings), default=0) + 1

@@ -1,0 +1,227 @@
+"""What ends a sequence: several stop tokens, stop strings, the length limit; and what the reward then reads."""
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from flowrt.engines.base import Prompt, Response
+from flowrt.engines.descriptor import PublishedWeights, RolloutSetup
+from flowrt.engines.hf import save_model
+from flowrt.engines.sglang.engine import SglangRollout, _Sequence
+from flowrt.engines.sglang.protocol import PartialResponse
+from flowrt.engines.stopping import StopConditions, stop_token_ids
+from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.errors import EngineError, Stopped
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.roles import reward
+from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.timeline import Timeline
+
+LONG = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return wrap_tokenizer(Arithmetic(0, 0).tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    return build_model(
+        vocab_size=len(tokenizer), hidden_size=64, layers=2, heads=4, intermediate_size=96, max_length=128, seed=1
+    ).eval()
+
+
+@pytest.fixture
+def checkpoint(model: Any, tokenizer: Any, tmp_path: Path) -> Path:
+    save_model(model, tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def generate(model: Any, stop: StopConditions, count: int = 24, tokens: int = LONG) -> list[Response]:
+    engine = TorchRollout(model, stop=stop, rows=count, max_new_tokens=tokens, temperature=1.0)
+    engine.add([Prompt(key, torch.tensor([3, 4], dtype=torch.int32), key) for key in range(count)])
+    done: list[Response] = []
+    while engine.running:
+        done += engine.run(threading.Event())
+    return sorted(done, key=lambda one: one.key)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        (1, 1, (1,)),
+        (1, [1, 5], (1, 5)),
+        ([1, 7], None, (1, 7)),
+        (None, 5, (1, 5)),
+        ([9, 7], [7, 5], (1, 5, 7, 9)),
+    ],
+)
+def test_all_stop_tokens_of_a_checkpoint_count(checkpoint: Path, config: Any, generation: Any, ids: Any) -> None:
+    change(checkpoint / "config.json", eos_token_id=config)
+    change(checkpoint / "generation_config.json", eos_token_id=generation)
+    assert stop_token_ids(checkpoint) == StopConditions.of(checkpoint).token_ids == ids
+
+
+def test_a_checkpoint_without_generation_config_has_stop_tokens_too(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").unlink()
+    assert stop_token_ids(checkpoint) == (1,)
+
+
+def test_a_stop_token_that_is_no_number_is_refused(checkpoint: Path) -> None:
+    change(checkpoint / "generation_config.json", eos_token_id=[1, -3])
+    with pytest.raises(EngineError, match=r"generation_config\.json .* make it a token id, or a list"):
+        stop_token_ids(checkpoint)
+
+
+def test_each_stop_token_ends_a_sequence_which_is_not_truncated(model: Any) -> None:
+    one, three = (generate(model, StopConditions(ids)) for ids in ((1,), (1, 5, 7)))
+    assert {int(response.tokens[-1]) for response in three if not response.truncated} == {1, 5, 7}
+    for response, longer in zip(three, one, strict=True):
+        tokens = response.tokens.tolist()
+        assert set(tokens[:-1]).isdisjoint({1, 5, 7})
+        assert response.truncated == (tokens[-1] not in (1, 5, 7))
+        assert not response.truncated or len(tokens) == LONG
+        assert longer.tokens.tolist()[: len(tokens)] == tokens  # the same draws, ended earlier
+
+
+def test_a_stop_token_at_the_length_limit_is_a_stop(model: Any) -> None:
+    ended = next(one for one in generate(model, StopConditions((1,))) if 2 < len(one.tokens) < LONG)
+    again = generate(model, StopConditions((1,)), tokens=len(ended.tokens))[ended.key]
+    shorter = generate(model, StopConditions((1,)), tokens=len(ended.tokens) - 1)[ended.key]
+    assert (again.truncated, shorter.truncated) == (False, True)
+
+
+@pytest.mark.parametrize("strings", [("1",), ("2+", "9"), ("no such text",)])
+def test_a_stop_string_ends_a_sequence_with_the_token_that_completes_it(
+    model: Any, tokenizer: Any, strings: tuple[str, ...]
+) -> None:
+    without = generate(model, StopConditions((1,)))
+    for response, longer in zip(generate(model, StopConditions((1,), strings, tokenizer)), without, strict=True):
+        texts = [tokenizer.decode(longer.tokens[:count].tolist()) for count in range(1, len(longer.tokens) + 1)]
+        ends = [count for count, text in enumerate(texts, 1) if any(string in text for string in strings)]
+        expected = min([*ends, len(longer.tokens)])
+        assert torch.equal(response.tokens, longer.tokens[:expected])
+        torch.testing.assert_close(response.logprobs, longer.logprobs[:expected], atol=1e-5, rtol=0)
+        assert response.truncated == (not ends and longer.truncated)
+
+
+def test_the_reward_reads_the_text_before_what_ended_it(tokenizer: Any) -> None:
+    ids = tokenizer("12+34")["input_ids"]
+    stop = StopConditions((1, ids[-1]), ("+3",), tokenizer)
+    assert StopConditions((1,), (), tokenizer).text([*ids, 1]) == tokenizer.decode(ids)
+    assert StopConditions((ids[-1],), (), tokenizer).text(ids) == tokenizer.decode(ids[:-1])
+    assert stop.text(ids) == "12"
+    assert stop.end_of(ids) == 4
+    assert stop.end_of(ids[:3]) is None
+
+
+# ---- SGLang: what the server says is put right
+
+
+def response(stop: StopConditions, *parts: PartialResponse) -> Response:
+    sequence = _Sequence(Prompt(0, torch.tensor([3]), 0))
+    for part in parts:
+        sequence.add(part)
+    return sequence.response(stop, with_support=False)
+
+
+def part(tokens: list[int], *, version: int = 0, at_limit: bool = False, abort: str = "") -> PartialResponse:
+    logprobs = tuple(-1.0 for _ in tokens)
+    return PartialResponse(tuple(tokens), logprobs, (version, len(tokens)), abort, at_limit)
+
+
+def test_a_server_that_stopped_at_any_of_its_tokens_did_not_truncate() -> None:
+    assert not response(StopConditions((1,)), part([4, 5])).truncated  # a stop token that only the server knows
+    assert response(StopConditions((1,)), part([4, 5], at_limit=True)).truncated
+    assert not response(StopConditions((1, 5)), part([4, 5], at_limit=True)).truncated
+
+
+def test_a_stop_string_across_two_parts_of_a_sequence_ends_it(tokenizer: Any) -> None:
+    ids = tokenizer("12+34")["input_ids"]
+    stop = StopConditions((1,), ("2+3",), tokenizer)
+    ended = response(stop, part(ids[:3], abort="a pause"), part([*ids[3:], *ids], version=1, at_limit=True))
+    assert ended.tokens.tolist() == ids[:4]
+    assert (len(ended.logprobs), ended.spans, ended.truncated) == (4, (0, 3, 1, 1), False)
+
+
+def test_both_engines_are_built_with_the_same_stop_tokens(checkpoint: Path) -> None:
+
+    change(checkpoint / "generation_config.json", eos_token_id=[1, 5])
+    flags = ["--rollout.stop", "=", "--rollout.sglang.url", "http://127.0.0.1:9"]
+    setup = RolloutSetup(
+        model=checkpoint,
+        settings=parse(flags).rollout,
+        published=PublishedWeights(),
+        deterministic=False,
+        threads=1,
+        log_path=checkpoint / "log",
+    )
+    torch_engine = cast(Any, ROLLOUT_ENGINES["torch"].build(setup))
+    server: SglangRollout = cast(Any, ROLLOUT_ENGINES["sglang"].build(setup))
+    try:
+        assert torch_engine._stop.token_ids == server._sampling.stop_token_ids == (1, 5)
+        assert torch_engine._stop.strings == server._sampling.stop_strings == ("=",)
+    finally:
+        server.close()
+
+
+async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
+    checkpoint: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four responses: two stop tokens, a cut one that ends like a stopped one, and one cut in the middle."""
+
+    change(checkpoint / "generation_config.json", eos_token_id=[1, 5])
+    seen: list[str] = []
+
+    def score(text: str, _: str) -> float:
+        seen.append(text)
+        return float(len(text))
+
+    task = SimpleNamespace(
+        scores_truncated=False,
+        calls_user_code=False,
+        reward=score,
+        close=lambda: None,
+    )
+    monkeypatch.setattr(reward, "task_of", lambda _: task)
+    ids = tokenizer("12")["input_ids"]
+    rows = [[*ids, 1], [*ids, 5], [*ids, 1], ids]
+    batch = SimpleNamespace(
+        tensors={"response": [torch.tensor(row) for row in rows], "answer": [torch.zeros(0, dtype=torch.uint8)] * 4},
+        inline={"truncated": [0.0, 0.0, 1.0, 1.0]},
+        slots=(0, 1, 2, 3),
+        leases=(1, 1, 1, 1),
+    )
+
+    class Session:
+        timeline = Timeline(MonotonicClock())
+
+        async def pull(self, *_: Any, **__: Any) -> Any:
+            if seen:
+                raise Stopped("done", 0)
+            return batch
+
+        async def commit(self, *_: Any, **columns: Any) -> None:
+            assert columns["inline"] == {"reward": [2.0, 2.0, 0.0, 0.0]}
+
+    with pytest.raises(Stopped):
+        await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint)]))
+    assert seen == ["12", "12", "", ""]
