@@ -34,7 +34,6 @@ from flowrt.transport.weights.snapshot import Snapshot
 ARMS, COEFFICIENT, TEMPERATURE = 8, 0.5, 0.7
 STEPS, SAMPLES, LR = 200, 512, 0.01
 STALENESS = (0, 4)
-"""End of sequence: no arm is one."""
 REWARDS = torch.tensor([0.1, 0.9, 0.4, 0.0, 0.7, 1.0, 0.3, 0.6], dtype=torch.float64)
 PROMPT = torch.zeros(1, dtype=torch.int32)
 

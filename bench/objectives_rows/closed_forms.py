@@ -372,12 +372,10 @@ def second_moment_threshold(rule: SecondMoment, samples: Sequence[Sample]) -> fl
 
 
 def entropy_threshold(rule: Entropy, samples: Sequence[Sample]) -> float:
-    """The entropy above which tokens are among the share of a step that the rule keeps; linear between two tokens."""
+    """A number below the entropies of the share of a step's tokens that the rule keeps, and above the others."""
     ranked = sorted(sg(value) for one in samples for value in one.entropy)
-    place = (1 - rule.top) * (len(ranked) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (place - below) * (ranked[above] - ranked[below])
+    others = len(ranked) - math.ceil(rule.top * len(ranked))
+    return (ranked[others - 1] + ranked[others]) / 2 if others else -math.inf
 
 
 def aggregated(values: Sequence[complex], aggregation: Aggregation) -> complex:
@@ -408,7 +406,7 @@ def objective_total(objective: Objective, formula: Formula, step: Sequence[Sampl
         if objective.kl is not None:
             pairs = zip(losses, estimates(objective.kl.estimator, sample), strict=True)
             losses = [loss + objective.kl.coef * sample.valid * kl for loss, kl in pairs]
-        bonus = [-entropy.coef * nats for nats in sample.entropy]
+        bonus = [-entropy.coef * sample.valid * nats for nats in sample.entropy]
         return aggregated(losses, objective.aggregation) + aggregated(bonus, objective.aggregation)
 
     return lambda samples: sum((of(sample) for sample in samples), 0j)
