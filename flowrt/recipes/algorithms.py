@@ -16,6 +16,7 @@ from flowrt.recipes.config import (
     AdvantageConfig,
     AlgorithmConfig,
     CorrectionConfig,
+    FilterConfig,
     KlConfig,
     LossConfig,
     PlanConfig,
@@ -43,7 +44,7 @@ _PRESETS: dict[str, AlgorithmConfig] = {
     "reinforce": AlgorithmConfig(),
     "grpo": _from_rollout(replace(PPO, aggregation="sequence_mean"), kl=KlConfig()),
     "dr_grpo": _from_rollout(replace(PPO, aggregation="constant"), AdvantageConfig(scale="none")),
-    "dapo": _from_rollout(replace(PPO, clip_high=0.28)),
+    "dapo": replace(_from_rollout(replace(PPO, clip_high=0.28)), filter=FilterConfig(zero_variance=True)),
     "rloo": AlgorithmConfig(
         advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
         loss=LossConfig(aggregation="constant"),
@@ -184,8 +185,10 @@ def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """Fields that change nothing in this combination, and why."""
     if is_own(algorithm.name):
         reason = f"algorithm {algorithm.name} has no such parameter of flowrt's"
-        free = ("name", "own_reference", "staleness_weight")
-        yield from ((field, reason) for field in _fields(algorithm) if field not in (*free, "staleness_power"))
+        free = ("name", "own_reference", "staleness_weight", "staleness_power")
+        for field in _fields(algorithm):
+            if field not in free and not field.startswith("filter."):
+                yield field, reason
     else:
         yield "own_reference", "it is for a class of your own"
         yield from _inert_losses(algorithm)

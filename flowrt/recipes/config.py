@@ -406,6 +406,8 @@ class AlgorithmConfig:
     """The reference model."""
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     """Entropy."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups are trained."""
     staleness_weight: Literal["uniform", "polynomial"] = "uniform"
     """Loss weight of a sample by its staleness s; uniform: 1; polynomial: (1 + s) ** -staleness_power (FedAsync, arXiv
     1903.03934)."""
@@ -535,8 +537,6 @@ class RunConfig:
     """Restarts of a local run from its last checkpoint after a trainer is lost."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """Which worker gets which ready samples."""
-    filter: FilterConfig = field(default_factory=FilterConfig)
-    """Which groups are trained."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -94,21 +94,22 @@ def _check_one_text(text: str, name: str) -> None:
 
 def _check_filter(config: RunConfig) -> None:
     """Raise ConfigError for a group filter that refuses everything, and options of it that change nothing."""
-    options, none = config.filter, FilterConfig()
+    options, none = config.algorithm.filter, FilterConfig()
     if options.zero_variance and config.group_size == 1:
         raise ConfigError(
-            "filter.zero_variance is on and group_size is 1: the rewards of every group would be equal, and all would "
-            "be filtered; use groups of 2 or more, or leave it out"
+            "algorithm.filter.zero_variance is on and group_size is 1: the rewards of every group would be equal, and "
+            "all would be filtered; use groups of 2 or more, or leave it out"
         )
     if options.min_reward > options.max_reward:
         raise ConfigError(
-            f"filter.min_reward is {options.min_reward}, above filter.max_reward ({options.max_reward}): no group "
-            "would be trained; use a lower one"
+            f"algorithm.filter.min_reward is {options.min_reward}, above algorithm.filter.max_reward "
+            f"({options.max_reward}): no group would be trained; use a lower one"
         )
     if options == replace(none, tries=options.tries) != none:
         raise ConfigError(
-            f"filter.tries is {options.tries}, and no groups are filtered; set filter.zero_variance, "
-            "filter.min_reward or filter.max_reward, or leave it out"
+            f"algorithm.filter.tries is {options.tries}, and no groups are filtered; set "
+            "algorithm.filter.zero_variance, algorithm.filter.min_reward or algorithm.filter.max_reward, or leave it "
+            "out"
         )
 
 

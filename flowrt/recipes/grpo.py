@@ -82,7 +82,7 @@ def policies(config: RunConfig) -> Policies:
         cut=FixedTokens(config.trainer.tokens_per_step, order="shuffled", seed=config.seed)
         if config.trainer.tokens_per_step
         else None,
-        group_filter=group_filter(config.filter),
+        group_filter=group_filter(config.algorithm.filter),
         curriculum=curriculum(config),
     )
 
@@ -156,7 +156,7 @@ def settings(config: RunConfig) -> Settings:
         model=POLICY,
         strict_issue_order=config.deterministic,
         on_lost_sample=OnLostSample(config.on_lost_sample),
-        filter_tries=config.filter.tries,
+        filter_tries=config.algorithm.filter.tries,
         lease_s=config.controller.lease_s,
         worker_timeout_s=config.controller.worker_timeout_s,
         reconnect_timeout_s=config.controller.reconnect_timeout_s,

@@ -16,7 +16,7 @@ PROMPTS, STEPS, TRIES = 4, 12, 6
 SMALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", "4", "--steps", str(STEPS), "--data.eval-prompts", "0"),
     *("--rollout.workers", "1", "--checkpoint.every", "3", "--supervisor.backoff-s", "0.1"),
-    *("--filter.zero-variance", "True", "--filter.tries", str(TRIES)),
+    *("--algorithm.filter.zero-variance", "True", "--algorithm.filter.tries", str(TRIES)),
 ]
 
 
@@ -103,13 +103,16 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     ("flags", "words"),
     [
         (
-            ["--filter.zero-variance", "True", "--group-size", "1", "--algorithm.advantage.baseline", "none"],
+            ["--algorithm.filter.zero-variance", "True", "--group-size", "1", "--algorithm.advantage.baseline", "none"],
             "group_size is 1",
         ),
-        (["--filter.min-reward", "0.9", "--filter.max-reward", "0.1"], "no group would be trained"),
-        (["--filter.tries", "3"], "no groups are filtered"),
-        (["--filter.zero-variance", "True", "--filter.tries", "0"], "filter.tries is 0; use"),
-        (["--filter.min-reward", "nan"], "filter.min_reward is nan"),
+        (["--algorithm.filter.min-reward", "0.9", "--algorithm.filter.max-reward", "0.1"], "no group would be trained"),
+        (["--algorithm.filter.tries", "3"], "no groups are filtered"),
+        (
+            ["--algorithm.filter.zero-variance", "True", "--algorithm.filter.tries", "0"],
+            "algorithm.filter.tries is 0; use",
+        ),
+        (["--algorithm.filter.min-reward", "nan"], "algorithm.filter.min_reward is nan"),
         (["--curriculum.floor", "0.5"], "change nothing with uniform"),
         (["--curriculum.policy", "solve_rate", "--curriculum.floor", "0"], "curriculum.floor is 0.0; use"),
         (["--curriculum.policy", "solve_rate", "--curriculum.history", "0"], "curriculum.history is 0; use"),
