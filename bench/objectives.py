@@ -8,7 +8,9 @@ Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/o
 - enumeration: expected gradients, summed over all responses, against the true gradient or their own closed bias;
 - invariance: the gradient of a whole model, however a step is cut into passes, packed, or spread over ranks;
 - trl: values and gradients against TRL's own loss, in an environment that has TRL (``--trl-python``);
-- bandit: fixed points of training with a divergence, through the rollout and the training engine.
+- bandit: fixed points of training with a divergence, through the rollout and the training engine;
+- lm_head: memory and time of the fused LM head beside whole logits;
+- runs: the default job with each preset (hours without ``--quick``).
 
 Exits with 1 if a figure is above its bound.
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 
 import torch
 from common.report import write
-from objectives_rows import bandit, closed_form, enumeration, invariance, trl_losses
+from objectives_rows import bandit, closed_form, enumeration, invariance, lm_head, runs, trl_losses
 from rich.console import Console
 from rich.table import Table
 
@@ -35,10 +37,11 @@ BOUNDS = {
     "trl_gradient_max": 1e-6,
     "trl_loss_max": 1e-6,
     "bandit_tv_max": 0.005,
+    "presets_failed": 0.0,
 }
 """Of the figures that must stay below one; the others are reported alone."""
 Row = Callable[[bool], dict[str, float]]
-ROWS = ("closed_form", "enumeration", "invariance", "trl", "bandit")
+ROWS = ("closed_form", "enumeration", "invariance", "trl", "bandit", "lm_head", "runs")
 
 
 def rows(trl_python: str) -> dict[str, Row]:
@@ -48,6 +51,8 @@ def rows(trl_python: str) -> dict[str, Row]:
         "enumeration": enumeration.measure,
         "invariance": invariance.measure,
         "bandit": bandit.measure,
+        "lm_head": lm_head.measure,
+        "runs": runs.measure,
     }
     return found | ({"trl": partial(trl_losses.measure, python=Path(trl_python))} if trl_python else {})
 
