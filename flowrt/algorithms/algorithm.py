@@ -119,7 +119,7 @@ class Tokens:
     """The tokens of one forward pass. Log-probabilities are in nats, at the sampling temperature.
 
     Attributes:
-        logprobs_T: under the policy; the only tensor with a gradient, beside entropy_T.
+        logprobs_T: under the policy; the only tensor with a gradient, except for entropy_T.
         anchor_T: under the anchor.
         rollout_T: under the policy that sampled the token, as recorded.
         sample_T: int64, index of the token's sample.
@@ -213,7 +213,7 @@ class Algorithm(Protocol):
     def measure(self, step: StepTokens) -> dict[str, float]:
         """Statistics of the whole step, under the policy before its first update.
 
-        Called with `Needs.token_statistics` alone, with equal arguments on all ranks.
+        Called only with `Needs.token_statistics`, with equal arguments on all ranks.
         """
         ...
 

@@ -61,7 +61,7 @@ class ModelShape:
         return 2 * self.vocab_size * FLOAT_BYTES
 
     def head_bytes(self, tokens: int) -> int:
-        """Size of what the LM head and the log-probabilities of a pass of so many tokens need."""
+        """Size of what the LM head and the log-probabilities of a pass of this number of tokens need."""
         is_whole = tokens * self.vocab_size <= WHOLE_LOGITS or not self.has_plain_head
         return tokens * self.logits_bytes if is_whole else FUSED_HEAD_BYTES
 

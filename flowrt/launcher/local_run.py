@@ -118,11 +118,11 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
-    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    check_task(config, say)
+    report = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    check_task(config, report)
     config = with_own_needs(config)
     fields = ", ".join(f"{name} {value}" for name, value in acting_fields(config.algorithm).items())
-    say(f"algorithm {config.algorithm.name}{': ' if fields else ''}{fields}")
+    report(f"algorithm {config.algorithm.name}{': ' if fields else ''}{fields}")
     return asyncio.run(LocalRun(config, console).run())
 
 

@@ -40,8 +40,8 @@ def with_own_needs(config: RunConfig) -> RunConfig:
     if "error" in needs:
         raise ConfigError(str(needs["error"]))
     if "reference" not in needs:
-        said = (ended.stderr or ended.stdout).strip()[-MAX_ERROR_CHARS:]
-        raise ConfigError(f"algorithm {name} ended its process with code {ended.returncode}: {said or 'no output'}")
+        output = (ended.stderr or ended.stdout).strip()[-MAX_ERROR_CHARS:]
+        raise ConfigError(f"algorithm {name} ended its process with code {ended.returncode}: {output or 'no output'}")
     algorithm = dataclasses.replace(config.algorithm, own_reference=needs["reference"] is True)
     return dataclasses.replace(config, algorithm=algorithm)
 

@@ -116,23 +116,23 @@ def own_algorithm(name: str) -> Algorithm:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up
         spec.loader.exec_module(module)
-        made: Algorithm = getattr(module, attribute)()
+        objective: Algorithm = getattr(module, attribute)()
     except Exception as error:
         raise ConfigError(f"algorithm {name} cannot be loaded: {type(error).__name__}: {error}; correct it") from error
-    _check_own(name, made)
-    return made
+    _check_own(name, objective)
+    return objective
 
 
-def _check_own(name: str, made: Algorithm) -> None:
+def _check_own(name: str, objective: Algorithm) -> None:
     """Call every method once on two samples of a group, so that mistakes are found before the run starts."""
-    if missing := [one for one in (*METHODS, "needs", "plan") if not hasattr(made, one)]:
+    if missing := [one for one in (*METHODS, "needs", "plan") if not hasattr(objective, one)]:
         raise ConfigError(f"algorithm {name} has no {missing[0]}; see flowrt.algorithms.algorithm.Algorithm")
     try:
-        needs, plan = made.needs, made.plan
+        needs, plan = objective.needs, objective.plan
         if not isinstance(needs, Needs) or not isinstance(plan, Plan):
             raise TypeError(f"needs is {type(needs).__name__} and plan {type(plan).__name__}; return Needs and Plan")
         two = torch.tensor([0, 0])
-        credit = made.credit(
+        credit = objective.credit(
             Groups(
                 rewards_N=torch.tensor([0.0, 1.0], dtype=torch.float64),
                 group_N=two,
@@ -144,7 +144,7 @@ def _check_own(name: str, made: Algorithm) -> None:
         )
         if credit.advantages_N.shape != (2,) or credit.trained_N.shape != (2,):
             raise ValueError(f"credit gives {list(credit.advantages_N.shape)} advantages for 2 samples")
-        terms = made.terms(example_tokens(made))
+        terms = objective.terms(example_tokens(objective))
         if not terms or any(term.loss_sum.shape != () for term in terms):
             raise ValueError("terms returns no term, or one whose loss_sum is no scalar")
     except Exception as error:
@@ -155,11 +155,12 @@ def main(arguments: Sequence[str]) -> int:
     """Print the needs of ``FILE.py:NAME`` as a line of JSON, or why it cannot be used, with exit code 2."""
     torch.set_num_threads(1)
     try:
-        made = own_algorithm(arguments[0])
+        objective = own_algorithm(arguments[0])
     except ConfigError as error:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return EXIT_BAD_INPUT
-    sys.stdout.write(json.dumps({"reference": made.needs.reference, "whole_groups": made.needs.whole_groups}) + "\n")
+    needs = objective.needs
+    sys.stdout.write(json.dumps({"reference": needs.reference, "whole_groups": needs.whole_groups}) + "\n")
     return EXIT_OK
 
 

@@ -33,21 +33,21 @@ class RewardHistory:
 
     def close_step(self) -> None:
         """The step in training is closed: its outcomes count from now on."""
-        self._settle(self._in_training)
+        self._count_in(self._in_training)
         self._in_training = []
 
     def restore(self, outcomes: Iterable[Outcome], step: int) -> None:
         """Start with the outcomes of earlier controllers, at this step."""
         if self._length:
             known = list(outcomes)
-            self._settle([one for one in known if one.step < step])
+            self._count_in([one for one in known if one.step < step])
             self._in_training = [one for one in known if one.step >= step]
 
     def rewards(self, prompt: int) -> Sequence[float]:
         """Mean rewards of the prompt's last groups, oldest first."""
         return [one.reward for one in self._of.get(prompt, ())]
 
-    def _settle(self, outcomes: Iterable[Outcome]) -> None:
+    def _count_in(self, outcomes: Iterable[Outcome]) -> None:
         new: dict[int, list[Outcome]] = defaultdict(list)
         for one in outcomes:
             new[one.prompt].append(one)
