@@ -147,6 +147,12 @@ def _check_own(name: str, objective: Algorithm) -> None:
         terms = objective.terms(example_tokens(objective))
         if not terms or any(term.loss_sum.shape != () for term in terms):
             raise ValueError("terms returns no term, or one whose loss_sum is no scalar")
+        for term in terms:
+            for metric, value in term.metrics.items():
+                if value.shape != ():
+                    raise ValueError(
+                        f"metric {metric!r} of term {term.name!r} is no scalar; return its sum over tokens"
+                    )
     except Exception as error:
         raise ConfigError(f"algorithm {name} fails on two samples: {type(error).__name__}: {error}") from error
 
