@@ -118,12 +118,8 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
-    report = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    check_task(config, report)
-    config = with_own_needs(config)
-    fields = ", ".join(f"{name} {value}" for name, value in acting_fields(config.algorithm).items())
-    report(f"algorithm {config.algorithm.name}{': ' if fields else ''}{fields}")
-    return asyncio.run(LocalRun(config, console).run())
+    check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    return asyncio.run(LocalRun(with_own_needs(config), console).run())
 
 
 class LocalRun:
@@ -168,6 +164,8 @@ class LocalRun:
         try:
             with LiveView(self._console) as view:
                 view.report(f"run directory {self._run_dir}")
+                fields = acting_fields(self._config.algorithm).items()
+                view.report(f"algorithm {self._config.algorithm.name}: {', '.join(f'{n} {v}' for n, v in fields)}")
                 work = asyncio.create_task(self._run_with_restarts(view))
                 code = await self._signals.guard(work, self._signal_controller, view.report)
         except ConfigError:

@@ -49,6 +49,7 @@ def test_the_two_divergences_have_different_fixed_points() -> None:
     assert float((points[0] - points[1]).abs().sum() / 2) > 0.02
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_training_goes_to_the_fixed_point() -> None:
