@@ -6,6 +6,7 @@ logs its address and writes it to ``--ready-fd`` and to the file ``address`` in 
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -110,8 +111,9 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
     try:
         _summarize(server, config, ended)
     except (FlowError, OSError) as error:
-        partial_path(Path(config.run_dir) / "summary.json").unlink(missing_ok=True)
-        log.log(logging.WARNING if ended.code else logging.ERROR, "the summary cannot be written: %s", error)
+        with contextlib.suppress(OSError):
+            partial_path(Path(config.run_dir) / "summary.json").unlink(missing_ok=True)
+        log.error("the summary cannot be written: %s", error)
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code

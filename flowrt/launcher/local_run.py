@@ -297,6 +297,10 @@ class LocalRun:
             else:
                 self._failure = hang or controller.log_tail()
                 code = EXIT_FAILED
+        elif code != EXIT_OK and not self._failure and read_summary(self._run_dir) is None:
+            end = self._end_reason or "the run has ended"
+            self._failure = f"{end}, but without a summary: {self._controller.log_tail()}"
+            self._failure += f"; fix this, then flowrt resume {self._run_dir}"
         return code, trainer.process.returncode
 
     async def _restart_controller(self) -> Child:

@@ -44,10 +44,10 @@ class Child:
         return code
 
     def log_tail(self) -> str:
-        """How it ended, and the last lines of its log."""
+        """How it ended, and the last lines of its log; on a full disk the log may lack the line that says so."""
         lines = self._log_lines()[-LOG_TAIL_LINES:]
-        empty = "empty: the disk is full" if shutil.disk_usage(self.log.parent).free < BLOCK_BYTES else "empty"
-        return f"{self.exit_description()}; its log {self.log} ends: {' | '.join(lines) or empty}"
+        full = "; the disk is full" if shutil.disk_usage(self.log.parent).free < BLOCK_BYTES else ""
+        return f"{self.exit_description()}; its log {self.log} ends: {' | '.join(lines) or 'empty'}{full}"
 
     def last_error(self) -> str:
         """The last line of its log without time and level: the reason of a process that ended with one."""

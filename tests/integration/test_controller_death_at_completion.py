@@ -46,3 +46,24 @@ def test_complete_run_whose_controller_dies_before_sending_the_end(
     assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (3, 0, 0)
     assert summary["prompts"] == {"trained": 3 * PROMPTS}
     run.assert_gone(10.0)
+
+
+def test_complete_run_whose_summary_cannot_be_written_names_the_cause(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    """As on a disk that gets full at the very end; here a directory is in the place of the file."""
+    small = ["--steps", "3", "--prompts-per-step", str(PROMPTS), "--group-size", "4", "--data.eval-prompts", "0"]
+    run = launch("--model", str(untrained_model), *small, "--rollout.workers", "1", "--algorithm.kl.coef", "0")
+    run.wait_for(lambda: (run.run_dir / "logs" / "controller.log").is_file(), "a run directory")
+    in_the_way = run.run_dir / ".summary.json.part"
+    in_the_way.mkdir()
+    assert run.wait(90.0) == 1, run.output
+    assert "the run is complete, but without a summary: controller exited with exit code 1" in run.words, run.output
+    assert "the summary cannot be written: [Errno" in run.words, run.output
+    assert f"fix this, then flowrt resume {run.run_dir}" in run.words, run.output
+    assert "Traceback" not in run.output
+    in_the_way.rmdir()
+    resumed = launch(resume=run.run_dir)
+    assert resumed.wait(90.0) == 0, resumed.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["prompts_lost"], summary["prompts_trained_twice"]) == (3, 0, 0)
