@@ -33,6 +33,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # Loaded once, before any draw is forked.
 from flowrt import cli
+from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, to_toml
 
@@ -456,6 +457,26 @@ def draw_reward(rng: random.Random, place: "Place") -> Draw:
     return Draw(own(rng, place.model, {"data.reward": name, "data.reward-timeout-s": "3"}), "reward", is_run=True)
 
 
+OBJECTIVES = (
+    "Mine = 7",
+    "class Mine: pass",
+    "class Mine:\n    def __init__(self, more): pass",
+    "class Mine:\n    def __init__(self): raise ValueError('[/x]\\x1b[31m')",
+    "class Mine:\n    def __init__(self): import sys; sys.exit(0)",
+    "class Mine:\n    def __init__(self):\n        while True: pass",
+    "from flowrt.algorithms.algorithm import *\nclass Mine:\n    needs = 'everything'\n    plan = 3",
+    "class Mine:\n    needs = property(lambda self: 1 / 0)",
+    "class Mine:\n    def __getattr__(self, name): return self",
+)
+
+
+def draw_algorithm(rng: random.Random, place: "Place") -> Draw:
+    """An objective of the user's own that is broken in some way, or a file that is no objective at all."""
+    Path(place.cwd, "mine.py").write_bytes(rng.choice(OBJECTIVES + REWARDS).encode("latin-1", "replace"))
+    name = "mine.py:Mine" if rng.random() < 0.8 else rng.choice(["mine.py", "mine.py:", "mine.py:no", "x.py:Mine", ":"])
+    return Draw(run_words(rng, place.model, {"algorithm": name}), "algorithm", is_run=True)
+
+
 def draw_model(rng: random.Random, place: "Place") -> Draw:
     model = place.cwd / "model"
     shutil.copytree(place.model, model)
@@ -601,6 +622,13 @@ def draw_run_directory(rng: random.Random, place: "Place") -> Draw:
     return Draw(rng.choice(words), "run directory")
 
 
+def _algorithm(rng: random.Random) -> dict[str, Word]:
+    """A preset, or the default one with a coefficient."""
+    if rng.random() < 0.5:
+        return {"algorithm": rng.choice(sorted(PRESETS))}
+    return {"algorithm.kl.coef": rng.choice(["0.0", "0.01"])}
+
+
 def draw_valid(rng: random.Random, place: "Place") -> Draw:
     """A valid configuration, which must train a step."""
     changes: dict[str, Word] = {
@@ -610,7 +638,7 @@ def draw_valid(rng: random.Random, place: "Place") -> Draw:
         "rollout.workers": rng.choice(["1", "1", "2"]),
         "controller.lanes": rng.choice(["auto", "gloo", "shm"]),
         "deterministic": rng.choice(["True", "False"]),
-        "loss.kl-coef": rng.choice(["0.0", "0.01"]),
+        **_algorithm(rng),
         "on-lost-sample": rng.choice(["regenerate", "drop_group", "train_remaining"]),
         "data.eval-prompts": rng.choice(["0", "2"]),
         "checkpoint.every": rng.choice(["0", "1"]),
@@ -632,10 +660,11 @@ def draw_valid(rng: random.Random, place: "Place") -> Draw:
 
 
 DRAWERS: Sequence[tuple[float, Callable[[random.Random, "Place"], Draw]]] = (
-    (0.50, draw_flags),
+    (0.47, draw_flags),
     (0.14, draw_toml),
     (0.08, draw_data),
     (0.04, draw_reward),
+    (0.03, draw_algorithm),
     (0.05, draw_model),
     (0.13, draw_command),
     (0.04, draw_run_directory),
