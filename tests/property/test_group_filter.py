@@ -89,6 +89,14 @@ def test_a_restarted_controller_resurrects_nothing_and_counts_on(scenario: Scena
     assert_filtered(cluster)
 
 
+@settings(RUNS, max_examples=examples(40))
+@given(filtered_scenarios(kills=1, repeats=6), st.integers(1, 3))
+def test_repeated_messages_around_controller_restarts_change_nothing(scenario: Scenario, crashes: int) -> None:
+    cluster = SimulatedCluster(dataclasses.replace(scenario, crashes=crashes)).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
 PLANNED: list[dict[str, Any]] = [{"cut": FixedTokens(9)}, {"sharing": Balanced(2), "ranks": 2}]
 
 

@@ -132,6 +132,8 @@ class FaultInjection:
         core = self._cluster.core
         if event.worker not in core.state.membership:
             return
+        if core.state.recovery.is_active:
+            return  # what is deferred is answered later, each copy by itself
         before = snapshot(core)
         try:
             commands = core.transition(event, self._cluster.clock.now())
