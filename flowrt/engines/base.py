@@ -225,7 +225,8 @@ class TrainEngine(Protocol):
 
         Returns:
             Metrics of the step by name: per-token means in nats (losses, KL), ``grad_norm`` before clipping, ``lr``,
-            ``response_length`` in tokens. Empty, and nothing is changed, if no rank accumulated a token.
+            ``response_length`` in tokens; without the means if no sample was trained, and the weights are unchanged.
+            Empty if no rank accumulated a batch.
 
         Raises:
             EngineError: if the gradient is not finite; the weights are then those before that update.

@@ -41,7 +41,7 @@ class TrainOptions:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decaying to min_lr."""
     decay_steps: StepCount = 0
-    """Optimiser steps of the decay; 0: all steps after the warm-up."""
+    """Optimiser steps of the decay; 0: all steps after the warm-up, so that one more step would have min_lr."""
     min_lr: LearningRate = 0.0
     """Final learning rate of the decay."""
     beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9

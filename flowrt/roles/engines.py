@@ -35,7 +35,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
         TrainerSetup(
             model=model_dir(config),
             device=device,
-            options=_with_decay_steps(config),
+            options=with_decay_steps(config),
             settings=trainer,
             algorithm=algorithm(config),
             temperature=config.rollout.temperature,
@@ -63,9 +63,12 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
     )
 
 
-def _with_decay_steps(config: RunConfig) -> TrainOptions:
-    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up."""
+def with_decay_steps(config: RunConfig) -> TrainOptions:
+    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up.
+
+    ``min_lr`` would be that of the step after the last one: with the default of 0 the last step still trains.
+    """
     options: TrainOptions = config.trainer
     if options.decay_steps:
         return options
-    return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))
+    return dataclasses.replace(options, decay_steps=max(config.steps - max(options.warmup_steps, 1) + 1, 1))

@@ -21,7 +21,7 @@ from flowrt.engines.base import TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
-from flowrt.errors import Drained
+from flowrt.errors import Drained, EngineError
 from flowrt.ids import TRAINER
 from flowrt.protocol.records import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
@@ -57,12 +57,15 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         await publish(session, engine, ranks, done, is_leader)
     preempted = False
     for step in range(done, config.steps):
-        if preempted := not await train_step(session, config, engine, ranks, step, objective):
+        micro_batches = await train_step(session, config, engine, ranks, step, objective)
+        if preempted := micro_batches is None:
             break
         with session.timeline.busy("step"):
             metrics = await collective_call(ranks, config, engine.step, f"step {step}")
+        if not metrics and micro_batches:
+            raise EngineError(f"step {step}: the engine got {micro_batches} micro-batches and reports no metrics")
         if not metrics:
-            break
+            break  # the prompts are exhausted
         done = step + 1
         if is_leader:
             session.step_done(step, metrics)
@@ -114,20 +117,19 @@ async def train_step(
     ranks: RankCollectives,
     step: int,
     objective: Algorithm,
-) -> bool:
-    """Give the engine this rank's share of the step.
+) -> int | None:
+    """Give the engine this rank's share of the step; returns its number of micro-batches.
 
-    Returns False if the run is preempted: then all ranks discard the step, and the random state is as before it.
+    Returns None if the run is preempted: then all ranks discard the step, and the random state is as before it.
     """
     rng_state = torch.get_rng_state()
     try:
-        await accumulate(session, config, engine, ranks, step, objective)
+        return await accumulate(session, config, engine, ranks, step, objective)
     except Drained as drained:
         log.info("%s", drained)
         await collective_call(ranks, config, engine.discard, f"the gradient of step {step} to be discarded")
         torch.set_rng_state(rng_state)
-        return False
-    return True
+        return None
 
 
 async def collective_call(ranks: RankCollectives, config: RunConfig, call: Callable[[], Result], what: str) -> Result:
@@ -148,21 +150,27 @@ async def accumulate(
     ranks: RankCollectives,
     step: int,
     objective: Algorithm,
-) -> None:
-    """Train this rank's share of the step, prefetching one micro-batch. Raises Drained if the run is preempted."""
+) -> int:
+    """Train this rank's share of the step, prefetching one micro-batch; returns the number of micro-batches.
+
+    Raises Drained if the run is preempted.
+    """
 
     def pull() -> asyncio.Task[Batch]:
         return asyncio.create_task(session.pull("train", slots=0, tokens=config.trainer.micro_batch_tokens, step=step))
 
     with ranks.exempt():
         batch = await pull()
+    micro_batches = 0
     while not batch.closed:
+        micro_batches += 1
         following = pull()
         with session.timeline.busy("train"):
             ready = to_training_batch(batch, config, step, objective)
             await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
         with ranks.exempt():
             batch = await following
+    return micro_batches
 
 
 def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Algorithm) -> TrainingBatch:

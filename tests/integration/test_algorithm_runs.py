@@ -100,3 +100,39 @@ def test_a_file_that_defines_no_objective_is_refused_before_the_run(
     file = tmp_path / "mine.py"
     file.write_text(text)
     assert words in refused("--algorithm", f"{file}:Mine").sentence()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "algorithm"),
+    [
+        ("torch", "dpo_online"),
+        pytest.param("torch", "decoupled", marks=pytest.mark.long),
+        pytest.param("fsdp", "dpo_online", marks=pytest.mark.long),
+    ],
+)
+def test_a_step_in_which_no_sample_is_trained_leaves_the_weights(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str, algorithm: str
+) -> None:
+    """All rewards are equal, so no group has a better and a worse sample; `decoupled` has advantages of 0."""
+    (tmp_path / "reward.py").write_text("def reward(response, answer):\n    return 0.5\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 16)
+    words = [
+        "--recipe",
+        "custom",
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--data.reward",
+        f"{tmp_path}/reward.py:reward",
+    ]
+    run = launch(
+        *SMALL, *words, "--model", str(untrained_model), "--algorithm", algorithm, "--trainer.engine", engine,
+        "--rollout.max-new-tokens", "4",
+    )  # fmt: skip
+    assert run.wait(WITHIN_S) == 0, run.output + run.log("trainer")
+    lines = metrics(run)
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == [(0.0, 0.0)] * 2
+    before, after = (load_file(path / "model.safetensors") for path in (untrained_model, run.run_dir / "final"))
+    if algorithm == "dpo_online":
+        assert "no sample of this step is trained" in run.log("trainer")
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -74,6 +74,7 @@ class FsdpTrainer:
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._device.use()
+        self._passes.note_batch()
         if self._passes.is_deferred:
             self._deferred.add(self.model, batch, self._announce_pass)
             return
@@ -90,8 +91,9 @@ class FsdpTrainer:
             self._reduce()
         sums = self._passes.global_sums()
         if not sums["tokens"]:
+            self._steps += bool(sums["batches"])
             self._start_step()
-            return {}
+            return self._passes.untrained_metrics(sums, self._lr)
         if not self._passes.is_deferred:
             norms = [self._update(sums[self._passes.denominator])]
         self._steps += 1

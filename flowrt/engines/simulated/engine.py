@@ -169,6 +169,7 @@ class SimulatedTrainer:
         self._cost = cost
         self._device = Device(clock)
         self._copies = Device(clock)
+        self._batches = 0
         self._tokens = 0
         self._weights = {"weight": torch.zeros(max(1, parameter_bytes // 4))}
 
@@ -179,13 +180,15 @@ class SimulatedTrainer:
 
     def accumulate(self, batch: TrainingBatch) -> None:
         tokens = _tokens(batch.prompts, batch.responses)
+        self._batches += 1
         self._tokens += tokens
         self._device.work(self._cost.accumulate(tokens))
 
     def step(self) -> dict[str, float]:
-        if not self._tokens:
+        if not self._batches:
             return {}
-        tokens, self._tokens = self._tokens, 0
+        tokens = self._tokens
+        self.discard()
         self._device.work(self._cost.optimizer_s)
         self._weights["weight"] += 1
         return {"trained_tokens": float(tokens)}
@@ -210,7 +213,7 @@ class SimulatedTrainer:
         self.discard()
 
     def discard(self) -> None:
-        self._tokens = 0
+        self._batches = self._tokens = 0
 
 
 class SimulatedScorer:

@@ -45,6 +45,7 @@ class TorchTrainer:
         self._final_dtype = model.dtype if keep_dtype else export_dtype(origin, options.final_dtype)
 
     def accumulate(self, batch: TrainingBatch) -> None:
+        self._passes.note_batch()
         if self._passes.is_deferred:
             self._deferred.add(self.model, batch)
             return
@@ -55,8 +56,9 @@ class TorchTrainer:
         norms = self._deferred_updates() if self._passes.is_deferred else []
         sums = self._passes.global_sums()
         if not sums["tokens"]:
+            self._steps += bool(sums["batches"])
             self.discard()
-            return {}
+            return self._passes.untrained_metrics(sums, self._lr)
         if not self._passes.is_deferred:
             norms = [self._update(sums[self._passes.denominator])]
         self._steps += 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flowrt.engines.training.deferred import DeferredPass
 
 log = logging.getLogger("flowrt")
-COUNTS = ("tokens", "samples", "groups", "invalid_samples")
+COUNTS = ("batches", "tokens", "samples", "groups", "invalid_samples")
 MEANS = ("nll", "mismatch_kl_k1", "mismatch_kl_k3")
 """Summed over the passes and ranks of a step, and reported as means per token."""
 DENOMINATORS: dict[Count, str] = {"token": "tokens", "sample": "samples", "group": "groups"}
@@ -171,6 +171,10 @@ class LossPasses:
         k3_T = ratio_T.expm1() - ratio_T
         self._of_age.index_add_(1, ages_T.long().clamp(max=AGES - 1), torch.stack([k3_T, torch.ones_like(k3_T)]))
 
+    def note_batch(self) -> None:
+        """A micro-batch has come, perhaps one of which no sample is trained."""
+        self._sums["batches"] += 1
+
     def reset(self) -> None:
         """Start a new step."""
         self._sums.clear()
@@ -183,6 +187,17 @@ class LossPasses:
         if ranks() > 1:
             dist.all_reduce(totals)
         return dict(zip((*names, *K3_OF_AGE, *TOKENS_OF_AGE), totals.tolist(), strict=True))
+
+    def untrained_metrics(self, sums: dict[str, float], lr: float) -> dict[str, float]:
+        """Metrics of a step without a trained token: empty if it had no micro-batch on any rank.
+
+        All samples of a step may be left out by the credit, as when the rewards of every group are equal and the
+        objective trains pairs of a better and a worse sample.
+        """
+        if not sums["batches"]:
+            return {}
+        log.warning("no sample of this step is trained (are the rewards of every group equal?); the weights stay")
+        return {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
 
     def step_metrics(self, sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
         """Metrics of a step, from its global sums.

@@ -7,6 +7,8 @@ import pytest
 
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.optimizer import learning_rate
+from flowrt.recipes.config_io import parse
+from flowrt.roles.engines import with_decay_steps
 
 
 def rates(**options: Any) -> list[float]:
@@ -38,3 +40,13 @@ def test_cosine_is_halfway_in_the_middle() -> None:
 
 def test_without_a_warm_up_the_first_step_has_the_whole_rate() -> None:
     assert learning_rate(TrainOptions(lr=1.0, warmup_steps=0), 0) == 1.0
+
+
+@pytest.mark.parametrize("warmup", ["0", "1", "5"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_by_default_the_last_step_of_a_run_still_trains(schedule: str, warmup: str) -> None:
+    config = parse(["--steps", "20", "--trainer.schedule", schedule, "--trainer.warmup-steps", warmup])
+    options = with_decay_steps(config)
+    found = [learning_rate(options, step) for step in range(21)]
+    assert 0.0 < found[19] < found[10]
+    assert found[20] == pytest.approx(0.0, abs=1e-9)

@@ -1,0 +1,143 @@
+"""Rows `dynamic` and `curriculum`: what choosing prompts by their rewards saves, by the command that a user types.
+
+Runs write a checkpoint every few steps; their held-out accuracy, greedy, is measured afterwards, because the rewards of
+a run that chooses its prompts are not those of all prompts. Reached is interpolated between two checkpoints.
+
+- dynamic: the preset dapo, which replaces groups of equal rewards, beside itself without that filter, with groups of 4:
+  about half of them have equal rewards. Steps until the accuracy is 0.8, and the groups of equal rewards that were
+  trained all the same.
+- curriculum: half of the prompts have an answer that no response can be. They are few, so that each comes again soon
+  and has a history. Prompt and response tokens that were trained until the accuracy on held-out prompts, all of them
+  possible, is 0.8: ``curriculum.policy = solve_rate`` beside ``uniform``.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
+from flowrt.recipes.tasks.registry import task_of
+from objectives_rows.stale_loop import HELD_OUT, StaleLoop, embedded_model
+
+TARGET, EVERY, SEEDS, TIMEOUT_S = 0.8, 4, (0, 1, 2), 600
+DYNAMIC_STEPS, CURRICULUM_STEPS, QUICK_STEPS = 64, 96, 40
+POSSIBLE, IMPOSSIBLE = 32, 32
+REWARD = 'def reward(response, answer):\n    return float(response.rsplit(",", 1)[-1] == answer)\n'
+
+
+class CheckpointedRun:
+    """A run of the command with a checkpoint every few steps."""
+
+    def __init__(self, run_dir: Path, model: Path, seed: int, steps: int, flags: Sequence[str]) -> None:
+        self.run_dir, self._model = run_dir, model
+        words = ["--run-dir", str(run_dir), "--model", str(model), "--seed", str(seed), "--steps", str(steps)]
+        words += ["--checkpoint.every", str(EVERY), "--checkpoint.keep", str(steps), "--trainer.save", "False"]
+        subprocess.run(
+            [sys.executable, "-m", "flowrt.cli", "run", *words, "--data.eval-prompts", "0", *flags],
+            check=True,
+            timeout=TIMEOUT_S,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def accuracies(self) -> dict[int, float]:
+        """Held-out accuracy of the default task by step, from the start model to the last checkpoint."""
+        flags = ["--run-dir", str(self.run_dir), "--model", str(self._model), "--algorithm.kl.coef", "0"]
+        loop = StaleLoop(parse([*flags, "--data.eval-prompts", str(HELD_OUT)]))
+        found = {0: loop.held_out_accuracy()}
+        for step in sorted(checkpoint_steps(self.run_dir)):
+            loop.load(checkpoint_dir(self.run_dir, step))
+            found[step] = loop.held_out_accuracy()
+        return found
+
+
+def steps_to(target: float, accuracies: dict[int, float]) -> float:
+    """The step at which the accuracy first reached the target, interpolated; infinity if it never did."""
+    points = sorted(accuracies.items())
+    for (before, low), (after, high) in pairwise(points):
+        if low < target <= high:
+            return before + (after - before) * (target - low) / (high - low)
+    return 0.0 if points[0][1] >= target else math.inf
+
+
+def dynamic(quick: bool) -> dict[str, float]:
+    """Steps to the target with dynamic sampling over without."""
+    shape = ["--algorithm", "dapo", "--prompts-per-step", "8", "--group-size", "4"]
+    sides = {"with": shape, "without": [*shape, "--algorithm.filter.zero_variance", "False"]}
+    steps: dict[str, list[float]] = {side: [] for side in sides}
+    equal = 0
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = embedded_model(f"{folder}/start")
+        for seed in SEEDS[:1] if quick else SEEDS:
+            for side, flags in sides.items():
+                run = CheckpointedRun(
+                    Path(folder) / f"{side}-{seed}", model, seed, QUICK_STEPS if quick else DYNAMIC_STEPS, flags
+                )
+                steps[side].append(steps_to(TARGET, run.accuracies()))
+                if side == "with":
+                    equal += sum(line["refused_groups_trained"] for line in run.lines())
+    medians = {side: statistics.median(found) for side, found in steps.items()}
+    return {
+        "dynamic_steps_with": medians["with"],
+        "dynamic_steps_without": medians["without"],
+        "dynamic_steps_ratio": medians["with"] / medians["without"],
+        "dynamic_equal_groups_trained": float(equal),
+    }
+
+
+def curriculum(quick: bool) -> dict[str, float]:
+    """Trained tokens to the target with a curriculum by solve rates over those of uniform sampling."""
+    tokens: dict[str, list[float]] = {"solve_rate": [], "uniform": []}
+    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = embedded_model(f"{folder}/start")
+        data, reward = Path(folder) / "rows.jsonl", Path(folder) / "reward.py"
+        reward.write_text(REWARD)
+        problems = task_of(parse(["--run-dir", folder])).training_problems()[: POSSIBLE + IMPOSSIBLE]
+        rows = [
+            {"prompt": one.prompt, "answer": one.answer if number % 2 else "none"}
+            for number, one in enumerate(problems)
+        ]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = ["--recipe", "custom", "--data", str(data), "--data.reward", f"{reward}:reward", "--data.epochs", "0"]
+        shape = ["--prompts-per-step", "16", "--group-size", "8", "--rollout.max-new-tokens", "16", *TRAINING]
+        for seed in SEEDS[:1] if quick else SEEDS:
+            for policy in tokens:
+                run = CheckpointedRun(
+                    Path(folder) / f"{policy}-{seed}",
+                    model,
+                    seed,
+                    QUICK_STEPS if quick else CURRICULUM_STEPS,
+                    [*files, *shape, "--curriculum.policy", policy],
+                )
+                trained = [0.0]
+                for line in run.lines():
+                    trained.append(trained[-1] + line["tokens"])
+                step = steps_to(TARGET, run.accuracies())
+                tokens[policy].append(math.inf if math.isinf(step) else at(trained, step))
+    medians = {policy: statistics.median(found) for policy, found in tokens.items()}
+    return {
+        "curriculum_tokens_solve_rate": medians["solve_rate"],
+        "curriculum_tokens_uniform": medians["uniform"],
+        "curriculum_ratio": medians["solve_rate"] / medians["uniform"],
+    }
+
+
+TRAINING = ["--trainer.lr", "1e-4", "--trainer.beta2", "0.98", "--trainer.warmup-steps", "15"]
+"""The default task's own settings, which the recipe custom does not have."""
+
+
+def at(values: Sequence[float], step: float) -> float:
+    """A cumulative figure at a fractional step."""
+    low = int(step)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (step - low)
