@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[TrainOptions, list[list[int]]]] = {
     "padded, cut": (options(share_prompts=False, forward_tokens=24), SINGLE),
     "packed, cut": (options(forward_tokens=24), SINGLE),
 }
-QUICK = ("default", "grpo", "dr_grpo", "gspo", "cispo", "sequence_tis", "online_dpo")
+QUICK = ("reinforce", "grpo", "dr_grpo", "gspo", "cispo", "sequence_tis", "dpo_online")
 RANKS_TIMEOUT_S = 500.0
 
 Found = dict[str, tuple[list[Tensor], float]]
