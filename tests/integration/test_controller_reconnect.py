@@ -16,7 +16,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import Lengths, Part, unpack
+from flowrt.protocol.records import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.small_controller import REGROUP_S
 from tests.integration.test_sessions import Stranger
@@ -193,7 +193,7 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
                 epoch=0,
                 members=1,
                 at_least=-1,
-                lengths=(Lengths("prompt", (5,)),),
+                lengths=(ColumnLengths("prompt", (5,)),),
                 tags=(),
             )
         )
@@ -221,7 +221,7 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
                 epoch=0,
                 members=1,
                 at_least=-1,
-                lengths=(Lengths("prompt", (5,)),),
+                lengths=(ColumnLengths("prompt", (5,)),),
                 tags=(),
             )
         )
