@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)
 	$(BIN)/flowrt run $(ARGS)
 
-# What needs nothing but this machine, within 20 minutes: whole runs one after the other, all else two at a time, or
-# three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster or root.
+# What needs nothing but this machine, within 20 minutes: runs with time limits one after the other, all else two at a
+# time, or three where it mostly waits. Runs that take longest are left to test-long; the rest needs servers, a cluster
+# or root.
 REAL := sglang or slurm or netns or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
@@ -29,7 +30,8 @@ fast: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
-	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long)" tests/integration tests/fault $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and parallel and not ($(REAL) or long)" tests/integration $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "long and not ($(REAL))" $(ARGS)

@@ -18,7 +18,7 @@ from flowrt.client.streams import pull_between, stream
 from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
-from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, Rows, TokenBudget
+from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
@@ -68,7 +68,7 @@ __all__ = [
     "RankBalancing",
     "RewardBand",
     "Rolling",
-    "Rows",
+    "SampleCount",
     "Server",
     "Session",
     "Settings",

@@ -83,11 +83,11 @@ class CenteredRewards:
 
     def require_pairs(self, alternative: str) -> None:
         """Raise ValueError if a group has one sample."""
-        alone_G = self.ids_G[self.sizes_G == 1]
-        if alone_G.numel():
+        single_G = self.ids_G[self.sizes_G == 1]
+        if single_G.numel():
             raise ValueError(
-                f"group {alone_G[0].item()} has 1 sample, so it has no spread to compare with "
-                f"({alone_G.numel()} such groups); raise the group size or use {alternative}"
+                f"group {single_G[0].item()} has 1 sample, so it has no spread to compare with "
+                f"({single_G.numel()} such groups); raise the group size or use {alternative}"
             )
 
 

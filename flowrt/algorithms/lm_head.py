@@ -1,7 +1,7 @@
 """Fused LM head: log-probabilities and entropy from hidden states, without the logits ever being whole.
 
 The vocabulary is read a slice at a time, in the forward pass (a running log-sum-exp) and again in the backward pass,
-which recomputes each slice's logits from the hidden states. Beside the inputs and their gradients, and copies of the
+which recomputes each slice's logits from the hidden states. Besides the inputs and their gradients, and copies of the
 hidden states where these are narrow, no more than SLICE_ELEMENTS floats are alive, a few times over. Slices are of the
 vocabulary, not of tokens: then the gradient of each row of the output matrix is one product over all tokens and is
 rounded to the matrix's type once.

@@ -21,7 +21,7 @@ class SampleWeight(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class UniformWeight:
     """Weight 1 for every sample."""
 
     def __call__(self, staleness_N: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class PolynomialAge:
-    """(1 + staleness)^-power, the polynomial discount of FedAsync (arXiv 1903.03934); power 0 is `Uniform`."""
+    """(1 + staleness)^-power, the polynomial discount of FedAsync (arXiv 1903.03934); power 0 is `UniformWeight`."""
 
     power: float
 

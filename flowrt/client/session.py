@@ -25,7 +25,7 @@ from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import BusySpan, Lengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.records import BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
@@ -227,7 +227,7 @@ class Session:
         request = self._requests.number()
         columns = tensors or {}
         self._uncommitted.add_offer(request, columns)
-        lengths = tuple([Lengths(column, lengths_of(rows)) for column, rows in columns.items()])
+        lengths = tuple([ColumnLengths(column, lengths_of(rows)) for column, rows in columns.items()])
         offer = m.Offer(
             request=request,
             flow=flow,

@@ -11,10 +11,10 @@ from typing import get_args
 from flowrt.protocol.records import (
     BusySpan,
     Column,
+    ColumnLengths,
     Incoming,
     Ints,
     LaneTurn,
-    Lengths,
     OfSlots,
     Part,
     Position,
@@ -129,7 +129,7 @@ class Offer:
     epoch: int
     members: int
     at_least: int  # lowest policy version that may generate them; -1: the one after the last closed step
-    lengths: tuple[Lengths, ...]  # group columns, one length for each prompt
+    lengths: tuple[ColumnLengths, ...]  # group columns, one length for each prompt
     tags: tuple[Values, ...]  # inline columns, one number for each slot
 
 

@@ -60,7 +60,7 @@ class Stage:
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: construction of a frozen one takes three times as long
-class Lengths:
+class ColumnLengths:
     """A tensor column of an offer: the number of elements of each prompt. The tensors stay with the source."""
 
     column: str

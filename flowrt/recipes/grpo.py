@@ -16,7 +16,7 @@ response that was cut at the length limit, else 0. With top-k, top-p or min-p sa
 """
 
 from flowrt.controller.policies.admission import StrictLag
-from flowrt.controller.policies.batching import Batcher, FixedTokens, Rows, TokenBudget
+from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
@@ -126,7 +126,11 @@ def dispatch(config: RunConfig) -> Dispatch:
 
 def batcher(config: TrainerConfig) -> Batcher:
     """The policy that decides when a micro-batch is full."""
-    return Rows(config.micro_batch_samples) if config.micro_batch_samples else TokenBudget(config.micro_batch_tokens)
+    return (
+        SampleCount(config.micro_batch_samples)
+        if config.micro_batch_samples
+        else TokenBudget(config.micro_batch_tokens)
+    )
 
 
 def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
-from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
+from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
@@ -232,7 +232,7 @@ def _support(batch: Batch, row: int) -> Support:
 
 def sample_weight(config: AlgorithmConfig) -> SampleWeight:
     """The policy that weights samples by their staleness."""
-    return PolynomialAge(config.staleness_power) if config.staleness_weight == "polynomial" else Uniform()
+    return PolynomialAge(config.staleness_power) if config.staleness_weight == "polynomial" else UniformWeight()
 
 
 def save(engine: TrainEngine, config: RunConfig, is_leader: bool = True) -> None:

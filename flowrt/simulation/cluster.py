@@ -24,8 +24,7 @@ from flowrt.engines.simulated.decoder import SimulatedDecoder
 from flowrt.engines.simulated.lengths import Lengths
 from flowrt.ids import ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Column, Part, Stage, Values, Weights
-from flowrt.protocol.records import Lengths as OfferedLengths
+from flowrt.protocol.records import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
 
 FLOW = Dataflow(
     columns=(Column("prompt", "int32", "group"), Column("response", "int32", "slot")),
@@ -200,7 +199,7 @@ class ClusterSimulation:
     def _offer(self) -> None:
         number = next(self._prompts)
         epoch, prompt = divmod(number, self.plan.prompts)
-        lengths = (OfferedLengths("prompt", (100,)),)
+        lengths = (ColumnLengths("prompt", (100,)),)
         self._send(
             SOURCE_WORKER,
             m.Offer(

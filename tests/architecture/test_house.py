@@ -127,3 +127,12 @@ def test_every_marker_marks_a_test() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert {marker.split(":")[0] for marker in options["markers"]} <= set(re.findall(r"pytest\.mark\.(\w+)", tests))
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -42,6 +42,7 @@ def test_the_example_is_one_short_file() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.long), "fsdp"])
 def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
@@ -60,6 +61,7 @@ def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_reference_is_started_if_the_users_objective_needs_one(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_reference_is_started_if_the_users_objective_needs_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_several_updates_a_step_publish_one_version(
     launch: Callable[..., Any], taught_model: Path, engine: str

@@ -16,7 +16,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import Lengths, Part, unpack
+from flowrt.protocol.records import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.small_controller import REGROUP_S
 from tests.integration.test_sessions import Stranger
@@ -179,25 +179,22 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
     """What only the dead one could send is unread again, but not before all that were in have had time to come back."""
     await reign.begin()
     hello = m.Hello(protocol=m.PROTOCOL, worker="source", role="source", host="host", pid=1, lanes=("gloo",))
+    offer = m.Offer(
+        request=1,
+        flow="train",
+        prompts=(7,),
+        epoch=0,
+        members=1,
+        at_least=-1,
+        lengths=(ColumnLengths("prompt", (5,)),),
+        tags=(),
+    )
     source, rollout = Stranger(reign.address), Stranger(reign.address)
     source.say(encode(hello))
     rollout.say(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
     assert isinstance(await source.hear(), m.Welcome)
     assert isinstance(await rollout.hear(), m.Welcome)
-    source.say(
-        encode(
-            m.Offer(
-                request=1,
-                flow="train",
-                prompts=(7,),
-                epoch=0,
-                members=1,
-                at_least=-1,
-                lengths=(Lengths("prompt", (5,)),),
-                tags=(),
-            )
-        )
-    )
+    source.say(encode(offer))
     assert isinstance(await source.hear(), m.OfferAccepted)
     source.close()
     rollout.close()
@@ -212,20 +209,7 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
     welcome = await source.hear()
     assert isinstance(welcome, m.Welcome)
     assert unpack(welcome.position.passed).get(0, frozenset()) == frozenset()
-    source.say(
-        encode(
-            m.Offer(
-                request=1,
-                flow="train",
-                prompts=(7,),
-                epoch=0,
-                members=1,
-                at_least=-1,
-                lengths=(Lengths("prompt", (5,)),),
-                tags=(),
-            )
-        )
-    )
+    source.say(encode(offer))
     assert isinstance(await source.hear(), m.OfferAccepted)
     source.close()
     rollout.close()

@@ -13,7 +13,7 @@ def more_sevens(response, answer):
     return response.count(answer) / 8
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
 @pytest.fixture

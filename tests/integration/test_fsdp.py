@@ -31,7 +31,7 @@ OTHERS = ["gemma2", "gpt2", "llama"]
 NARROW = "llama"
 """It is stored in bfloat16, and has several end tokens."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(500)]
 
 
 class Ranks:

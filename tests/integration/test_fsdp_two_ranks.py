@@ -12,7 +12,7 @@ STEPS = 4
 CUT = "cut"
 """The same model, in several files."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ def assert_filtered(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_filtered_run_survives_a_killed_controller_and_a_resume(
     launch: Callable[..., Any], taught_model: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_filtered_run_survives_a_killed_controller_and_a_resume(
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     launch: Callable[..., Any], taught_model: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ TRAINED = list(presets(LIMIT))
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_rank_finds_the_gradient_of_a_plain_loop(name: str) -> None:
     torch.set_num_threads(1)
@@ -34,6 +35,7 @@ def test_another_method_has_another_gradient() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.timeout(520)
 def test_two_ranks_of_both_engines_find_the_gradient_of_a_plain_loop() -> None:
     torch.set_num_threads(1)

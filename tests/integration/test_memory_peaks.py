@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flowrt.launcher.doctor.estimate import Needs, built_shape, estimate
+from flowrt.launcher.doctor.estimate import ResourceEstimate, built_shape, estimate
 from flowrt.recipes.config_io import parse
 
 BUILD = [
@@ -71,7 +71,7 @@ def peaks(run: Any) -> dict[str, int]:
 def test_no_process_exceeds_its_estimated_memory(flags: list[str], trainer: str, launch: Callable[..., Any]) -> None:
     words = [*BUILD, *RUN, *flags]
     config = parse(words)
-    needs: Needs = estimate(config, built_shape(config))
+    needs: ResourceEstimate = estimate(config, built_shape(config))
     found = peaks(launch(*words))
     said = {
         trainer: needs.trainer_rank + needs.trainer_first + needs.trainer_device,

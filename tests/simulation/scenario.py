@@ -10,8 +10,8 @@ from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample
-from flowrt.protocol.messages import Grant
-from flowrt.protocol.records import NO_BASE, Column, Lengths, Stage, Weights
+from flowrt.protocol.messages import Grant, Offer
+from flowrt.protocol.records import NO_BASE, Column, ColumnLengths, Stage, Weights
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5
@@ -27,9 +27,23 @@ GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "grou
 TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
 
 
-def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[Lengths, ...]:
+def offered_lengths(*lengths: int, prompts: int = 1) -> tuple[ColumnLengths, ...]:
     """The group columns of prompts that are as long as each other, as an offer brings them."""
-    return tuple(Lengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+    return tuple(ColumnLengths(name, (length,) * prompts) for name, length in zip(GROUP_COLUMNS, lengths, strict=True))
+
+
+def offer_one(*, request: int, members: int, prompt: int = 0, epoch: int = 0, flow: str = "train") -> Offer:
+    """The offer of one prompt of 4 tokens, with an answer of 1 byte."""
+    return Offer(
+        request=request,
+        flow=flow,
+        prompts=(prompt,),
+        epoch=epoch,
+        members=members,
+        at_least=0,
+        lengths=offered_lengths(4, 1),
+        tags=(),
+    )
 
 
 def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -> tuple[int, tuple[int, ...], int]:

@@ -51,7 +51,7 @@ class GroupCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampleCount:
     """Full at this number of samples or more: groups are never split."""
 
     rows: int

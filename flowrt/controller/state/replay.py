@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.samples import ColumnLocation, Group, Slot
 from flowrt.ids import GroupId, SlotId, WorkerId
-from flowrt.protocol.records import Ints, Lengths, Part, Values
+from flowrt.protocol.records import ColumnLengths, Ints, Part, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class GroupsOpened:
     epoch: int
     members: int
     at_least: int
-    lengths: tuple[Lengths, ...]
+    lengths: tuple[ColumnLengths, ...]
     tags: tuple[Values, ...]
     group: int
     slot: int

@@ -11,7 +11,7 @@ from flowrt.engines.base import Interrupt, Prompt, Response, TrainingBatch
 from flowrt.engines.simulated.costs import GenerationCost, ScoreCost, TrainCost
 from flowrt.engines.simulated.decoder import SimulatedDecoder
 from flowrt.engines.simulated.lengths import Lengths
-from flowrt.engines.simulated.time import Device, SimClock
+from flowrt.engines.simulated.time import SimClock, SimDevice
 from flowrt.engines.training.state import read_tensors, write_tensors
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
@@ -54,7 +54,7 @@ class FailAtRandom:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SimSequence:
     length: int
     fails: bool
     """Whether the engine fails when the sequence ends."""
@@ -96,7 +96,7 @@ class SimulatedRollout:
         self._failure = failure or NoFailure()
         self.version = version
         self._decoder = SimulatedDecoder(cost, clock.now())
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SimSequence] = {}
         self._finished: list[Response] = []
         self._added = 0
         self._has_failed = False
@@ -123,7 +123,7 @@ class SimulatedRollout:
         for prompt in prompts:
             length = self._lengths.draw(prompt.tokens.numpy().tobytes(), prompt.seed)
             self._added += 1
-            self._sequences[prompt.key] = _Sequence(length, self._failure.fails(self._added, prompt.seed), [])
+            self._sequences[prompt.key] = _SimSequence(length, self._failure.fails(self._added, prompt.seed), [])
             self._decoder.add(prompt.key, length)
         self._decoder.stall(self._cost.prefill_token_s * sum(distinct.values()))
 
@@ -167,8 +167,8 @@ class SimulatedTrainer:
 
     def __init__(self, cost: TrainCost, clock: SimClock, parameter_bytes: int = 4096) -> None:
         self._cost = cost
-        self._device = Device(clock)
-        self._copies = Device(clock)
+        self._device = SimDevice(clock)
+        self._copies = SimDevice(clock)
         self._batches = 0
         self._tokens = 0
         self._weights = {"weight": torch.zeros(max(1, parameter_bytes // 4))}
@@ -221,7 +221,7 @@ class SimulatedScorer:
 
     def __init__(self, cost: ScoreCost, clock: SimClock) -> None:
         self._cost = cost
-        self._device = Device(clock)
+        self._device = SimDevice(clock)
 
     @property
     def worked_s(self) -> float:

@@ -52,7 +52,7 @@ class ManualSimClock:
             self.clock.advance(max(0.0, at_s - self.now()))
 
 
-class Device:
+class SimDevice:
     """A device that does one piece of work after another.
 
     A wait in real time ends a little late. So that this does not accumulate, work that follows at once begins when the

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flowrt.engines.table import TRAIN_ENGINES
-from flowrt.launcher.doctor.estimate import Needs, device_bytes, host_bytes
+from flowrt.launcher.doctor.estimate import ResourceEstimate, device_bytes, host_bytes
 from flowrt.launcher.doctor.facts import PACKAGES, Facts
 from flowrt.recipes.config import RunConfig
 
@@ -22,8 +22,8 @@ MEMORY_HEADROOM = 1.2
 GIB = 2**30
 
 
-class State(Enum):
-    """The colour of a finding; only BAD ones make the command fail."""
+class Verdict(Enum):
+    """The verdict of a check, and its colour; only BAD ones make the command fail."""
 
     GOOD = "green"
     WARN = "yellow"
@@ -32,11 +32,11 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check at one place; ``fix`` is empty if the state is GOOD."""
+    """The result of one check at one place; ``fix`` is empty if the verdict is GOOD."""
 
     check: str
     where: str
-    state: State
+    verdict: Verdict
     found: str
     fix: str = ""
 
@@ -53,7 +53,7 @@ class Wanted:
     lane_bytes_per_s: float = 0.0
 
 
-def wanted(config: RunConfig, needs: Needs, all_facts: Sequence[Facts], controller: bool) -> Wanted:
+def wanted(config: RunConfig, needs: ResourceEstimate, all_facts: Sequence[Facts], controller: bool) -> Wanted:
     """What the run needs of nodes like these; device ``auto`` uses the accelerators that they have."""
     there = any(facts.devices for facts in all_facts)
     device = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
@@ -77,18 +77,20 @@ def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
-    return all(finding.state is not State.BAD for finding in findings)
+    return all(finding.verdict is not Verdict.BAD for finding in findings)
 
 
-def _finding(check: str, where: str, good: bool, found: str, fix: str, worst: State = State.BAD) -> Finding:
-    return Finding(check=check, where=where, state=State.GOOD if good else worst, found=found, fix="" if good else fix)
+def _finding(check: str, where: str, good: bool, found: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
+    return Finding(
+        check=check, where=where, verdict=Verdict.GOOD if good else worst, found=found, fix="" if good else fix
+    )
 
 
 # ---- one node
 
 
 def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Finding]:
-    def finding(check: str, good: bool, found: str, fix: str, worst: State = State.BAD) -> Finding:
+    def finding(check: str, good: bool, found: str, fix: str, worst: Verdict = Verdict.BAD) -> Finding:
         return _finding(check, facts.node, good, found, fix, worst)
 
     version = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdigit())
@@ -120,7 +122,7 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
     )
     open_files = f"{facts.open_files} may be open"
     yield finding(
-        "open files", facts.open_files >= MIN_OPEN_FILES, open_files, "raise the limit (ulimit -Hn)", State.WARN
+        "open files", facts.open_files >= MIN_OPEN_FILES, open_files, "raise the limit (ulimit -Hn)", Verdict.WARN
     )
     yield finding(
         "port",
@@ -157,7 +159,7 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
             facts.round_trip_s <= MAX_ROUND_TRIP_S,
             f"answers in {facts.round_trip_s * 1e3:.2f} ms",
             "look for a slow or lossy network between this node and the controller's",
-            State.WARN,
+            Verdict.WARN,
         )
 
 
@@ -170,7 +172,7 @@ def _memory(facts: Facts, want: Wanted) -> Finding:
         f"{_gib(facts.free_memory_bytes)} free, the run needs about {_gib(want.host_bytes)}",
         "lower rollout.max_running_requests, rollout.workers or trainer.forward_tokens, or spread the run over more "
         "nodes",
-        State.WARN if fits else State.BAD,
+        Verdict.WARN if fits else Verdict.BAD,
     )
 
 
@@ -235,7 +237,7 @@ def _lanes(all_facts: Sequence[Facts], want: Wanted) -> Iterator[Finding]:
             least = f"{want.lane_bytes_per_s / 1e6:g}"
             fix = f"transfers below controller.min_transfer_mb_per_s ({least}) fail: lower that, or {fix}"
         good = speed >= limit and not fails
-        yield _finding("lane", where, good, f"{speed / 1e6:.1f} MB/s", fix, State.BAD if fails else State.WARN)
+        yield _finding("lane", where, good, f"{speed / 1e6:.1f} MB/s", fix, Verdict.BAD if fails else Verdict.WARN)
 
 
 def _gib(size: int) -> str:

@@ -23,7 +23,7 @@ from flowrt.controller.core import Core
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Settings
 from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError, WaitExpired
-from flowrt.launcher.doctor.checks import Finding, State, is_well, judge, wanted
+from flowrt.launcher.doctor.checks import Finding, Verdict, is_well, judge, wanted
 from flowrt.launcher.doctor.estimate import estimate, shape_of
 from flowrt.launcher.doctor.facts import START_S, Facts, collect, from_json, lanes_s
 from flowrt.launcher.observer import locate
@@ -93,10 +93,10 @@ def report(findings: Sequence[Finding], console: Console) -> int:
     for heading in ("check", "where", "found", "what to do"):
         table.add_column(heading, overflow="fold")
     for finding in merge_good(findings):
-        table.add_row(finding.check, finding.where, finding.found, finding.fix, style=finding.state.value)
+        table.add_row(finding.check, finding.where, finding.found, finding.fix, style=finding.verdict.value)
     console.print(table)
     for finding in findings:
-        if finding.state is State.BAD:
+        if finding.verdict is Verdict.BAD:
             line = f"flowrt: {finding.check}, {finding.where}: {finding.found}; {finding.fix}"
             console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     return EXIT_OK if is_well(findings) else EXIT_FAILED
@@ -106,15 +106,15 @@ def merge_good(findings: Sequence[Finding]) -> list[Finding]:
     """One line for a check that is good in several places; all other findings as they are."""
     good: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding.state is State.GOOD:
+        if finding.verdict is Verdict.GOOD:
             good.setdefault(finding.check, []).append(finding)
     lines = []
     for check, same in good.items():
         found = list(dict.fromkeys(finding.found for finding in same))
         where = same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more"
         more = "" if len(found) == 1 else f"; {found[-1]}" if len(found) == 2 else f"; …; {found[-1]}"
-        lines.append(Finding(check, where, State.GOOD, found[0] + more))
-    return [*lines, *(finding for finding in findings if finding.state is not State.GOOD)]
+        lines.append(Finding(check, where, Verdict.GOOD, found[0] + more))
+    return [*lines, *(finding for finding in findings if finding.verdict is not Verdict.GOOD)]
 
 
 def _collect(options: DoctorOptions, config: RunConfig) -> Facts:

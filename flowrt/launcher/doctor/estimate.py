@@ -31,7 +31,7 @@ SAVING_BYTES = 500 * 10**6
 
 
 @dataclass(frozen=True)
-class Needs:
+class ResourceEstimate:
     """Memory of each process of a role, and disk space of the run, in bytes."""
 
     trainer_rank: int
@@ -117,7 +117,7 @@ def model_bytes(config: RunConfig, shape: ModelShape) -> int:
     return TRAIN_ENGINES[config.trainer.engine].memory(config.trainer, shape).model
 
 
-def estimate(config: RunConfig, shape: ModelShape) -> Needs:
+def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     """The peak memory of each process of this run, and the disk space that it fills."""
     trainer, rollout = config.trainer, config.rollout
     training = TRAIN_ENGINES[trainer.engine]
@@ -130,7 +130,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> Needs:
     samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     trained_bytes = training.trained_parameters(trainer, shape) * (FLOAT_BYTES + ADAM_BYTES)
-    return Needs(
+    return ResourceEstimate(
         trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
         trainer_first=memory.first_rank,
         trainer_device=memory.model + memory.passes,
@@ -144,7 +144,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> Needs:
     )
 
 
-def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = False) -> int:
+def host_bytes(config: RunConfig, needs: ResourceEstimate, nodes: int, devices: bool = False) -> int:
     """Host memory that the run needs on the node with most of its processes.
 
     Args:
@@ -167,7 +167,7 @@ def host_bytes(config: RunConfig, needs: Needs, nodes: int, devices: bool = Fals
     return max(here, generating if config.launch.rollout else 0)
 
 
-def device_bytes(config: RunConfig, needs: Needs, devices: bool) -> int:
+def device_bytes(config: RunConfig, needs: ResourceEstimate, devices: bool) -> int:
     """Accelerator memory of the largest process that uses one; 0 if none does."""
     training, serving = accelerated(config, devices)
     scoring = has_accelerated_reference(config, devices)

@@ -27,7 +27,7 @@ ROUND_S = 15.0
 """Time limit for two nodes to measure a lane in both directions; a working lane takes less than half of it."""
 
 
-class Device(TypedDict):
+class Accelerator(TypedDict):
     """An accelerator."""
 
     name: str
@@ -54,7 +54,7 @@ class Facts:
     model_error: str
     torch_error: str = ""
     lanes: list[str] = field(default_factory=list)
-    devices: list[Device] = field(default_factory=list)
+    devices: list[Accelerator] = field(default_factory=list)
     probe: str = ""
     round_trip_s: float | None = None
     delay_s: dict[str, float] = field(default_factory=dict)

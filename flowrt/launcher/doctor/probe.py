@@ -21,7 +21,7 @@ import torch
 
 from flowrt.errors import EXIT_OK, FlowError, LocalProtocolError, WaitExpired
 from flowrt.ids import OBSERVER
-from flowrt.launcher.doctor.facts import ROUND_S, Device, rounds
+from flowrt.launcher.doctor.facts import ROUND_S, Accelerator, rounds
 from flowrt.net.curve_keys import worker_keys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
@@ -47,7 +47,7 @@ Facts = dict[str, Any]
 Received = TypeVar("Received", bound=m.Message)
 
 
-def devices() -> list[Device]:
+def devices() -> list[Accelerator]:
     """Name and memory of each accelerator."""
     if cuda_is_here():
         backend: Any = torch.cuda
@@ -58,7 +58,7 @@ def devices() -> list[Device]:
     found = []
     for index in range(backend.device_count()):
         free, total = backend.mem_get_info(index)
-        found.append(Device(name=backend.get_device_name(index), free_bytes=free, total_bytes=total))
+        found.append(Accelerator(name=backend.get_device_name(index), free_bytes=free, total_bytes=total))
     return found
 
 

@@ -10,7 +10,7 @@ from flowrt import api
 from flowrt.errors import EXIT_DISMISSED
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Lengths, Part, Values
+from flowrt.protocol.records import ColumnLengths, Part, Values
 from tests.integration.streams.conftest import Run, Start
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))
@@ -152,7 +152,7 @@ async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
                 epoch=0,
                 members=1,
                 at_least=0,
-                lengths=(Lengths("data", (1,)),),
+                lengths=(ColumnLengths("data", (1,)),),
                 tags=(Values("tag", (1.0,)),),
             )
         )

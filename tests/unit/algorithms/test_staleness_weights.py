@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from flowrt.algorithms.staleness_weights import PolynomialAge, Uniform
+from flowrt.algorithms.staleness_weights import PolynomialAge, UniformWeight
 
 STALENESS_N = torch.tensor([0, 1, 2, 7])
 
 
 def test_power_zero_is_uniform() -> None:
-    assert torch.equal(PolynomialAge(0.0)(STALENESS_N), Uniform()(STALENESS_N))
+    assert torch.equal(PolynomialAge(0.0)(STALENESS_N), UniformWeight()(STALENESS_N))
 
 
 def test_the_discount_is_the_published_one() -> None:

@@ -31,6 +31,17 @@ class Delivered:
         return done
 
 
+def order(version: int, size: int) -> ReceiveWeights:
+    """To receive a version of ``size`` bytes, each of them its number."""
+    turn = LaneTurn(
+        sender="trainer", receiver="rollout0", kind="weights", incarnation=0, sequence=version, transport="shm"
+    )
+    checksum = Snapshot(version, [torch.full((size,), version, dtype=torch.uint8)]).checksum()
+    return ReceiveWeights(
+        turn, Weights(model="policy", version=version, base=NO_BASE, bucket_bytes=(size,), checksum=checksum)
+    )
+
+
 @pytest.mark.parametrize("in_use", [True, False])
 async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_but_not_used(in_use: bool) -> None:
     said: list[Message] = []
@@ -42,27 +53,7 @@ async def test_an_older_version_that_was_ordered_while_a_newer_one_came_is_held_
     params = WeightTransfers(cast(LaneSet, Delivered()), said.append, spawn, WAIT_S)
     params.applied("policy", 0)
     for version in (2, 1):
-        buckets = [torch.full((100,), version, dtype=torch.uint8)]
-        weights = Weights(
-            model="policy",
-            version=version,
-            base=NO_BASE,
-            bucket_bytes=(100,),
-            checksum=Snapshot(version, buckets).checksum(),
-        )
-        params.receive(
-            ReceiveWeights(
-                LaneTurn(
-                    sender="trainer",
-                    receiver="rollout0",
-                    kind="weights",
-                    incarnation=0,
-                    sequence=version,
-                    transport="shm",
-                ),
-                weights,
-            )
-        )
+        params.receive(order(version, 100))
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*spawned)
         if in_use and version == 2:
@@ -81,32 +72,12 @@ async def test_memory_of_old_versions_is_used_again_unless_somebody_looks_at_it(
     params.applied("policy", 0)
     places, kept = [], []
     for version in range(1, 7):
-        buckets = [torch.full((100_000,), version, dtype=torch.uint8)]
-        weights = Weights(
-            model="policy",
-            version=version,
-            base=NO_BASE,
-            bucket_bytes=(100_000,),
-            checksum=Snapshot(version, buckets).checksum(),
-        )
-        params.receive(
-            ReceiveWeights(
-                LaneTurn(
-                    sender="trainer",
-                    receiver="rollout0",
-                    kind="weights",
-                    incarnation=0,
-                    sequence=version,
-                    transport="shm",
-                ),
-                weights,
-            )
-        )
+        params.receive(order(version, 100_000))
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*spawned)
         staged = params.staged("policy")
         assert staged is not None
-        assert torch.equal(staged.snapshot.buckets[0], buckets[0])
+        assert staged.snapshot.buckets[0].eq(version).all()
         places.append(staged.snapshot.buckets[0].data_ptr())
         kept += [staged.snapshot] if version == 3 else []
         params.applied("policy", version)
@@ -149,27 +120,7 @@ async def test_what_a_device_reads_is_pinned_before_it_is_staged_not_within_the_
     )
     params.applied("policy", 0)
     for version in (1, 2, 3):
-        buckets = [torch.full((100,), version, dtype=torch.uint8)]
-        one = Weights(
-            model="policy",
-            version=version,
-            base=NO_BASE,
-            bucket_bytes=(100,),
-            checksum=Snapshot(version, buckets).checksum(),
-        )
-        params.receive(
-            ReceiveWeights(
-                LaneTurn(
-                    sender="trainer",
-                    receiver="rollout0",
-                    kind="weights",
-                    incarnation=0,
-                    sequence=version,
-                    transport="shm",
-                ),
-                one,
-            )
-        )
+        params.receive(order(version, 100))
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*spawned)
         staged = params.staged("policy")

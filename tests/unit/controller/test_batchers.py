@@ -1,4 +1,4 @@
-"""Rows, and the fixed token budget: exact, without a taste for short answers."""
+"""Sample counts, and the fixed token budget: exact, without a taste for short answers."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from flowrt.controller.policies.batching import FixedTokens, Rows
+from flowrt.controller.policies.batching import FixedTokens, SampleCount
 from flowrt.errors import ConfigError
 
 SAMPLES = 256
@@ -31,7 +31,7 @@ def mean_kept(policy: FixedTokens, by_completion: bool = False) -> float:
 
 
 def test_rows_are_full_at_their_number() -> None:
-    assert [Rows(4).full(1, 10**9, rows) for rows in (0, 3, 4, 9)] == [False, False, True, True]
+    assert [SampleCount(4).full(1, 10**9, rows) for rows in (0, 3, 4, 9)] == [False, False, True, True]
 
 
 def test_a_budget_takes_samples_in_order_of_issue_and_cuts_the_last() -> None:
@@ -81,7 +81,7 @@ def test_a_budget_filled_as_answers_finish_would_keep_the_short_ones() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="rows"):
-        Rows(0)
+        SampleCount(0)
     with pytest.raises(ConfigError, match="tokens"):
         FixedTokens(0)
     with pytest.raises(ConfigError, match="truncate, whole"):

@@ -9,9 +9,9 @@ from flowrt.controller.events import AppendLedger, Command, EndRun, StepClosed, 
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import LaneTurn, Lengths, Part, Values
+from flowrt.protocol.records import ColumnLengths, LaneTurn, Part, Values
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offered_lengths, whole
+from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offer_one, whole
 
 
 def granted_talk() -> tuple[CoreDriver, m.Grant]:
@@ -150,7 +150,7 @@ def test_what_only_the_controller_says_is_illegal() -> None:
 def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, ...], lengths: tuple[int, ...]) -> None:
     talk = CoreDriver()
     try:
-        offered = tuple(Lengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
+        offered = tuple(ColumnLengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
         commands = talk.say(
             "source0",
             m.Offer(request=1, flow="train", prompts=(0,), epoch=0, members=1, at_least=0, lengths=offered, tags=()),
@@ -166,16 +166,7 @@ def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
     talk = CoreDriver()
     talk.say(
         "source0",
-        m.Offer(
-            request=0,
-            flow="train",
-            prompts=(0,),
-            epoch=0,
-            members=2,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=0, members=2),
     )
     assert talk.pull("rollout0", "rollout") is not None
     second = talk.pull("rollout1", "rollout")
@@ -216,16 +207,7 @@ def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
     talk = CoreDriver(members=2)
     talk.say(
         "source0",
-        m.Offer(
-            request=0,
-            flow="train",
-            prompts=(0,),
-            epoch=0,
-            members=2,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=0, members=2),
     )
     for _ in range(2):
         grant = talk.pull("rollout0", "rollout")

@@ -4,7 +4,7 @@ from flowrt.controller.events import EndRun, Tick, WorkerDisconnected
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import MODEL, leases_of, offered_lengths, whole
+from tests.simulation.scenario import MODEL, leases_of, offer_one, whole
 
 
 def after_stall(talk: CoreDriver, no_progress_timeout_s: float = 10.0) -> EndRun:
@@ -65,16 +65,7 @@ def test_a_long_tail_does_not_keep_new_samples_from_starting() -> None:
     talk = CoreDriver(bound=1, members=2)
     talk.say(
         "source0",
-        m.Offer(
-            request=0,
-            flow="train",
-            prompts=(0,),
-            epoch=0,
-            members=2,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=0, members=2),
     )
     tail = talk.pull("rollout0", "rollout")
     quick = talk.pull("rollout1", "rollout")
@@ -83,16 +74,7 @@ def test_a_long_tail_does_not_keep_new_samples_from_starting() -> None:
     talk.say("rollout1", talk.generated(quick))
     talk.say(
         "source0",
-        m.Offer(
-            request=1,
-            flow="train",
-            prompts=(1,),
-            epoch=0,
-            members=2,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=1, prompt=1, members=2),
     )
     assert talk.heard(talk.say("rollout1", m.Pull(request=8, stage="rollout", slots=1, tokens=0, step=-1)), m.Grant)
 

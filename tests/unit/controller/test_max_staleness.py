@@ -9,7 +9,7 @@ from flowrt.controller.settings import OnLostSample
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import MODEL, offered_lengths, whole
+from tests.simulation.scenario import MODEL, offer_one, offered_lengths, whole
 
 
 def test_an_over_age_sample_is_refused_dropped_and_offered_again() -> None:
@@ -60,16 +60,7 @@ def test_an_over_age_member_follows_the_policy(policy: OnLostSample) -> None:
     talk.say("rollout0", m.WeightsActivated(MODEL, 1))
     talk.say(
         "source0",
-        m.Offer(
-            request=9,
-            flow="train",
-            prompts=(5,),
-            epoch=0,
-            members=3,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=9, prompt=5, members=3),
     )
     grants = [talk.pull("rollout0", "rollout") for _ in range(3)]
     granted = [grant for grant in grants if grant is not None]

@@ -5,7 +5,7 @@ from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import Part
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import offered_lengths
+from tests.simulation.scenario import offer_one
 
 
 def forget_copies(talk: CoreDriver) -> None:
@@ -35,16 +35,7 @@ def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_t
     talk = CoreDriver(members=3)
     talk.say(
         "source0",
-        m.Offer(
-            request=0,
-            flow="train",
-            prompts=(0,),
-            epoch=0,
-            members=3,
-            at_least=0,
-            lengths=offered_lengths(4, 1),
-            tags=(),
-        ),
+        offer_one(request=0, members=3),
     )
     made: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
     for worker in ("rollout0", "rollout1", "rollout0"):

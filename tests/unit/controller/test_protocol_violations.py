@@ -18,7 +18,7 @@ from tests.effort import examples
 from tests.simulation.cluster import make_core
 from tests.simulation.core_driver import SHARED, CoreDriver
 from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
-from tests.simulation.scenario import MODEL, Scenario, offered_lengths, whole
+from tests.simulation.scenario import MODEL, Scenario, offer_one, whole
 
 
 def granted_talk(**scenario: Any) -> tuple[CoreDriver, m.Grant]:
@@ -152,31 +152,13 @@ def test_an_observer_cancels_the_run_but_not_with_success() -> None:
     [
         (
             "reward0",
-            m.Offer(
-                request=5,
-                flow="train",
-                prompts=(0,),
-                epoch=0,
-                members=1,
-                at_least=0,
-                lengths=offered_lengths(4, 1),
-                tags=(),
-            ),
+            offer_one(request=5, members=1),
             "offers prompts.*only source may",
         ),
         ("reward0", m.Pull(request=5, stage="train", slots=0, tokens=0, step=0), "trains.*only trainer may"),
         (
             "source0",
-            m.Offer(
-                request=5,
-                flow="nowhere",
-                prompts=(0,),
-                epoch=0,
-                members=1,
-                at_least=0,
-                lengths=offered_lengths(4, 1),
-                tags=(),
-            ),
+            offer_one(request=5, members=1, flow="nowhere"),
             "no stage is for flow 'nowhere'",
         ),
     ],
@@ -205,16 +187,7 @@ def test_a_prompt_number_out_of_range_is_refused_and_a_large_one_is_a_prompt_lik
 
 
 def offer_of(prompt: int) -> m.Offer:
-    return m.Offer(
-        request=1,
-        flow="train",
-        prompts=(prompt,),
-        epoch=0,
-        members=1,
-        at_least=0,
-        lengths=offered_lengths(4, 1),
-        tags=(),
-    )
+    return offer_one(request=1, prompt=prompt, members=1)
 
 
 def test_a_step_is_ended_only_by_a_worker_that_trains_where_no_role_is_named_for_it() -> None:

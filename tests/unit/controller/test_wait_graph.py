@@ -14,7 +14,7 @@ from flowrt.ids import WorkerId
 from flowrt.launcher.views.status import draw
 from flowrt.protocol import messages as m
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import MODEL, offered_lengths, whole
+from tests.simulation.scenario import MODEL, offer_one, whole
 
 NOBODY: Mapping[str, float] = {}
 
@@ -180,16 +180,7 @@ def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
         talk.say("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
         talk.say(
             "source0",
-            m.Offer(
-                request=500 + number,
-                flow="train",
-                prompts=(number,),
-                epoch=0,
-                members=1,
-                at_least=0,
-                lengths=offered_lengths(4, 1),
-                tags=(),
-            ),
+            offer_one(request=500 + number, prompt=number, members=1),
         )
     told = status(talk.core, talk.now, 600.0, {}, {}, {})
     assert len(told["waits"]) == MAX_WAITS

@@ -12,7 +12,7 @@ from flowrt.engines.simulated.costs import GenerationCost, ScoreCost, TrainCost
 from flowrt.engines.simulated.decoder import SimulatedDecoder
 from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.lengths import Lengths, LogNormal, Pareto, Trace, Uniform
-from flowrt.engines.simulated.time import Device, ManualSimClock, RealTimeSimClock
+from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.clock import DrivenClock
 from flowrt.transport.weights.snapshot import Snapshot
@@ -258,7 +258,7 @@ class LatePace(ManualSimClock):
 
 def test_late_wakes_do_not_add_up() -> None:
     pace = LatePace()
-    device = Device(pace)
+    device = SimDevice(pace)
     for _ in range(100):
         device.work(1.0)
     assert pace.now() == pytest.approx(100.01)
@@ -266,7 +266,7 @@ def test_late_wakes_do_not_add_up() -> None:
 
 def test_real_time_is_scaled_and_does_not_drift() -> None:
     pace = RealTimeSimClock(0.001)
-    device, start_s = Device(pace), pace.now()
+    device, start_s = SimDevice(pace), pace.now()
     for _ in range(50):
         device.work(2.0)
     assert 100.0 <= pace.now() - start_s < 300.0

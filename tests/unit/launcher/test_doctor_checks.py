@@ -11,15 +11,15 @@ import pytest
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor import checks
-from flowrt.launcher.doctor.checks import Finding, State, Wanted, judge
+from flowrt.launcher.doctor.checks import Finding, Verdict, Wanted, judge
 from flowrt.launcher.doctor.command import merge_good, with_unique_names
 from flowrt.launcher.doctor.estimate import built_shape, read_shape
-from flowrt.launcher.doctor.facts import PACKAGES, Device, Facts, from_json, rounds
+from flowrt.launcher.doctor.facts import PACKAGES, Accelerator, Facts, from_json, rounds
 from flowrt.launcher.doctor.probe import FIRST_BYTES, GROWTH, MAX_BYTES, bandwidth, next_size
 from flowrt.recipes.config_io import parse
 
 GIB = 2**30
-GPU = Device(name="H200", free_bytes=100 * GIB, total_bytes=140 * GIB)
+GPU = Accelerator(name="H200", free_bytes=100 * GIB, total_bytes=140 * GIB)
 WELL = Facts(
     node="a",
     python="3.11.7",
@@ -54,15 +54,15 @@ def pair(delay_s: tuple[float, float] = (1e-4, 1e-4), speed: float = 1e9) -> lis
     ]
 
 
-def bad(findings: list[Finding], state: State = State.BAD) -> list[Finding]:
-    return [finding for finding in findings if finding.state is state]
+def bad(findings: list[Finding], verdict: Verdict = Verdict.BAD) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is verdict]
 
 
 def test_a_node_that_is_well() -> None:
-    assert {finding.state for finding in judge([WELL], WANT)} == {State.GOOD}
-    assert {finding.state for finding in judge(pair(), WANT)} == {State.GOOD}
+    assert {finding.verdict for finding in judge([WELL], WANT)} == {Verdict.GOOD}
+    assert {finding.verdict for finding in judge(pair(), WANT)} == {Verdict.GOOD}
     on_gpu = [dataclasses.replace(facts, devices=[GPU]) for facts in pair()]
-    assert {finding.state for finding in judge(on_gpu, ON_GPU)} == {State.GOOD}
+    assert {finding.verdict for finding in judge(on_gpu, ON_GPU)} == {Verdict.GOOD}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_red_line(check: str, changes: dict[str, Any], want: Wanted, said: str
 )
 def test_a_yellow_line(check: str, changes: dict[str, Any]) -> None:
     findings = judge([dataclasses.replace(WELL, **changes)], WANT)
-    assert [line.check for line in bad(findings, State.WARN)] == [check]
+    assert [line.check for line in bad(findings, Verdict.WARN)] == [check]
     assert checks.is_well(findings)
 
 
@@ -134,11 +134,11 @@ def test_a_patch_of_python_may_differ() -> None:
 def test_clocks_are_compared_without_the_time_on_the_way() -> None:
     """Two seconds ahead, with a slow link: what came to it took 5 s by its clock, what came from it 1 s."""
     (line,) = [finding for finding in judge(pair((1.0, 5.0)), WANT) if finding.check == "clock"]
-    assert line.state is State.BAD
+    assert line.verdict is Verdict.BAD
     assert "+2000.0 ms" in line.found
     assert "chrony" in line.fix
     (line,) = [finding for finding in judge(pair((3.0, 3.0)), WANT) if finding.check == "clock"]
-    assert (line.state, "+0.0 ms" in line.found) == (State.GOOD, True)
+    assert (line.verdict, "+0.0 ms" in line.found) == (Verdict.GOOD, True)
 
 
 def test_a_pair_that_did_not_meet() -> None:
@@ -161,11 +161,11 @@ def test_a_pair_that_did_not_meet_is_no_matter_of_other_pairs() -> None:
 
 
 def test_a_slow_pair() -> None:
-    assert len(bad(judge(pair(speed=5e7), WANT), State.WARN)) == 2  # slow by itself
+    assert len(bad(judge(pair(speed=5e7), WANT), Verdict.WARN)) == 2  # slow by itself
     names = ("a", "b", "c")
     three = [other(name, bytes_per_s={f"probe-{peer}-1": 1e9 for peer in names if peer != name}) for name in names]
     three[2].bytes_per_s["probe-a-1"] = 2e8  # slow beside the others
-    (line,) = bad(judge(three, WANT), State.WARN)
+    (line,) = bad(judge(three, WANT), Verdict.WARN)
     assert line.where == "a to c"
 
 

@@ -11,7 +11,7 @@ import torch
 from flowrt.algorithms.objective import Objective
 from flowrt.client.batch import Batch
 from flowrt.controller.events import Send
-from flowrt.controller.policies.batching import Rows, TokenBudget
+from flowrt.controller.policies.batching import SampleCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
@@ -147,7 +147,7 @@ def test_length_aware_dispatch_makes_steps_shorter_and_its_flags_matter() -> Non
 def test_a_micro_batch_is_full_at_tokens_or_at_samples() -> None:
     assert policies(parse(["--trainer.micro-batch-tokens", "99"])).batcher == TokenBudget(99)
     by_samples = policies(parse(["--trainer.micro-batch-samples", "4"])).batcher
-    assert by_samples == Rows(4)
+    assert by_samples == SampleCount(4)
     scenario = Scenario(groups_per_step=6, members=2, batcher=by_samples)
     runs = [SimulatedCluster(one).run() for one in (scenario, dataclasses.replace(scenario, batcher=TokenBudget(1)))]
     sizes = [[size for one in run.log if (size := _trained_samples(one))] for run in runs]

@@ -26,7 +26,7 @@ from flowrt.protocol.records import LARGEST_PROMPT, Passed, Position, pack, unpa
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.runtime.files import RunLock
 from tests.simulation.core_driver import CoreDriver
-from tests.simulation.scenario import offered_lengths
+from tests.simulation.scenario import offer_one
 
 # ---- positions
 
@@ -184,9 +184,7 @@ def test_what_the_run_is_done_with_is_refused() -> None:
     talk = CoreDriver()
     assert talk.core.env.passed == {}
     resumed = CoreDriver(position=Position(3, pack([(0, 5)])), steps=6)
-    offer = m.Offer(
-        request=1, flow="train", prompts=(5,), epoch=0, members=1, at_least=0, lengths=offered_lengths(4, 1), tags=()
-    )
+    offer = offer_one(request=1, prompt=5, members=1)
     [(_, refused)] = resumed.heard(resumed.say("source0", offer), m.Rejected)
     assert "which the run is done with" in refused.reason
     assert resumed.heard(resumed.offer(prompt=6), m.OfferAccepted)
