@@ -89,7 +89,7 @@ NEEDS = {
 """What a row cannot be measured without."""
 
 
-def rows(trl_python: str, against: str) -> dict[str, Row]:
+def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
     """What measures each row; without a Python that has TRL, or a tree to compare with, their rows are left out."""
     found: dict[str, Row] = {
         "closed_form": closed_form.measure,
@@ -102,7 +102,7 @@ def rows(trl_python: str, against: str) -> dict[str, Row]:
         "retention": retention.measure,
         "dynamic": sampling.dynamic,
         "curriculum": sampling.curriculum,
-        "runs": runs.measure,
+        "runs": partial(runs.measure, seeds=seeds),
     }
     if trl_python:
         found["trl"] = partial(trl_losses.measure, python=Path(trl_python))
@@ -120,7 +120,10 @@ def main() -> int:
     parser.add_argument(
         "--against", default="", help="a checkout with a .venv; default: none, and no row default_speed"
     )
+    parser.add_argument("--seeds", type=int, default=runs.SEEDS, help="of the row runs (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds is {arguments.seeds}; use 1 or more")
     unknown = [name for name in arguments.rows if name not in ROWS]
     if unknown:
         parser.error(f"there is no row {unknown[0]!r}; choose from {', '.join(ROWS)}")
@@ -129,7 +132,7 @@ def main() -> int:
     if arguments.against and (reason := default_speed.refusal(Path(arguments.against))):
         parser.error(f"--against: {reason}")
     torch.set_num_threads(1)
-    console, measured = Console(), rows(arguments.trl_python, arguments.against)
+    console, measured = Console(), rows(arguments.trl_python, arguments.against, arguments.seeds)
     metrics: dict[str, float] = {}
     table = Table("figure", "value", "bound", "seconds", title="objectives")
     for name in arguments.rows or ROWS:

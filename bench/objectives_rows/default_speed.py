@@ -22,7 +22,7 @@ def python_of(tree: Path) -> Path:
 
 def refusal(tree: Path) -> str:
     """Why a directory cannot be compared with, in a sentence; empty if it can."""
-    if not (tree / "flowrt" / "cli.py").is_file() and not (tree / "flowrt" / "cli").is_dir():
+    if not (tree / "flowrt" / "cli.py").is_file():
         return f"{tree} is no checkout of flowrt"
     if not python_of(tree).is_file():
         return f"{tree} has no {python_of(tree).relative_to(tree)}; create a virtual environment with flowrt there"

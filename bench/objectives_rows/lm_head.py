@@ -1,9 +1,9 @@
 """Row `lm_head`: the fused LM head beside whole logits: memory, time, and how near float64 its narrow numbers are.
 
 - Memory of both passes at full size, 8,192 predictions of 151,936 words in bfloat16, in a process of its own.
-- Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns, as CPU
-  time of one thread: another process on the same cores does not count. A CPU without bfloat16 instructions is slow with
-  whole logits of that type, so the float32 figure is the one that compares the two ways.
+- Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns: CPU
+  time of one thread, so that other processes on the same cores do not count. A CPU without bfloat16 instructions is
+  slow with whole logits of that type, so the float32 figure is the one that compares the two ways.
 - Values and gradients in bfloat16 against float64 on the same inputs. Logits are rounded to the type of the model on
   both sides, as rollout engines do.
 """
@@ -56,8 +56,8 @@ def measure(quick: bool) -> dict[str, float]:
 
     Returns:
         ``lm_head_gb``, peak memory (GB) of both passes beyond hidden states, weights and their gradients,
-        ``lm_head_speed_ratio``, time with whole logits over time with the fused head, ``lm_head_value_error`` (nats) and
-        ``lm_head_gradient_error``, relative to the norm of each gradient.
+        ``lm_head_speed_ratio``, time with whole logits over time with the fused head, ``lm_head_value_error`` (nats),
+        and ``lm_head_gradient_error``, relative to the norm of each gradient.
     """
     value, gradient = narrow_errors(*NARROW)
     timed = {"lm_head_speed_ratio": QUICK} if quick else TIMED
