@@ -67,9 +67,9 @@ class Outcome:
     rewards: tuple[float, ...]
 
 
-def embedded_model(folder: str) -> Path:
-    """Build the embedded model of the default job in a directory, and train its warm start."""
-    config = parse(["--run-dir", folder])
+def embedded_model(folder: str, *flags: str) -> Path:
+    """Build the embedded model of the default job in a directory, and train its warm start, if ``flags`` leave it."""
+    config = parse(["--run-dir", folder, *flags])
     Path(folder).mkdir(exist_ok=True)
     build(config)
     return model_dir(config)

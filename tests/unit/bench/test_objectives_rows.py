@@ -76,9 +76,9 @@ def test_bounds_are_named_with_their_direction() -> None:
 def test_samples_are_generated_by_the_version_that_is_held_back(tmp_path: Path) -> None:
     """Their divergence from the trained weights is 0 for the newest version alone."""
     torch.set_num_threads(1)
-    model = embedded_model(str(tmp_path / "start"))
+    model = embedded_model(str(tmp_path / "start"), "--sft.steps", "0")
     flags = ["--model", str(model), "--run-dir", str(tmp_path), "--prompts-per-step", "4", "--group-size", "4"]
-    flags += ["--trainer.lr", "1e-3", "--trainer.warmup-steps", "0", "--algorithm.kl.coef", "0"]
+    flags += ["--trainer.lr", "1e-3", "--trainer.warmup-steps", "0", "--algorithm.entropy.coef", "0.1"]
     loop = StaleLoop(parse(flags))
     found: list[dict[str, float]] = []
     for step, version in enumerate((0, 0, 2)):
