@@ -14,6 +14,7 @@ Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/o
 - staleness: what is learned from samples that are 0 to 16 versions old;
 - retention: what is learned if one generation gives the samples of 64 updates;
 - dynamic, curriculum: steps and tokens that are saved by choosing prompts;
+- default_speed: samples/s of the default job over those of another tree (``--against``);
 - runs: the default job with each preset (hours without ``--quick``).
 
 Exits with 1 if a figure misses its bound.
@@ -31,6 +32,7 @@ from common.report import write
 from objectives_rows import (
     bandit,
     closed_form,
+    default_speed,
     enumeration,
     invariance,
     lm_head,
@@ -58,6 +60,10 @@ BOUNDS = {
     "dynamic_equal_groups_trained": 0.0,
     "curriculum_ratio": 0.75,
     "retention_ppo_64": 0.8,
+    "c3po_length_bias": 1.03,
+    "lm_head_gb": 0.3,
+    "lm_head_value_error": 1e-5,
+    "lm_head_gradient_error": 2e-3,
 }
 """Of the figures that must stay below one; the others are reported alone."""
 Row = Callable[[bool], dict[str, float]]
@@ -65,17 +71,26 @@ LOWER_BOUNDS = {
     "staleness16_best": 0.95,
     "retention_dpo_64": 0.95,
     "c3po_cv_ratio": 10.0,
+    "c3po_length_bias": 0.97,
+    "default_speed_ratio": 0.98,
     "bound4_over_bound0_min": 0.98,
 }
 """Of the figures that must stay above one."""
 ROWS = (
     *("closed_form", "enumeration", "invariance", "trl", "bandit", "lm_head", "token_budget"),
-    *("staleness", "retention", "dynamic", "curriculum", "runs"),
+    *("staleness", "retention", "dynamic", "curriculum", "default_speed", "runs"),
 )
 
 
-def rows(trl_python: str) -> dict[str, Row]:
-    """What measures each row; without a Python that has TRL, its row is left out."""
+NEEDS = {
+    "trl": "--trl-python, a Python that has TRL",
+    "default_speed": "--against, a checkout to compare with, that has a .venv",
+}
+"""What a row cannot be measured without."""
+
+
+def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
+    """What measures each row; without a Python that has TRL, or a tree to compare with, their rows are left out."""
     found: dict[str, Row] = {
         "closed_form": closed_form.measure,
         "enumeration": enumeration.measure,
@@ -87,9 +102,13 @@ def rows(trl_python: str) -> dict[str, Row]:
         "retention": retention.measure,
         "dynamic": sampling.dynamic,
         "curriculum": sampling.curriculum,
-        "runs": runs.measure,
+        "runs": partial(runs.measure, seeds=seeds),
     }
-    return found | ({"trl": partial(trl_losses.measure, python=Path(trl_python))} if trl_python else {})
+    if trl_python:
+        found["trl"] = partial(trl_losses.measure, python=Path(trl_python))
+    if against:
+        found["default_speed"] = partial(default_speed.measure, against=Path(against))
+    return found
 
 
 def main() -> int:
@@ -98,19 +117,27 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--trl-python", default="", help="a Python that has TRL; default: none, and no row trl")
+    parser.add_argument(
+        "--against", default="", help="a checkout with a .venv; default: none, and no row default_speed"
+    )
+    parser.add_argument("--seeds", type=int, default=runs.SEEDS, help="of the row runs (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.seeds < 1:
+        parser.error(f"--seeds is {arguments.seeds}; use 1 or more")
     unknown = [name for name in arguments.rows if name not in ROWS]
     if unknown:
         parser.error(f"there is no row {unknown[0]!r}; choose from {', '.join(ROWS)}")
     if arguments.trl_python and not Path(arguments.trl_python).is_file():
         parser.error(f"--trl-python: there is no {arguments.trl_python}")
+    if arguments.against and (reason := default_speed.refusal(Path(arguments.against))):
+        parser.error(f"--against: {reason}")
     torch.set_num_threads(1)
-    console, measured = Console(), rows(arguments.trl_python)
+    console, measured = Console(), rows(arguments.trl_python, arguments.against, arguments.seeds)
     metrics: dict[str, float] = {}
     table = Table("figure", "value", "bound", "seconds", title="objectives")
     for name in arguments.rows or ROWS:
         if name not in measured:
-            console.print(f"row {name} is left out: it needs --trl-python, a Python that has TRL")
+            console.print(f"row {name} is left out: it needs {NEEDS[name]}")
             continue
         begin_s = time.perf_counter()
         found = measured[name](arguments.quick)
@@ -130,9 +157,8 @@ def main() -> int:
 
 def bound_of(figure: str) -> str:
     """The bound of a figure as text; empty if it is reported alone."""
-    if figure in LOWER_BOUNDS:
-        return f"at least {LOWER_BOUNDS[figure]:g}"
-    return f"at most {BOUNDS[figure]:g}" if figure in BOUNDS else ""
+    least = [f"at least {LOWER_BOUNDS[figure]:g}"] if figure in LOWER_BOUNDS else []
+    return ", ".join([*least, *([f"at most {BOUNDS[figure]:g}"] if figure in BOUNDS else [])])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""The fused LM head against whole logits: memory, and time of a forward and a backward pass.
+"""Row `lm_head`: the fused LM head beside whole logits: memory, time, and how near float64 its narrow numbers are.
 
-Full size is 8,192 predictions of 151,936 words in bfloat16, which takes many minutes on a CPU without instructions for
-this type. Times are CPU times of one thread: another process on the same cores does not count.
+- Memory of both passes at full size, 8,192 predictions of 151,936 words in bfloat16, in a process of its own.
+- Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns: CPU
+  time of one thread, so that other processes on the same cores do not count. A CPU without bfloat16 instructions is
+  slow with whole logits of that type, so the float32 figure is the one that compares the two ways.
+- Values and gradients in bfloat16 against float64 on the same inputs. Logits are rounded to the type of the model on
+  both sides, as rollout engines do.
 """
 
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +22,16 @@ from flowrt.algorithms import predicted_logprobs
 from flowrt.algorithms.lm_head import fused_logprobs
 
 WIDTH = 64
-FULL = (8192, 151_936, torch.bfloat16)
-QUICK = (512, 40_000, torch.float32)
+Size = tuple[int, int, torch.dtype]
+"""Predictions, words, type."""
+FULL: Size = (8192, 151_936, torch.bfloat16)
+TIMED: dict[str, Size] = {
+    "lm_head_speed_ratio": (512, 151_936, torch.float32),
+    "lm_head_speed_ratio_bfloat16": (128, 151_936, torch.bfloat16),
+}
+QUICK: Size = (512, 40_000, torch.float32)
+NARROW = (256, 20_000)
+ROUNDS = 5
 Way = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -42,42 +55,86 @@ def measure(quick: bool) -> dict[str, float]:
         quick: at a small size, which says nothing about the goal.
 
     Returns:
-        ``lm_head_gb``, peak memory (GB) of both passes beyond hidden states, weights and their gradients, and
-        ``lm_head_speed_ratio``, time with whole logits over time with the fused head.
+        ``lm_head_gb``, peak memory (GB) of both passes beyond hidden states, weights and their gradients,
+        ``lm_head_speed_ratio``, time with whole logits over time with the fused head, ``lm_head_value_error`` (nats),
+        and ``lm_head_gradient_error``, relative to the norm of each gradient.
     """
-    size = QUICK if quick else FULL
-    spent = {name: _in_a_process(name, size) for name in WAYS}
-    return {"lm_head_gb": spent["fused"][1] / 1e9, "lm_head_speed_ratio": spent["whole"][0] / spent["fused"][0]}
+    value, gradient = narrow_errors(*NARROW)
+    timed = {"lm_head_speed_ratio": QUICK} if quick else TIMED
+    return {
+        "lm_head_gb": peak_bytes("fused", QUICK if quick else FULL) / 1e9,
+        **{figure: speed_ratio(size, 1 if quick else ROUNDS) for figure, size in timed.items()},
+        "lm_head_value_error": value,
+        "lm_head_gradient_error": gradient,
+    }
 
 
-def _in_a_process(name: str, size: tuple[int, int, torch.dtype]) -> tuple[float, float]:
-    """CPU time (seconds) and peak memory (bytes) of one way, in a process of its own."""
+def inputs(predictions: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and weights, of a gradient, and targets. Logits have a standard deviation of 2, as in a model."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_UD = torch.randn(predictions, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight_VD = (torch.randn(words, WIDTH, generator=generator) / 4).to(dtype).requires_grad_()
+    return hidden_UD, weight_VD, torch.randint(words, (predictions,), generator=generator)
+
+
+def narrow_errors(predictions: int, words: int, way: Way = fused) -> tuple[float, float]:
+    """Errors of bfloat16 against float64 over logits rounded to bfloat16.
+
+    Returns:
+        The largest error of a log-probability (nats), and the larger one of the two gradients', relative to its norm.
+    """
+    hidden_UD, weight_VD, target_T = inputs(predictions, words, torch.bfloat16)
+    rows_T = torch.arange(predictions)
+    slope_T = torch.linspace(-1, 1, predictions)
+    found_T = way(hidden_UD, weight_VD, rows_T, target_T)
+    (slope_T.to(found_T) * found_T).sum().backward()
+    exact = hidden_UD.detach().double().requires_grad_(), weight_VD.detach().double().requires_grad_()
+    logits_UV = exact[0] @ exact[1].T
+    # The value of rounded logits, and the gradient of exact ones: rounding has no slope.
+    logits_UV = logits_UV + (logits_UV.bfloat16().double() - logits_UV).detach()
+    expected_T = logits_UV.log_softmax(-1)[rows_T, target_T]
+    (slope_T.double() * expected_T).sum().backward()
+    errors = [
+        float((one.grad.double() - other.grad).norm() / other.grad.norm())
+        for one, other in zip((hidden_UD, weight_VD), exact, strict=True)
+        if one.grad is not None and other.grad is not None
+    ]
+    return float((found_T.detach().double() - expected_T.detach()).abs().max()), max(errors)
+
+
+def speed_ratio(size: Size, rounds: int) -> float:
+    """Median CPU time with whole logits over that of the fused head, by turns."""
+    hidden_UD, weight_VD, target_T = inputs(*size)
+    spent: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, way in WAYS.items():
+            begin_s = time.process_time()
+            way(hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
+            spent[name].append(time.process_time() - begin_s)
+    return statistics.median(spent["whole"]) / statistics.median(spent["fused"])
+
+
+def peak_bytes(name: str, size: Size) -> float:
+    """Peak memory of one way beyond its inputs and their gradients, in a process of its own."""
     mine, theirs = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("spawn").Process(target=_passes, args=(name, size, theirs))
     child.start()
     theirs.close()
-    found: tuple[float, float] = mine.recv()
+    found: float = mine.recv()
     child.join()
     return found
 
 
-def _passes(name: str, size: tuple[int, int, torch.dtype], found: Any) -> None:
+def _passes(name: str, size: Size, found: Any) -> None:
     torch.set_num_threads(1)
-    predictions, words, dtype = size
-    generator = torch.Generator().manual_seed(0)
-    hidden_UD = torch.randn(predictions, WIDTH, generator=generator).to(dtype).requires_grad_()
-    weight_VD = torch.randn(words, WIDTH, generator=generator).to(dtype).requires_grad_()
-    target_T = torch.randint(words, (predictions,), generator=generator)
-    warm = torch.randn(8, WIDTH).to(dtype).requires_grad_()
+    hidden_UD, weight_VD, target_T = inputs(*size)
+    warm = torch.randn(8, WIDTH).to(size[2]).requires_grad_()
     WAYS[name](warm, weight_VD, torch.arange(8), target_T[:8]).sum().backward()
     weight_VD.grad = None
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
-    begin_s = time.process_time()
-    WAYS[name](hidden_UD, weight_VD, torch.arange(predictions), target_T).sum().backward()
-    spent_s = time.process_time() - begin_s
-    gradients = hidden_UD.nbytes + weight_VD.nbytes
-    found.send((spent_s, float(_resident("VmHWM") - before - gradients)))
+    WAYS[name](hidden_UD, weight_VD, torch.arange(size[0]), target_T).sum().backward()
+    found.send(float(_resident("VmHWM") - before - hidden_UD.nbytes - weight_VD.nbytes))
 
 
 def _resident(what: str) -> int:

@@ -109,7 +109,8 @@ def curriculum(quick: bool) -> dict[str, float]:
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         files = ["--recipe", "custom", "--data", str(data), "--data.reward", f"{reward}:reward", "--data.epochs", "0"]
-        shape = ["--prompts-per-step", "16", "--group-size", "8", "--rollout.max-new-tokens", "16", *TRAINING]
+        shape = ["--prompts-per-step", "16", "--group-size", "8", "--rollout.max-new-tokens", "16"]
+        shape += training_flags()
         for seed in SEEDS[:1] if quick else SEEDS:
             for policy in tokens:
                 run = CheckpointedRun(
@@ -132,8 +133,13 @@ def curriculum(quick: bool) -> dict[str, float]:
     }
 
 
-TRAINING = ["--trainer.lr", "1e-4", "--trainer.beta2", "0.98", "--trainer.warmup-steps", "15"]
-"""The default task's own settings, which the recipe custom does not have."""
+def training_flags() -> list[str]:
+    """The optimiser's settings of the default task, which the recipe custom does not have."""
+    trainer = parse([]).trainer
+    return [
+        *("--trainer.lr", str(trainer.lr), "--trainer.beta2", str(trainer.beta2)),
+        *("--trainer.warmup-steps", str(trainer.warmup_steps)),
+    ]
 
 
 def at(values: Sequence[float], step: float) -> float:

@@ -67,9 +67,9 @@ class Outcome:
     rewards: tuple[float, ...]
 
 
-def embedded_model(folder: str) -> Path:
-    """Build the embedded model of the default job in a directory, and train its warm start."""
-    config = parse(["--run-dir", folder])
+def embedded_model(folder: str, *flags: str) -> Path:
+    """Build the embedded model of the default job in a directory, and train its warm start, if ``flags`` leave it."""
+    config = parse(["--run-dir", folder, *flags])
     Path(folder).mkdir(exist_ok=True)
     build(config)
     return model_dir(config)
@@ -109,6 +109,8 @@ class StaleLoop:
         self._trainer = train_engine(config)
         self._rollout: RolloutEngine = rollout_engine(config)
         self._reference: Any = load_model(model_dir(config)).eval() if self._objective.needs.reference else None
+        self.metrics: dict[str, float] = {}
+        """Of the last step."""
         self._versions = {0: Snapshot.take(0, self._trainer.parameters())}
         self._problems = self._task.training_problems()
         self._order = list(range(len(self._problems)))
@@ -149,7 +151,7 @@ class StaleLoop:
         made = sorted(self._generate(prompts), key=lambda one: one.key)
         rewards = [self._reward(one, self._problems[chosen[one.key // config.group_size]]) for one in made]
         self._trainer.accumulate(self._batch(prompts, made, rewards, step - version))
-        self._trainer.step()
+        self.metrics = self._trainer.step()
         self._versions[step + 1] = Snapshot.take(step + 1, self._trainer.parameters())
         return sum(rewards) / len(rewards)
 
@@ -183,6 +185,7 @@ class StaleLoop:
             advantages_N=torch.zeros(len(made)) if credit is None else credit.advantages_N[list(rows)].float(),
             weights_N=sample_weight(config.algorithm)(staleness_N)[list(rows)],
             groups_N=group_N[list(rows)],
+            ages=[torch.full((len(tokens[row]),), staleness) for row in rows],
             credit=groups if is_deferred else None,
         )
 
