@@ -169,6 +169,7 @@ def check_trainer(trainer: TrainerConfig) -> None:
 def check_rollout(config: RunConfig) -> None:
     """Raise ConfigError for options that the rollout engine does not support, or weights that it cannot load."""
     _check_sampling(config.rollout)
+    _check_supports(config)
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
@@ -217,6 +218,17 @@ def _check_sampling(rollout: RolloutConfig) -> None:
             raise ConfigError(f"rollout.stop has {stop!r:.80}; a stop string has 1 to {MAX_STOP_BYTES} bytes")
     if len(rollout.stop) > MAX_STOPS:
         raise ConfigError(f"rollout.stop has {len(rollout.stop)} strings; use at most {MAX_STOPS}")
+
+
+def _check_supports(config: RunConfig) -> None:
+    """Raise ConfigError for truncated sampling with a training engine that ignores which tokens could be drawn."""
+    engine = config.trainer.engine
+    if config.rollout.truncation.is_active and not TRAIN_ENGINES[engine].applies_supports:
+        raise ConfigError(
+            f"rollout.top_k is {config.rollout.top_k}, and trainer.engine {engine} does not renormalise log-"
+            "probabilities over the tokens that could be drawn (applies_supports is False in its descriptor): it would "
+            "train another policy than the one sampled; set rollout.top_k to 0, or use another engine"
+        )
 
 
 def _check_controller(config: RunConfig) -> None:
