@@ -187,7 +187,12 @@ def _check_reference(config: RunConfig) -> None:
     if config.reference.device not in DEVICES:
         raise ConfigError(f"reference.device is {config.reference.device!r}; use one of {', '.join(DEVICES)}")
     default = ReferenceConfig()
-    if needs_reference(config.algorithm) or config.reference == default:
+    if needs_reference(config.algorithm):
+        _check_refresh(config)
+        if config.reference.model:
+            check_model_files(Path(config.reference.model), config.rollout.max_new_tokens)
+        return
+    if config.reference == default:
         return
     name = next(
         field.name
@@ -198,6 +203,28 @@ def _check_reference(config: RunConfig) -> None:
         f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "
         "needs no reference, so no worker is started; leave it out, or use an algorithm.kl.coef above 0"
     )
+
+
+def _check_refresh(config: RunConfig) -> None:
+    """Raise ConfigError for a refresh of the reference that cannot be made, or changes nothing."""
+    options = config.reference
+    if not options.refresh:
+        if options.average != 1.0:
+            raise ConfigError(
+                f"reference.average is {options.average}, and reference.refresh is 0: the reference is never "
+                "refreshed; set reference.refresh too, or leave it out"
+            )
+        return
+    if options.refresh >= config.steps:
+        raise ConfigError(
+            f"reference.refresh is {options.refresh}, and steps is {config.steps}: no sample would be scored by "
+            "refreshed weights; use fewer than the steps, or 0"
+        )
+    if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
+        raise ConfigError(
+            f"reference.refresh is {options.refresh}, and the trainer publishes adapters alone, of which no reference "
+            "can be made; set trainer.lora.publish to merged, or reference.refresh to 0"
+        )
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:

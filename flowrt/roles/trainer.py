@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uniform
@@ -32,6 +33,7 @@ from flowrt.roles.algorithm import algorithm
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
+from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -53,6 +55,8 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     ranks = RankCollectives()
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
+    if config.reference.refresh and is_leader:
+        await asyncio.to_thread(resume_refreshes, config, done)
     if done:
         await publish(session, engine, ranks, done, is_leader)
     preempted = False
@@ -66,6 +70,8 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         done = step + 1
         if is_leader:
             session.step_done(step, metrics)
+        if config.reference.refresh and done % config.reference.refresh == 0:
+            await refresh_reference(session, config, engine, ranks, done, is_leader)
         await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
@@ -105,6 +111,24 @@ async def publish(
     if snapshot is not None:
         with ranks.exempt():  # the previous version may still be in its checksum
             await session.params.publish_in_background(POLICY, snapshot, kl)
+
+
+async def refresh_reference(
+    session: Session,
+    config: RunConfig,
+    engine: TrainEngine,
+    ranks: RankCollectives,
+    step: int,
+    is_leader: bool,
+) -> None:
+    """Write the reference of ``step``, before that version of the policy is published. All ranks call it together."""
+    fix = f"free disk space, then flowrt resume {config.run_dir}"
+    with session.timeline.busy("save"), disk_errors(f"the reference of step {step}", fix), ranks.exempt():
+        tensors = await ranks.call(engine.parameters, f"the weights of step {step}")
+        if is_leader:
+            await asyncio.to_thread(write_refresh, config, step, tensors)
+        if dist.is_initialized():
+            await ranks.call(dist.barrier, f"the reference of step {step}")
 
 
 async def train_step(

@@ -149,8 +149,8 @@ def padded_predictions(
 def enable_packing(model: Any) -> bool:
     """Enable packed samples for this model, if it supports them. Returns whether it does.
 
-    It must use SDPA in every layer and have more positions than `PROBE_PROMPTS` has tokens, and log-probabilities of a few random samples must equal those of padded ones.
-    Collective for a sharded model.
+    It must use SDPA in every layer and have more positions than a prompt of `PROBE_PROMPTS`, and
+    log-probabilities of a few random samples must equal those of padded ones. Collective for a sharded model.
     """
     if is_packing_enabled(model):
         return True
@@ -174,9 +174,7 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in PROBE_PROMPTS)
     prompts = [prompt, other, prompt, prompt]
-    lengths = [
-        min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)
-    ]
+    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)]
     responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     together = padded_logprobs(model, prompts, responses)[0]
     each = [padded_logprobs(model, [one], [response])[0] for one, response in zip(prompts, responses, strict=True)]
