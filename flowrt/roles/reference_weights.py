@@ -128,6 +128,7 @@ def _read(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
         raise EngineError(
             f"the reference's weights {path} cannot be read: {error}; resume from a checkpoint"
         ) from error
+    return stored
 
 
 class RefreshedModel:
