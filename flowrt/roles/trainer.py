@@ -18,11 +18,11 @@ from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, Uni
 from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
-from flowrt.engines.base import TrainEngine, TrainingBatch
+from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
-from flowrt.errors import Drained
+from flowrt.errors import ConfigError, Drained
 from flowrt.ids import TRAINER
 from flowrt.protocol.records import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
@@ -51,6 +51,7 @@ async def run(session: Session, config: RunConfig) -> None:
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
     """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. All ranks call it together."""
     is_leader = int(os.environ.get("RANK", "0")) == 0
+    check_supports(config, engine)
     objective = algorithm(config)
     ranks = RankCollectives()
     checkpoints = Checkpoints(session, config, engine, ranks)
@@ -80,6 +81,18 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
             await ranks.call(lambda: save(engine, config, is_leader), "the final model")
     await session.params.wait_published()
     session.finished()
+
+
+def check_supports(config: RunConfig, engine: object) -> None:
+    """Raise ConfigError for truncated sampling with an engine, or a class of engines, that does not apply supports."""
+    applies = isinstance(engine, AppliesSupports) and engine.applies_supports
+    if config.rollout.truncation.is_active and not applies:
+        name = getattr(engine, "__name__", type(engine).__name__)
+        raise ConfigError(
+            f"rollout.top_k is {config.rollout.top_k}, and the training engine {name} does not declare that it applies "
+            "TrainingBatch.supports: it would train another policy than the one sampled; set rollout.top_k to 0, or "
+            "apply them and set applies_supports = True in its class"
+        )
 
 
 def measured_kl(metrics: Mapping[str, float], step: int) -> dict[int, float]:
