@@ -67,8 +67,8 @@ async def run_recipe(
     Returns:
         The summary of the run, as in ``summary.json``.
 
-    Raises as `flowrt.api.run_roles`; ConfigError, before anything starts, for truncated sampling with a class of training
-    engines that does not apply supports.
+    Raises as `flowrt.api.run_roles`; ConfigError, before anything starts, for truncated sampling with a class of
+    training engines that does not apply supports.
     """
     if isinstance(train_engine, type):  # of a function the engine is known, and checked, when it is made
         trainer.check_supports(config, train_engine)
