@@ -294,7 +294,7 @@ def test_a_reference_of_the_same_vocabulary_is_accepted_and_others_are_refused(w
         check_reference(config("--reference.refresh", "2"))
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(model)
-    with pytest.raises(ConfigError, match="has another vocabulary than the trained model .*: token 'another'"):
+    with pytest.raises(ConfigError, match=r"has another vocabulary than the trained model .*: token 'another'"):
         check_reference(config())
     build_model(vocab_size=len(tokenizer), seed=1, **other).save_pretrained(model)
     with pytest.raises(ConfigError, match=f"has a vocab_size of {len(tokenizer)}, and the trained model"):
