@@ -67,8 +67,11 @@ async def run_recipe(
     Returns:
         The summary of the run, as in ``summary.json``.
 
-    Raises as `flowrt.api.run_roles`.
+    Raises as `flowrt.api.run_roles`; ConfigError, before anything starts, for truncated sampling with a class of
+    training engines that does not apply supports.
     """
+    if isinstance(train_engine, type):  # of a function the engine is known, and checked, when it is made
+        trainer.check_supports(config, train_engine)
 
     async def generate(session: Session) -> None:
         await rollout.generate(session, config, await asyncio.to_thread(rollout_engine, config))

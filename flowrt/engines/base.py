@@ -166,6 +166,14 @@ class ExternalEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class AppliesSupports(Protocol):
+    """Optional attribute of a training engine, set on its class; without it truncated sampling is refused."""
+
+    applies_supports: bool
+    """Whether `TrainingBatch.supports` is applied: log-probabilities are over the tokens that could be drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """A micro-batch of N samples on the CPU. L and T differ from sample to sample.

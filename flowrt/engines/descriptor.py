@@ -196,6 +196,8 @@ class TrainEngineDescriptor(ABC):
 
     needs_process_group = False
     """Whether a single rank needs an initialised process group too."""
+    applies_supports = False
+    """Whether `TrainingBatch.supports` is applied: truncated sampling (top-k, top-p, min-p) needs it."""
 
     def check(self, trainer: TrainerSettings) -> None:  # noqa: B027 (by default all options are supported)
         """Raise ConfigError for options that the engine does not support."""

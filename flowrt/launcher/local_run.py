@@ -91,6 +91,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         run_dir=_absolute(config.run_dir),
         model=_absolute(config.model),
+        reference=dataclasses.replace(config.reference, model=_absolute(config.reference.model)),
         data=dataclasses.replace(config.data, path=_absolute(config.data.path), reward=_absolute(config.data.reward)),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
@@ -198,6 +199,8 @@ class LocalRun:
         elif not model_dir(self._config).is_dir():
             view.report("building and warm-starting the model")
             code = await self._run_first("build_model")
+        if code == EXIT_OK and self._config.reference.model and not self._config.model:
+            code = await self._run_first("model_check")  # the embedded model's vocabulary is known now
         if code != EXIT_OK:
             return code
         while True:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.hf import load_tokenizer, parameter_shapes
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
@@ -46,6 +46,10 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Attribute
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError if the model cannot be loaded, or has too few positions for a prompt and its response."""
     path = model_dir(config)
+    if config.reference.model:
+        check_reference(config)
+    if not config.model:
+        return  # built by flowrt
     model_config = check_weights(path)
     tokenizer = load_tokenizer(path)
     stop_token_ids(path, tokenizer)  # raises for a file that no worker could read
@@ -59,6 +63,47 @@ def check_model(config: RunConfig) -> None:
         vocab_size=getattr(text_config, "vocab_size", None) or sys.maxsize,
         max_new_tokens=config.rollout.max_new_tokens,
         what=f"model {path}",
+    )
+    check_finite(path)
+
+
+def check_reference(config: RunConfig) -> None:
+    """Raises ConfigError if ``reference.model`` cannot be loaded, or cannot score the run's responses.
+
+    It needs the vocabulary of the trained model, positions for a prompt and its response, and, to be refreshed, the
+    same parameters.
+    """
+    path, policy = Path(config.reference.model), model_dir(config)
+    text_config = check_weights(path).get_text_config()
+    sizes = [
+        AutoConfig.from_pretrained(one, local_files_only=True).get_text_config().vocab_size for one in (policy, path)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"reference.model {path} has a vocab_size of {sizes[1]}, and the trained model {policy} of {sizes[0]}: the "
+            "reference scores the same tokens; use a checkpoint with the same vocabulary"
+        )
+    ours, theirs = (load_tokenizer(one).get_vocab() for one in (policy, path))
+    if ours != theirs:
+        token = min(token for token, _ in ours.items() ^ theirs.items())
+        raise ConfigError(
+            f"reference.model {path} has another vocabulary than the trained model {policy}: token {token!r:.40} is "
+            f"{theirs.get(token, 'missing')} and not {ours.get(token, 'missing')}; use a checkpoint with the same "
+            "vocabulary"
+        )
+    if config.reference.refresh and parameter_shapes(path) != parameter_shapes(policy):
+        raise ConfigError(
+            f"reference.refresh is {config.reference.refresh}, and reference.model {path} has other parameters than "
+            f"the trained model {policy}; use one of the same architecture, or set reference.refresh to 0"
+        )
+    task = task_of(config)
+    check_prompts(
+        chain(task.training_problems(), task.held_out_problems()),
+        load_tokenizer(path),
+        positions=getattr(text_config, "max_position_embeddings", None),
+        vocab_size=sizes[1],
+        max_new_tokens=config.rollout.max_new_tokens,
+        what=f"reference.model {path}",
     )
     check_finite(path)
 

@@ -15,7 +15,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.constraints import check
 from flowrt.recipes.resume_overrides import apply_overrides
-from flowrt.recipes.run_dir import checkpoint_steps, kept_model_dir
+from flowrt.recipes.run_dir import checkpoint_steps, kept_model_dir, kept_reference_dir
 from flowrt.runtime.files import RunLock
 
 
@@ -70,5 +70,8 @@ def read_config(run_dir: Path) -> RunConfig:
     kept = kept_model_dir(run_dir)
     if config.model and kept.is_dir():
         config = dataclasses.replace(config, model=str(kept))
+    kept_reference = kept_reference_dir(run_dir)
+    if config.reference.model and kept_reference.is_dir():
+        config = dataclasses.replace(config, reference=dataclasses.replace(config.reference, model=str(kept_reference)))
     check(config)
     return config

@@ -241,7 +241,7 @@ class TrainerConfig(TrainOptions):
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Reference workers: log-probabilities under the initial model; none are started if the algorithm needs none."""
+    """Reference workers: log-probabilities under the reference model; none are started if the algorithm needs none."""
 
     workers: Annotated[int, Interval(gt=0, le=10_000)] = 1
     """Number of reference workers."""
@@ -250,6 +250,14 @@ class ReferenceConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Dtype of the model; auto: that of the trainer's forward passes, so that a policy that has not moved has a
     divergence of 0."""
+    model: str = ""
+    """Hugging Face checkpoint of the reference, with the vocabulary of the trained model; empty: the model that the run
+    starts from."""
+    refresh: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    """The reference takes the policy's weights after each this many steps; a sample is scored by the newest refresh up
+    to the version of its first token; 0: never."""
+    average: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """At each refresh: average * policy + (1 - average) * reference, in float32; 1: a copy of the policy."""
 
 
 @dataclass(frozen=True)

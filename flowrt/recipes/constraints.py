@@ -169,6 +169,7 @@ def check_trainer(trainer: TrainerConfig) -> None:
 def check_rollout(config: RunConfig) -> None:
     """Raise ConfigError for options that the rollout engine does not support, or weights that it cannot load."""
     _check_sampling(config.rollout)
+    _check_supports(config)
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
@@ -186,7 +187,12 @@ def _check_reference(config: RunConfig) -> None:
     if config.reference.device not in DEVICES:
         raise ConfigError(f"reference.device is {config.reference.device!r}; use one of {', '.join(DEVICES)}")
     default = ReferenceConfig()
-    if needs_reference(config.algorithm) or config.reference == default:
+    if needs_reference(config.algorithm):
+        _check_refresh(config)
+        if config.reference.model:
+            check_model_files(Path(config.reference.model), config.rollout.max_new_tokens)
+        return
+    if config.reference == default:
         return
     name = next(
         field.name
@@ -197,6 +203,28 @@ def _check_reference(config: RunConfig) -> None:
         f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "
         "needs no reference, so no worker is started; leave it out, or use an algorithm.kl.coef above 0"
     )
+
+
+def _check_refresh(config: RunConfig) -> None:
+    """Raise ConfigError for a refresh of the reference that cannot be made, or changes nothing."""
+    options = config.reference
+    if not options.refresh:
+        if options.average != 1.0:
+            raise ConfigError(
+                f"reference.average is {options.average}, and reference.refresh is 0: the reference is never "
+                "refreshed; set reference.refresh too, or leave it out"
+            )
+        return
+    if options.refresh >= config.steps:
+        raise ConfigError(
+            f"reference.refresh is {options.refresh}, and steps is {config.steps}: no sample would be scored by "
+            "refreshed weights; use fewer than the steps, or 0"
+        )
+    if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
+        raise ConfigError(
+            f"reference.refresh is {options.refresh}, and the trainer publishes adapters alone, of which no reference "
+            "can be made; set trainer.lora.publish to merged, or reference.refresh to 0"
+        )
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
@@ -217,6 +245,17 @@ def _check_sampling(rollout: RolloutConfig) -> None:
             raise ConfigError(f"rollout.stop has {stop!r:.80}; a stop string has 1 to {MAX_STOP_BYTES} bytes")
     if len(rollout.stop) > MAX_STOPS:
         raise ConfigError(f"rollout.stop has {len(rollout.stop)} strings; use at most {MAX_STOPS}")
+
+
+def _check_supports(config: RunConfig) -> None:
+    """Raise ConfigError for truncated sampling with a training engine that ignores which tokens could be drawn."""
+    engine = config.trainer.engine
+    if config.rollout.truncation.is_active and not TRAIN_ENGINES[engine].applies_supports:
+        raise ConfigError(
+            f"rollout.top_k is {config.rollout.top_k}, and trainer.engine {engine} does not renormalise log-"
+            "probabilities over the tokens that could be drawn (applies_supports is False in its descriptor): it would "
+            "train another policy than the one sampled; set rollout.top_k to 0, or use another engine"
+        )
 
 
 def _check_controller(config: RunConfig) -> None:

@@ -12,7 +12,8 @@
 `reward` and `reference` run concurrently: a stage is ready once the columns it needs exist. ``truncated`` is 1 for a
 response that was cut at the length limit, else 0. With top-k, top-p or min-p sampling the rollout stage also makes
 ``support``, ``support_counts`` (the tokens that could be drawn at each position, which the trainer needs) and
-``support_size`` (their mean number, a metric).
+``support_size`` (their mean number, a metric). With ``reference.refresh`` the reference stage also makes
+``reference_version``, the step of the weights that scored the sample (a metric).
 """
 
 from flowrt.controller.policies.admission import StrictLag
@@ -59,7 +60,8 @@ def dataflow(config: RunConfig) -> Dataflow:
     ]
     if with_reference:
         columns.append(Column("ref_logprobs", "float32", "slot"))
-        stages.append(Stage("reference", needs=("prompt", "response"), makes=("ref_logprobs",), flow=TRAIN))
+        scores = ("ref_logprobs", "reference_version") if config.reference.refresh else ("ref_logprobs",)
+        stages.append(Stage("reference", needs=("prompt", "response"), makes=scores, flow=TRAIN))
         train_needs.append("ref_logprobs")
     stages.append(Stage("train", needs=tuple(train_needs), makes=(), flow=TRAIN, whole_groups=True))
     return Dataflow(

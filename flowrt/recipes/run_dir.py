@@ -22,6 +22,21 @@ def kept_model_dir(run_dir: Path) -> Path:
     return run_dir / "start"
 
 
+def reference_model_dir(config: RunConfig) -> Path:
+    """The model that the reference starts with: ``reference.model``, or the one that the run starts from."""
+    return Path(config.reference.model) if config.reference.model else model_dir(config)
+
+
+def kept_reference_dir(run_dir: Path) -> Path:
+    """A copy of ``reference.model``, from which a run is resumed even if the original is gone."""
+    return run_dir / "start-reference"
+
+
+def reference_dir(run_dir: Path) -> Path:
+    """The reference's weights of each refresh."""
+    return run_dir / "reference"
+
+
 def final_dir(config: RunConfig) -> Path:
     """The directory of the trained model."""
     return Path(config.trainer.final_dir) if config.trainer.final_dir else Path(config.run_dir) / "final"

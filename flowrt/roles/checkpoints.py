@@ -19,7 +19,7 @@ from flowrt.errors import EngineError
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.checkpoint_checksums import check_checkpoint, write_checksums
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps, kept_model_dir, model_dir
+from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps, kept_model_dir, kept_reference_dir, model_dir
 from flowrt.runtime.files import delete_directory, fsync, fsync_tree, partial_path
 
 log = logging.getLogger("flowrt")
@@ -89,6 +89,8 @@ class Checkpoints:
         partial.mkdir()
         if self._config.model:
             keep_model(Path(self._config.model), kept_model_dir(self._run_dir))
+        if self._config.reference.model:
+            keep_model(Path(self._config.reference.model), kept_reference_dir(self._run_dir))
 
     def _complete(self, partial: Path) -> None:
         load_tokenizer(model_dir(self._config)).save_pretrained(partial)

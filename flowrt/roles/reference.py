@@ -1,4 +1,4 @@
-"""The reference role: log-probabilities of responses under the run's initial weights."""
+"""The reference role: log-probabilities of responses under the reference: the initial model, or a refreshed one."""
 
 import asyncio
 import os
@@ -15,40 +15,69 @@ from flowrt.engines.training.shared_prefix import enable_packing
 from flowrt.ids import REFERENCE
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
-from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.run_dir import reference_model_dir
 from flowrt.roles.main import main
+from flowrt.roles.reference_weights import RefreshedModel, refresh_step
 from flowrt.transport.devices import Device, choose
 
 MAX_PULL_SLOTS = 64
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Score responses with the initial model until the run ends; commits ``ref_logprobs`` ([T] float32 a slot)."""
+    """Score responses until the run ends; commits ``ref_logprobs`` ([T] float32 a slot).
+
+    With ``reference.refresh`` also ``reference_version``, the step of the weights that scored the slot.
+    """
     device = choose(config.reference.device, int(os.environ.get("LOCAL_RANK", "0")))
     with session.timeline.busy("load"):
         model = await asyncio.to_thread(load_reference, config, device)
+    refreshed, every = RefreshedModel(config, model), config.reference.refresh
     # One sample per pass: its shapes, hence its rounding, do not depend on what was pulled with it.
     budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
     while True:
         batch = await session.pull("reference", slots=MAX_PULL_SLOTS)
+        steps = [refresh_step(batch.oldest_version(row), every) if every else 0 for row in range(len(batch))]
         with session.timeline.busy("reference"):
             logprobs = await asyncio.to_thread(
-                score_on,
+                score_by_refresh,
                 device,
-                model,
+                refreshed,
+                steps,
                 batch.tensors["prompt"],
                 batch.tensors["response"],
-                config.rollout.temperature,
-                budget_tokens,
+                temperature=config.rollout.temperature,
+                budget_tokens=budget_tokens,
             )
-        await session.commit("reference", batch.slots, batch.leases, {"ref_logprobs": logprobs})
+        inline = {"reference_version": [float(step) for step in steps]} if every else {}
+        await session.commit("reference", batch.slots, batch.leases, {"ref_logprobs": logprobs}, inline)
+
+
+def score_by_refresh(
+    device: Device,
+    refreshed: RefreshedModel,
+    steps: Sequence[int],
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    *,
+    temperature: float,
+    budget_tokens: int,
+) -> list[torch.Tensor]:
+    """As `score_on`, each sample by the weights of its refresh (``steps``, one a sample)."""
+    found: dict[int, torch.Tensor] = {}
+    for step in sorted(set(steps)):
+        device.use()
+        refreshed.use(step)
+        rows = [row for row, one in enumerate(steps) if one == step]
+        some = [prompts[row] for row in rows], [responses[row] for row in rows]
+        found |= dict(zip(rows, score_on(device, refreshed.model, *some, temperature, budget_tokens), strict=True))
+    return [found[row] for row in range(len(steps))]
 
 
 def load_reference(config: RunConfig, device: Device) -> Any:
-    """The reference model: the initial model on ``device``, in the configured dtype."""
+    """The reference model with its initial weights, on ``device``, in the configured dtype."""
     device.use()
     dtype: torch.dtype = getattr(torch, reference_dtype(config))
-    model = load_model(model_dir(config), str(device.torch), dtype).eval()
+    model = load_model(reference_model_dir(config), str(device.torch), dtype).eval()
     if config.trainer.share_prompts:
         enable_packing(model)
     enable_fused_head(model)

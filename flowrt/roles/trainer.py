@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
-from flowrt.engines.base import TrainEngine, TrainingBatch
+from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
-from flowrt.errors import Drained, EngineError
+from flowrt.errors import ConfigError, Drained, EngineError
 from flowrt.ids import TRAINER
 from flowrt.protocol.records import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
@@ -32,6 +33,7 @@ from flowrt.roles.algorithm import algorithm
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
+from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -49,10 +51,13 @@ async def run(session: Session, config: RunConfig) -> None:
 async def train(session: Session, config: RunConfig, engine: TrainEngine) -> None:
     """Train the run's steps, from its checkpoint on; rank 0 reports and publishes. All ranks call it together."""
     is_leader = int(os.environ.get("RANK", "0")) == 0
+    check_supports(config, engine)
     objective = algorithm(config)
     ranks = RankCollectives()
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
+    if config.reference.refresh and is_leader:
+        await asyncio.to_thread(resume_refreshes, config, done)
     if done:
         await publish(session, engine, ranks, done, is_leader)
     preempted = False
@@ -69,6 +74,8 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         done = step + 1
         if is_leader:
             session.step_done(step, metrics)
+        if config.reference.refresh and done % config.reference.refresh == 0:
+            await refresh_reference(session, config, engine, ranks, done, is_leader)
         await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step))
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
@@ -77,6 +84,18 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
             await ranks.call(lambda: save(engine, config, is_leader), "the final model")
     await session.params.wait_published()
     session.finished()
+
+
+def check_supports(config: RunConfig, engine: object) -> None:
+    """Raise ConfigError for truncated sampling with an engine, or a class of engines, that does not apply supports."""
+    applies = isinstance(engine, AppliesSupports) and engine.applies_supports
+    if config.rollout.truncation.is_active and not applies:
+        name = getattr(engine, "__name__", type(engine).__name__)
+        raise ConfigError(
+            f"rollout.top_k is {config.rollout.top_k}, and the training engine {name} does not declare that it applies "
+            "TrainingBatch.supports: it would train another policy than the one sampled; set rollout.top_k to 0, or "
+            "apply them and set applies_supports = True in its class"
+        )
 
 
 def measured_kl(metrics: Mapping[str, float], step: int) -> dict[int, float]:
@@ -108,6 +127,24 @@ async def publish(
     if snapshot is not None:
         with ranks.exempt():  # the previous version may still be in its checksum
             await session.params.publish_in_background(POLICY, snapshot, kl)
+
+
+async def refresh_reference(
+    session: Session,
+    config: RunConfig,
+    engine: TrainEngine,
+    ranks: RankCollectives,
+    step: int,
+    is_leader: bool,
+) -> None:
+    """Write the reference of ``step``, before that version of the policy is published. All ranks call it together."""
+    fix = f"free disk space, then flowrt resume {config.run_dir}"
+    with session.timeline.busy("save"), disk_errors(f"the reference of step {step}", fix), ranks.exempt():
+        tensors = await ranks.call(engine.parameters, f"the weights of step {step}")
+        if is_leader:
+            await asyncio.to_thread(write_refresh, config, step, tensors)
+        if dist.is_initialized():
+            await ranks.call(dist.barrier, f"the reference of step {step}")
 
 
 async def train_step(

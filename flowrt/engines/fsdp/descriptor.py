@@ -26,6 +26,7 @@ class FsdpTraining(TrainEngineDescriptor):
     """FSDP2, with LoRA adapters if ``trainer.lora.rank`` is set. docs/guides/engines.md has the table of its memory."""
 
     needs_process_group = True
+    applies_supports = True
 
     def check_packages(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank and importlib.util.find_spec("peft") is None:

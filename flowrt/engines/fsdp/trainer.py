@@ -39,6 +39,8 @@ class FsdpTrainer:
     All methods but `accumulate` are collective: every rank calls them, in the same order.
     """
 
+    applies_supports = True
+
     def __init__(
         self,
         source: Path,

@@ -27,6 +27,8 @@ TOKEN_BYTES = 4
 class TorchTraining(TrainEngineDescriptor):
     """Each rank holds parameters, gradients and optimiser state in float32."""
 
+    applies_supports = True
+
     def check(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank:
             raise ConfigError(

@@ -28,6 +28,8 @@ from flowrt.errors import EngineError
 class TorchTrainer:
     """AdamW on the terms of an algorithm. With more than one rank, `torch.distributed` must be initialised."""
 
+    applies_supports = True
+
     def __init__(self, model: Any, options: TrainOptions, algorithm: Algorithm, *, temperature: float):
         self.model = apply_optimizations(disable_dropout(model), options).train()
         self._options = options

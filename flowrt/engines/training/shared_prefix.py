@@ -1,5 +1,6 @@
 """Attention over packed samples (shared prefixes), for transformers decoders with pluggable attention functions."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
 Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
+PROBE_PROMPTS = (5, 3)
+"""Lengths (tokens) of the prompts in the check of `enable_packing`; its responses are cut to the model's positions."""
 MAX_WINDOW = 1024
 """Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
 
@@ -146,8 +149,8 @@ def padded_predictions(
 def enable_packing(model: Any) -> bool:
     """Enable packed samples for this model, if it supports them. Returns whether it does.
 
-    It must use SDPA in every layer, and log-probabilities of a few random samples must equal those of padded ones.
-    Collective for a sharded model.
+    It must use SDPA in every layer and have more positions than a prompt of `PROBE_PROMPTS`, and
+    log-probabilities of a few random samples must equal those of padded ones. Collective for a sharded model.
     """
     if is_packing_enabled(model):
         return True
@@ -165,10 +168,14 @@ def enable_packing(model: Any) -> bool:
 
 
 def _agrees(model: Any, config: Any, window: int) -> bool:
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if positions <= PROBE_PROMPTS[0]:
+        return False  # no room for a response after the prompt of the check
     generator = torch.Generator().manual_seed(0)
-    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in (5, 3))
+    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in PROBE_PROMPTS)
     prompts = [prompt, other, prompt, prompt]
-    responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in (4, window + 7, 1, 6)]
+    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)]
+    responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     together = padded_logprobs(model, prompts, responses)[0]
     each = [padded_logprobs(model, [one], [response])[0] for one, response in zip(prompts, responses, strict=True)]
     noise = float((torch.cat(each) - together).abs().max())

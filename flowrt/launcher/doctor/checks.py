@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flowrt.engines.table import TRAIN_ENGINES
-from flowrt.launcher.doctor.estimate import ResourceEstimate, device_bytes, host_bytes
+from flowrt.launcher.doctor.estimate import (
+    ResourceEstimate,
+    device_bytes,
+    has_accelerated_reference,
+    host_bytes,
+    reference_bytes,
+)
 from flowrt.launcher.doctor.facts import PACKAGES, Facts
 from flowrt.recipes.config import RunConfig
 
@@ -48,6 +54,8 @@ class Wanted:
     host_bytes: int = 0
     device_bytes: int = 0
     device: str = ""  # cuda or npu, where the configuration names one
+    reference_device: str = ""  # of reference workers: cuda, npu, or auto where a node has accelerators
+    reference_bytes: int = 0  # of the fullest device with reference workers
     disk_bytes: int = 0
     controller: bool = False
     lane_bytes_per_s: float = 0.0
@@ -61,6 +69,8 @@ def wanted(config: RunConfig, needs: ResourceEstimate, all_facts: Sequence[Facts
         host_bytes=host_bytes(config, needs, len(all_facts), there),
         device_bytes=device_bytes(config, needs, there),
         device=device if device in ("cuda", "npu") else "",
+        reference_device=config.reference.device if has_accelerated_reference(config, there) else "",
+        reference_bytes=reference_bytes(config, needs, max((len(facts.devices) for facts in all_facts), default=0)),
         disk_bytes=needs.disk,
         controller=controller,
         lane_bytes_per_s=config.controller.min_transfer_mb_per_s * 1e6,
@@ -71,6 +81,8 @@ def judge(all_facts: Sequence[Facts], want: Wanted) -> list[Finding]:
     """All checks: node by node, then between nodes."""
     single_node = len(all_facts) == 1
     findings = [finding for facts in all_facts for finding in _node_checks(facts, want, single_node)]
+    if want.reference_device:
+        findings.append(_reference(all_facts, want))
     return (
         findings if single_node else [*findings, *_versions(all_facts), *_clocks(all_facts), *_lanes(all_facts, want)]
     )
@@ -161,6 +173,25 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
             "look for a slow or lossy network between this node and the controller's",
             Verdict.WARN,
         )
+
+
+def _reference(all_facts: Sequence[Facts], want: Wanted) -> Finding:
+    """Some node has accelerators for the reference workers, and room for them there."""
+    free = {facts.node: min(one["free_bytes"] for one in facts.devices) for facts in all_facts if facts.devices}
+    if not free:
+        where = all_facts[0].node if len(all_facts) == 1 else "all"
+        fix = f"reference.device is {want.reference_device}: ask for devices (--gpus), load their driver, or use cpu"
+        return _finding("reference device", where, False, "no accelerator", fix)
+    node = max(free, key=lambda one: free[one])
+    return _finding(
+        "reference device",
+        node,
+        free[node] >= want.reference_bytes,
+        f"{_gib(free[node])} free on each, reference workers (and a trainer rank, where they share the device) need "
+        f"about {_gib(want.reference_bytes)}",
+        "set reference.device to cpu or reference.dtype to bfloat16, lower reference.workers, or give the run more "
+        "devices than trainer.ranks",
+    )
 
 
 def _memory(facts: Facts, want: Wanted) -> Finding:

@@ -130,18 +130,46 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     samples = live * (rollout.max_new_tokens + length) * TOKEN_BYTES
     saved = config.checkpoint.keep + 1 if config.checkpoint.every else 0
     trained_bytes = training.trained_parameters(trainer, shape) * (FLOAT_BYTES + ADAM_BYTES)
+    scored = read_shape(Path(config.reference.model)) if config.reference.model else shape
+    averaging = 2 * FLOAT_BYTES * shape.parameters if config.reference.average != 1.0 else 0
     return ResourceEstimate(
         trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
-        trainer_first=memory.first_rank,
+        trainer_first=max(memory.first_rank, averaging),
         trainer_device=memory.model + memory.passes,
         rollout=PROCESS_BYTES + generating.host + samples,
         server=generating.device,
         reference=PROCESS_BYTES,
-        reference_device=shape.parameters * DTYPE_BYTES[reference_dtype(config)]
-        + shape.head_bytes(trainer.forward_tokens),
+        reference_device=scored.parameters * DTYPE_BYTES[reference_dtype(config)]
+        + scored.head_bytes(trainer.forward_tokens),
         small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
-        disk=saved * trained_bytes + 2 * shape.weight_bytes,
+        disk=saved * trained_bytes + 2 * shape.weight_bytes + refresh_bytes(config, shape),
     )
+
+
+def refresh_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Disk space of the reference's refreshed weights that are kept at a time."""
+    if not config.reference.refresh:
+        return 0
+    steps = config.max_staleness + config.checkpoint.every * (config.checkpoint.keep + 1)
+    return FLOAT_BYTES * shape.parameters * (math.ceil(steps / config.reference.refresh) + 2)
+
+
+def reference_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) -> int:
+    """Accelerator memory that reference workers need on the fullest device, with the trainer rank they share it with.
+
+    Args:
+        config: of the run.
+        needs: memory of each process.
+        devices: number of accelerators on the reference workers' host; 0 if it has none.
+
+    They are placed as by `flowrt.launcher.accelerators.assign`: on devices without a trainer rank, if there are any.
+    """
+    if not has_accelerated_reference(config, bool(devices)):
+        return 0
+    training = accelerated(config, bool(devices))[0] and not (config.launch.trainer or config.launch.auxiliary)
+    left = devices - config.trainer.ranks if training else devices
+    workers = math.ceil(config.reference.workers / max(left if left > 0 else devices, 1))
+    return workers * needs.reference_device + (needs.trainer_device if left <= 0 and training else 0)
 
 
 def host_bytes(config: RunConfig, needs: ResourceEstimate, nodes: int, devices: bool = False) -> int:

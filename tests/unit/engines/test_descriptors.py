@@ -1,22 +1,29 @@
 """Descriptors of engines: what each states about itself, and that no other module asks for an engine's name."""
 
+import asyncio
 import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from flowrt.engines.base import ExternalEngine
+from flowrt.engines.descriptor import TrainEngineDescriptor
+from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import LoraOptions
 from flowrt.engines.sglang.engine import SglangRollout
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineName, TrainEngineName
 from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
+from flowrt.grpo import run_recipe
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.constraints import check
 from flowrt.roles.engines import rollout_engine
+from flowrt.roles.trainer import check_supports
 
 ROOT = Path(__file__).resolve().parents[3]
 FSDP = ["--trainer.engine", "fsdp"]
@@ -79,3 +86,47 @@ def test_a_worker_checks_its_engine_although_the_launcher_did(tmp_path: Path) ->
     moved = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=server))
     with pytest.raises(ConfigError, match="not a file"):
         rollout_engine(moved)
+
+
+class Plain:
+    """A training engine that says nothing about supports."""
+
+
+class Applying:
+    applies_supports = True
+
+
+class Ignoring:
+    applies_supports = False
+
+
+@pytest.mark.parametrize("engine", [Plain, Ignoring, Plain(), Ignoring()])
+def test_truncated_sampling_is_refused_with_an_engine_that_ignores_supports(engine: object) -> None:
+    truncated = parse(["--rollout.top-k", "8"])
+    with pytest.raises(ConfigError, match=r"rollout.top_k is 8, and the training engine (Plain|Ignoring) does not"):
+        check_supports(truncated, engine)
+    check_supports(parse([]), engine)
+    check_supports(truncated, Applying)
+    check_supports(truncated, Applying())
+
+
+def test_a_run_with_a_class_that_ignores_supports_ends_before_it_starts(tmp_path: Path) -> None:
+    config = parse(["--rollout.top-k", "8", "--run-dir", str(tmp_path / "run")])
+    engine: Any = Plain
+    with pytest.raises(ConfigError, match="training engine Plain"):
+        asyncio.run(run_recipe(config, train_engine=engine))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_descriptor_that_does_not_declare_supports_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    truncated = parse(["--rollout.top-k", "8"])
+    check(truncated)
+    monkeypatch.setattr(type(TRAIN_ENGINES["torch"]), "applies_supports", TrainEngineDescriptor.applies_supports)
+    with pytest.raises(ConfigError, match=r"rollout.top_k is 8, and trainer.engine torch"):
+        check(truncated)
+    check(parse([]))
+
+
+def test_the_engines_of_the_table_apply_supports() -> None:
+    assert TorchTrainer.applies_supports
+    assert FsdpTrainer.applies_supports

@@ -8,6 +8,10 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OlmoeConfig,
@@ -261,3 +265,16 @@ def test_nothing_is_changed_that_was_not_asked_for() -> None:
     model = apply_optimizations(make(*DECODERS["qwen2"]), TrainOptions(share_prompts=False))
     assert not is_packing_enabled(model)
     assert decoder_layers(model)[0]._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("positions", [1, 5, 6, 8, 11, 12])
+@pytest.mark.parametrize("kind", [GPT2Config, LlamaConfig])
+def test_a_model_with_few_positions_is_tried_within_them(kind: Any, positions: int) -> None:
+    if kind is GPT2Config:
+        model = make(GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=positions))
+    else:
+        model = make(LlamaForCausalLM, LlamaConfig(**COMMON | {"max_position_embeddings": positions}))
+    assert enable_packing(model) is (positions > 5)
+    if positions > 5:
+        texts = [torch.arange(2, 2 + positions // 2)] * 2
+        assert len(packed_logprobs(model, texts, texts)[0]) == 2 * len(texts[0])

@@ -87,6 +87,23 @@ def test_a_red_line(check: str, changes: dict[str, Any], want: Wanted, said: str
     assert all(value in line.found for value in changes.values() if isinstance(value, str))
 
 
+SCORING = dataclasses.replace(WANT, reference_device="cuda", reference_bytes=50 * GIB)
+
+
+def test_reference_workers_need_an_accelerator_on_some_node_and_room_on_it() -> None:
+    (line,) = bad(judge([WELL], SCORING))
+    assert (line.check, line.where, line.found) == ("reference device", "a", "no accelerator")
+    assert "reference.device is cuda" in line.fix
+    one, two = pair()
+    assert [found.where for found in bad(judge([one, two], SCORING))] == ["all"]
+    assert not bad(judge([one, dataclasses.replace(two, devices=[GPU])], SCORING))
+    small = dataclasses.replace(WELL, devices=[{**GPU, "free_bytes": 40 * GIB}])
+    (line,) = bad(judge([small], SCORING))
+    assert (line.check, "reference.dtype" in line.fix) == ("reference device", True)
+    assert "40.0 GiB free" in line.found
+    assert "50.0 GiB" in line.found
+
+
 @pytest.mark.parametrize(
     ("check", "changes"),
     [

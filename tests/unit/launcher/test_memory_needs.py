@@ -7,7 +7,7 @@ import pytest
 from flowrt.engines.descriptor import ModelShape
 from flowrt.engines.training.state import FILE_BYTES
 from flowrt.launcher.doctor.checks import wanted
-from flowrt.launcher.doctor.estimate import SAVING_BYTES, estimate, host_bytes, model_bytes
+from flowrt.launcher.doctor.estimate import SAVING_BYTES, estimate, host_bytes, model_bytes, reference_bytes
 from flowrt.recipes.config_io import parse
 from tests.unit.launcher.test_doctor_checks import GPU, other
 
@@ -110,3 +110,26 @@ def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> Non
     assert wanted(on_cpu, needs, [other("a", devices=[GPU])], False).device_bytes == 0
     elsewhere = parse(["--rollout.engine", "sglang", "--rollout.workers", "1", "--rollout.sglang.url", "http://there"])
     assert estimate(elsewhere, SEVEN_B).server == 0
+
+
+def test_reference_workers_share_a_device_with_the_trainer_only_where_none_is_left() -> None:
+    flags = ["--trainer.engine", "fsdp", "--trainer.fsdp.device", "cuda", "--reference.device", "cuda"]
+    config = parse([*flags, "--reference.workers", "3"])
+    needs = estimate(config, SEVEN_B)
+    each, rank = needs.reference_device, needs.trainer_device
+    assert [reference_bytes(config, needs, devices) for devices in (1, 2, 3, 4)] == [
+        3 * each + rank,
+        3 * each,
+        2 * each,
+        each,
+    ]
+    want = wanted(config, needs, [other("a", devices=[GPU])], False)
+    assert (want.reference_device, want.reference_bytes) == ("cuda", 3 * each + rank)
+    for other_flags in (["--reference.device", "cpu"], ["--algorithm.kl.coef", "0", "--reference.device", "cpu"]):
+        quiet = wanted(parse([*flags, *other_flags]), needs, [other("a", devices=[GPU])], False)
+        assert (quiet.reference_device, quiet.reference_bytes) == ("", 0)
+
+
+def test_refreshed_references_take_disk_space() -> None:
+    disk = [estimate(parse(flags), SEVEN_B).disk for flags in ([], ["--reference.refresh", "5"])]
+    assert disk[1] - disk[0] >= 2 * WEIGHTS

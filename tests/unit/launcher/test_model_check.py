@@ -1,5 +1,6 @@
 """Models that cannot be loaded, or have no room for the prompts, are found without loading them."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.hf import load_model
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.errors import ConfigError
-from flowrt.launcher.model_check import check_finite, check_prompts, check_sampling, check_weights
+from flowrt.launcher.model_check import check_finite, check_prompts, check_reference, check_sampling, check_weights
+from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import INDEX, check_model_files
 from flowrt.recipes.tasks.arithmetic import Arithmetic
@@ -272,3 +274,31 @@ def test_top_k_that_excludes_no_token_is_refused(flags: list[str], refused: bool
     expected = pytest.raises(ConfigError, match="no token would be excluded") if refused else nullcontext()
     with expected:
         check_sampling(config, 17, "model m")
+
+
+# ---- the reference
+
+
+def test_a_reference_of_the_same_vocabulary_is_accepted_and_others_are_refused(whole: Path, model: Path) -> None:
+    def config(*flags: str) -> RunConfig:
+        start = dataclasses.replace(parse(list(flags)), model=str(whole))
+        return dataclasses.replace(start, reference=dataclasses.replace(start.reference, model=str(model)))
+
+    check_reference(config())
+    check_reference(config("--reference.refresh", "2"))
+    tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
+    other = {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 48, "max_length": POSITIONS}
+    build_model(vocab_size=len(tokenizer), seed=1, **other).save_pretrained(model)
+    check_reference(config())
+    with pytest.raises(ConfigError, match="has other parameters than the trained model"):
+        check_reference(config("--reference.refresh", "2"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ConfigError, match=r"has another vocabulary than the trained model .*: token 'another'"):
+        check_reference(config())
+    build_model(vocab_size=len(tokenizer), seed=1, **other).save_pretrained(model)
+    with pytest.raises(ConfigError, match=f"has a vocab_size of {len(tokenizer)}, and the trained model"):
+        check_reference(config())
+    cut(model / WEIGHTS, 40)
+    with pytest.raises(ConfigError):
+        check_reference(config())

@@ -35,7 +35,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     kind, config = DECODERS["llama"]
     torch.manual_seed(0)
     kind(config).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(reference, "model_dir", lambda _: tmp_path / "model")
+    monkeypatch.setattr(reference, "reference_model_dir", lambda _: tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -1,0 +1,178 @@
+"""Refreshed weights of the reference: which one scores a sample, what is in it, and how long it is kept."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.engines.tiny_model import build_model, wrap_tokenizer
+from flowrt.errors import ConfigError, EngineError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import parse
+from flowrt.recipes.constraints import check
+from flowrt.recipes.run_dir import checkpoint_dir
+from flowrt.recipes.tasks.arithmetic import Arithmetic
+from flowrt.roles.reference import score_by_refresh, score_on
+from flowrt.roles.reference_weights import (
+    RefreshedModel,
+    refresh_file,
+    refresh_step,
+    refresh_steps,
+    resume_refreshes,
+    write_refresh,
+)
+from flowrt.transport.devices import choose
+
+SIZES = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48, "max_length": 64}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory with a tiny start model."""
+    torch.set_num_threads(1)
+    tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
+    build_model(vocab_size=len(tokenizer), seed=1, **SIZES).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def config_of(run_dir: Path, *flags: str) -> RunConfig:
+    return dataclasses.replace(parse(["--reference.refresh", "2", *flags]), run_dir=str(run_dir))
+
+
+def policy(run_dir: Path, seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Weights that the trainer could publish."""
+    dice = torch.Generator().manual_seed(seed)
+    start = named_parameters(load_model(run_dir / "model"))
+    return {name: (one + torch.randn(one.shape, generator=dice)).to(dtype) for name, one in start.items()}
+
+
+def weights(run_dir: Path, step: int) -> Tensors:
+    found: Tensors = load_file(refresh_file(run_dir, step))
+    return found
+
+
+@given(st.integers(0, 10_000), st.integers(1, 50))
+def test_the_refresh_of_a_version_is_the_newest_multiple_up_to_it(version: int, every: int) -> None:
+    step = refresh_step(version, every)
+    assert step % every == 0
+    assert step <= version < step + every
+    assert refresh_step(version, 0) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_is_computed_in_float32_from_the_reference_before(run_dir: Path, dtype: torch.dtype) -> None:
+    config = config_of(run_dir, "--reference.average", "0.3")
+    start = named_parameters(load_model(run_dir / "model"))
+    first, second = policy(run_dir, 1, dtype), policy(run_dir, 2, dtype)
+    write_refresh(config, 2, first)
+    write_refresh(config, 4, second)
+    for name, found in weights(run_dir, 4).items():
+        one = 0.3 * first[name].double() + 0.7 * start[name].double()
+        two = 0.3 * second[name].double() + 0.7 * one
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), two, rtol=0, atol=1e-6)
+
+
+def test_an_average_of_1_is_a_copy_of_the_policy(run_dir: Path) -> None:
+    published = policy(run_dir, 1, torch.bfloat16)
+    write_refresh(config_of(run_dir), 2, published)
+    found = weights(run_dir, 2)
+    assert found.keys() == published.keys()
+    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in published.items())
+
+
+def test_each_sample_is_scored_by_its_own_refresh_in_any_order(run_dir: Path) -> None:
+    config, device = config_of(run_dir), choose("cpu")
+    published = {step: policy(run_dir, step) for step in (2, 4)}
+    for step, tensors in published.items():
+        write_refresh(config, step, tensors)
+    dice = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, 10, (length,), generator=dice) for length in (5, 6, 7, 8, 9)]
+    steps = [4, 0, 2, 4, 0]
+    refreshed = RefreshedModel(config, load_model(run_dir / "model").eval())
+    found = score_by_refresh(device, refreshed, steps, texts, texts, temperature=1.0, budget_tokens=1)
+    for step, text, logprobs in zip(steps, texts, found, strict=True):
+        plain = load_model(run_dir / "model").eval()
+        if step:
+            plain.load_state_dict(published[step], strict=False)
+        assert torch.equal(logprobs, score_on(device, plain, [text], [text], 1.0, 1)[0])
+    assert len({float(one.sum()) for one in found}) == len(found)
+
+
+def test_a_refresh_that_was_written_again_is_loaded_again(run_dir: Path) -> None:
+    config = config_of(run_dir)
+    refreshed = RefreshedModel(config, load_model(run_dir / "model"))
+    for seed in (1, 2):
+        write_refresh(config, 2, policy(run_dir, seed))
+        refreshed.use(2)
+        expected = policy(run_dir, seed)
+        assert all(torch.equal(one, expected[name]) for name, one in named_parameters(refreshed.model).items())
+
+
+def test_refreshes_are_kept_as_long_as_a_checkpoint_can_need_them(run_dir: Path) -> None:
+    config = config_of(run_dir, "--max-staleness", "2")
+    published = policy(run_dir, 1)
+    checkpoint_dir(run_dir, 7).mkdir(parents=True)
+    for step in range(2, 13, 2):
+        write_refresh(config, step, published)
+    assert refresh_steps(run_dir) == [4, 6, 8, 10, 12]  # 7 - 2 = 5, scored by 4
+    checkpoint_dir(run_dir, 7).rmdir()
+    write_refresh(config, 14, published)
+    assert refresh_steps(run_dir) == [12, 14]
+
+
+def test_a_resumed_run_discards_later_refreshes_and_needs_its_own(run_dir: Path) -> None:
+    config = config_of(run_dir)
+    for step in (2, 4, 6):
+        write_refresh(config, step, policy(run_dir, step))
+    resume_refreshes(config, 5)
+    assert refresh_steps(run_dir)[-1] == 4
+    refresh_file(run_dir, 4).unlink()
+    with pytest.raises(EngineError, match="of step 4 are not in"):
+        resume_refreshes(config, 5)
+    resume_refreshes(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda path: path.unlink(), "of step 2 are not in"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named(run_dir: Path, damage: Callable[[Path], object], sentence: str) -> None:
+    config = config_of(run_dir)
+    write_refresh(config, 2, policy(run_dir, 1))
+    damage(refresh_file(run_dir, 2))
+    with pytest.raises(EngineError, match=sentence):
+        RefreshedModel(config, load_model(run_dir / "model")).use(2)
+
+
+def test_weights_of_another_shape_are_refused(run_dir: Path) -> None:
+    with pytest.raises(EngineError, match="are not the parameters of"):
+        write_refresh(config_of(run_dir), 2, dict(list(policy(run_dir, 1).items())[1:]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--reference.average", "0.5"], "reference.refresh is 0: the reference is never refreshed"),
+        (["--reference.refresh", "2", "--reference.average", "0"], "reference.average is 0.0; use"),
+        (["--reference.refresh", "-1"], "reference.refresh is -1; use"),
+        (["--reference.refresh", "10", "--steps", "10"], "no sample would be scored by refreshed weights"),
+        (["--reference.refresh", "2", "--algorithm.kl.coef", "0"], "needs no reference"),
+        (["--reference.model", "/nowhere", "--algorithm.kl.coef", "0"], "needs no reference"),
+        (["--reference.model", "/nowhere"], "model /nowhere is not a directory"),
+        (["--trainer.engine", "fsdp", "--trainer.lora.rank", "2", "--reference.refresh", "2"], "adapters alone"),
+    ],
+)
+def test_options_that_cannot_act_are_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(parse(flags))
