@@ -135,9 +135,7 @@ class StepClosed:
     @property
     def fractions(self) -> tuple[tuple[str, float], ...]:
         """Counts of groups as fractions of the trained groups."""
-        return tuple(
-            (FRACTIONS[name], count / max(self.groups, 1)) for name, count in self.counts if name in FRACTIONS
-        )
+        return tuple((FRACTIONS[name], count / max(self.groups, 1)) for name, count in self.counts if name in FRACTIONS)
 
     def measured(self) -> dict[str, float]:
         """All numbers of the step by their names in metrics.jsonl, but for readings of the clock; unrounded."""

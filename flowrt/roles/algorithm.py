@@ -37,7 +37,7 @@ from flowrt.algorithms.policy_losses import (
     Topr,
     Vespo,
 )
-from flowrt.engines.training.loss_passes import example_tokens
+from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import AlgorithmConfig, LossConfig, RunConfig
@@ -166,7 +166,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return EXIT_BAD_INPUT
     needs = objective.needs
-    sys.stdout.write(json.dumps({"reference": needs.reference, "whole_groups": needs.whole_groups}) + "\n")
+    described = {
+        "reference": needs.reference,
+        "whole_groups": needs.whole_groups,
+        "metrics": LossPasses(objective, temperature=1.0, forward_tokens=1).metric_names,
+    }
+    sys.stdout.write(json.dumps(described) + "\n")
     return EXIT_OK
 
 

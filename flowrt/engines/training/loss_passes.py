@@ -29,6 +29,9 @@ log = logging.getLogger("flowrt")
 COUNTS = ("tokens", "samples", "groups", "invalid_samples")
 MEANS = ("nll", "mismatch_kl_k1", "mismatch_kl_k3")
 """Summed over the passes and ranks of a step, and reported as means per token."""
+RATIOS = ("policy_over_rollout", "squared_policy_over_rollout")
+"""Sums of the tokens' probability ratios and of their squares, for the effective sample fraction."""
+EFFECTIVE_FRACTION = "effective_sample_fraction"
 DENOMINATORS: dict[Count, str] = {"token": "tokens", "sample": "samples", "group": "groups"}
 DIVERGENCE = "divergence_"
 AGES = 8
@@ -73,6 +76,12 @@ class LossPasses:
     def denominator(self) -> str:
         """The count that the gradient of a step is divided by, unless the step is deferred."""
         return next(iter(self._counts.values()))
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that a step has besides those of every algorithm."""
+        losses = [f"{name}_loss" for name in self._counts]
+        return [*self._metrics, *(losses if len(losses) > 1 else [])]
 
     def cut(self, model: Any, batch: TrainingBatch, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Indices of the samples of each pass, over these rows of the batch (None: all)."""
@@ -161,6 +170,9 @@ class LossPasses:
         self._sums["nll"] -= float(present_T.sum())
         self._sums["mismatch_kl_k1"] -= float(delta_T.sum())
         self._sums["mismatch_kl_k3"] += float((delta_T.expm1() - delta_T).sum())
+        ratio_T = delta_T.double().exp()
+        for name, value_T in zip(RATIOS, (ratio_T, ratio_T.square()), strict=True):
+            self._sums[name] += float(value_T.sum())
         for term in terms:
             self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
             for name, value in term.metrics.items():
@@ -178,7 +190,7 @@ class LossPasses:
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
-        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *self._metrics)
+        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *RATIOS, *self._metrics)
         totals = torch.cat([torch.tensor([self._sums[name] for name in names], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -189,7 +201,8 @@ class LossPasses:
 
         The loss of each term is divided by its count, ``loss`` is their sum, all others are means per token; with
         several updates, over all of them. ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens
-        of staleness AGE (versions), with the trainer's policy before the step.
+        of staleness AGE (versions), with the trainer's policy before the step. ``effective_sample_fraction`` is Kish's,
+        over the ratios w of policy over rollout: (sum of w)^2 / (tokens x sum of w^2), which is 1 where all are equal.
         """
         tokens, samples = sums["tokens"], sums["samples"]
         trained = samples / self.algorithm.plan.epochs
@@ -197,6 +210,8 @@ class LossPasses:
         losses = {f"{name}_loss": sums[f"{name}_loss"] / sums[count] for name, count in self._counts.items()}
         metrics = {"loss": sum(losses.values())} | (losses if len(losses) > 1 else {})
         metrics |= {name: sums[name] / tokens for name in (*MEANS, *self._metrics)}
+        ratios, squares = (sums[name] for name in RATIOS)
+        metrics[EFFECTIVE_FRACTION] = ratios**2 / (tokens * squares)
         for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
             if sums[count]:
                 metrics[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]
