@@ -376,6 +376,12 @@ class KlConfig:
     estimator: Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"] = "k3"
     """Estimator of the term in the loss: k1, k2, k3 (joschu.net/blog/kl-approx.html), the value of k3 with the slope of
     k2, or k3 with importance weights (arXiv 2512.02556)."""
+    target: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Term in the loss: divergence that the coefficient follows, in nats a token: coef is that of the first step, and
+    after each it is multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon (arXiv 1909.08593); 0: the
+    coefficient is fixed."""
+    horizon: Annotated[int, Interval(ge=1, le=1_000_000_000)] = 10_000
+    """With target: samples over which the coefficient changes by a factor of at most about 1.2."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def check(config: RunConfig) -> None:
     _check_curriculum(config)
     _check_products(config)
     check_trainer(config.trainer)
+    _check_decay(config)
     check_rollout(config)
     _check_reference(config)
     _check_controller(config)
@@ -175,6 +176,17 @@ def check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.min_lr > trainer.lr:
         raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
+
+
+def _check_decay(config: RunConfig) -> None:
+    """Raise ConfigError for a decay to a learning rate of 0 that ends before the run."""
+    trainer = config.trainer
+    left = config.steps - max(trainer.warmup_steps, 1) - trainer.decay_steps
+    if trainer.schedule != "constant" and trainer.decay_steps and not trainer.min_lr and left > 0:
+        raise ConfigError(
+            f"trainer.decay_steps is {trainer.decay_steps} and trainer.min_lr 0: the last {left} of {config.steps} "
+            "steps would train with a learning rate of 0; use a min_lr above 0, more decay_steps, or fewer steps"
+        )
 
 
 def check_rollout(config: RunConfig) -> None:

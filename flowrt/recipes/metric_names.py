@@ -55,7 +55,7 @@ def _of_objective(config: RunConfig) -> set[str]:
     if loss.policy == "ppo" and loss.dual_clip:
         names.add("clipped_dual")
     if kl.coef > 0 and kl.where == "loss":
-        names.add("kl")
+        names |= {"kl", "kl_coef"} if kl.target else {"kl"}
     if correction.reject_low or correction.reject_high or correction.reject_negative_kl:
         names.add("rejected")
     if correction.second_moment:

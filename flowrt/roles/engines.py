@@ -35,7 +35,7 @@ def train_engine(config: RunConfig) -> TrainEngine:
         TrainerSetup(
             model=model_dir(config),
             device=device,
-            options=_with_decay_steps(config),
+            options=with_decay_steps(config),
             settings=trainer,
             algorithm=algorithm(config),
             temperature=config.rollout.temperature,
@@ -63,9 +63,10 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
     )
 
 
-def _with_decay_steps(config: RunConfig) -> TrainOptions:
+def with_decay_steps(config: RunConfig) -> TrainOptions:
     """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up."""
     options: TrainOptions = config.trainer
     if options.decay_steps:
         return options
-    return dataclasses.replace(options, decay_steps=max(config.steps - options.warmup_steps, 1))
+    # Without a warm-up the first step has the full rate too, so that one step fewer is left for the decay.
+    return dataclasses.replace(options, decay_steps=max(config.steps - max(options.warmup_steps, 1), 1))

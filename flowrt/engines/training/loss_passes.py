@@ -9,14 +9,14 @@ do not match its response in number, is masked: its loss is 0, its tokens still 
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrt.algorithms.algorithm import Algorithm, Count, StepTokens, Term, Tokens
+from flowrt.algorithms.algorithm import Adaptive, Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import TrainingBatch
@@ -61,6 +61,8 @@ class LossPasses:
         self.algorithm = algorithm
         self._temperature = temperature
         self._forward_tokens = forward_tokens
+        self.numbers: dict[str, float] = first_numbers(algorithm)
+        """Numbers of an `Adaptive` algorithm in the step in training, equal on all ranks; empty for others."""
         terms = algorithm.terms(example_tokens(algorithm))
         self._counts = {term.name: DENOMINATORS[term.per] for term in terms}
         needs, plan = algorithm.needs, algorithm.plan
@@ -81,7 +83,7 @@ class LossPasses:
     def metric_names(self) -> list[str]:
         """Names of the metrics that a step has besides those of every algorithm."""
         losses = [f"{name}_loss" for name in self._counts]
-        return [*self._metrics, *(losses if len(losses) > 1 else [])]
+        return [*self._metrics, *self.numbers, *(losses if len(losses) > 1 else [])]
 
     def cut(self, model: Any, batch: TrainingBatch, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Indices of the samples of each pass, over these rows of the batch (None: all)."""
@@ -136,6 +138,7 @@ class LossPasses:
             reference_T=reference_T,
             entropy_T=computed.entropy_T,
             step={} if deferred is None else deferred.statistics,
+            numbers=self.numbers,
         )
         terms = self.algorithm.terms(tokens)
         if batch.ages is not None:
@@ -197,7 +200,7 @@ class LossPasses:
         return dict(zip((*names, *K3_OF_AGE, *TOKENS_OF_AGE), totals.tolist(), strict=True))
 
     def step_metrics(self, sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
-        """Metrics of a step, from its global sums.
+        """Metrics of a step, from its global sums. An `Adaptive` algorithm's numbers become those of the next step.
 
         The loss of each term is divided by its count, ``loss`` is their sum, all others are means per token; with
         several updates, over all of them. ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens
@@ -217,12 +220,21 @@ class LossPasses:
                 metrics[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]
         if invalid:
             log.warning("%d of %d samples have unusable log-probabilities and were not trained", invalid, trained)
-        return {
-            **metrics,
+        metrics |= {
+            **self.numbers,
             "invalid_samples": invalid,
             "grad_norm": grad_norm,
             "lr": lr,
             "response_length": tokens / samples,
+        }
+        if isinstance(self.algorithm, Adaptive):
+            self.numbers = self.algorithm.next_numbers(self.numbers, metrics, trained)
+        return metrics
+
+    def restore_numbers(self, saved: Mapping[str, float]) -> None:
+        """Continue with the numbers of a checkpoint; one that it does not have keeps its first value."""
+        self.numbers = first_numbers(self.algorithm) | {
+            name: value for name, value in saved.items() if name in self.numbers
         }
 
 
@@ -271,6 +283,11 @@ def _columns(
     return rollout_T, torch.cat([own if one is None or one[1] is None else one[1].to(own) for one, own in pairs])
 
 
+def first_numbers(algorithm: Algorithm) -> dict[str, float]:
+    """Numbers of the first step of an `Adaptive` algorithm; empty for others."""
+    return algorithm.first_numbers() if isinstance(algorithm, Adaptive) else {}
+
+
 def example_tokens(algorithm: Algorithm) -> Tokens:
     """Two tokens of two samples of a group: for the names of terms and metrics, and for a first check."""
     logprobs_T = torch.full((2,), -1.0, requires_grad=True)
@@ -286,6 +303,7 @@ def example_tokens(algorithm: Algorithm) -> Tokens:
         reference_T=logprobs_T.detach() if algorithm.needs.reference else None,
         entropy_T=torch.ones(2, requires_grad=True) if algorithm.needs.entropy else None,
         step=algorithm.measure(example_step(algorithm)) if algorithm.needs.token_statistics else {},
+        numbers=first_numbers(algorithm),
     )
 
 

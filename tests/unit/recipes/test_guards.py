@@ -65,7 +65,9 @@ def test_flags_come_after_the_file_and_off_removes_what_is_before(tmp_path: Path
     of_nll = [one for one in guard_rules(parse(file)) if one.metric == "nll"]
     assert [one.below for one in of_nll] == [0.02, 0.5]
     of_nll = [
-        one for one in guard_rules(parse([*file, "--guard", "nll off", "--guard", "nll above 9"])) if one.metric == "nll"
+        one
+        for one in guard_rules(parse([*file, "--guard", "nll off", "--guard", "nll above 9"]))
+        if one.metric == "nll"
     ]
     assert of_nll == [GuardRule("nll", above=9.0, hold_steps=10)]
 
