@@ -110,7 +110,7 @@ def test_a_stop_in_the_last_step_lets_the_run_complete() -> None:
     assert end.code == 0
 
 
-@pytest.mark.parametrize("limits", [{}, {"above": 1.0, "below": 0.0}])
-def test_a_rule_has_one_limit(limits: dict[str, float]) -> None:
+@pytest.mark.parametrize(("above", "below"), [(None, None), (1.0, 0.0)])
+def test_a_rule_has_one_limit(above: float | None, below: float | None) -> None:
     with pytest.raises(ConfigError, match="exactly one"):
-        GuardRule("loss", **limits)
+        GuardRule("loss", above=above, below=below)
