@@ -90,6 +90,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STALLED = 3
 EXIT_DISMISSED = 4  # the controller has dismissed the worker; the run continues, and another worker may replace it
+EXIT_GUARD = 5  # a guard has stopped the run, after a checkpoint
 EXIT_INTERRUPTED = 130
 
 VIOLATION = "protocol violation"

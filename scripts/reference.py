@@ -10,8 +10,10 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from flowrt.recipes.config import GuardConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults
 from flowrt.recipes.resume_overrides import may_change
 from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
@@ -40,6 +42,7 @@ def page() -> str:
     lines += _section("The run", "", base)
     for name, table in _tables("", base):
         lines += _section(f"`[{name}]`", f"{name}.", table)
+    lines += _section("`[[guard]]`", "guard.", GuardConfig(metric=""))
     lines += [
         "## Defaults of the recipes",
         "",
@@ -104,6 +107,10 @@ def _meanings(kind: type) -> dict[str, str]:
 def _kind(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return _kind(get_args(hint)[0])
+    if get_args(hint)[:1] == (GuardConfig,):
+        return "tables"
+    if get_origin(hint) is UnionType:
+        return _kind(get_args(hint)[0])
     if get_origin(hint) is tuple:
         return "list of text"
     if get_origin(hint) is Literal:
@@ -112,6 +119,8 @@ def _kind(hint: Any) -> str:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "none"
     return "empty" if value in ("", ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -19,7 +19,7 @@ Shapes: N = samples of a pass, T = their response tokens, flattened; sample_T is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,6 +130,7 @@ class Tokens:
         reference_T: under the reference; None unless `Needs.reference`.
         entropy_T: of the prediction of the token; None unless `Needs.entropy`.
         step: statistics of the whole step by name, from `Algorithm.measure`; empty without `Needs.token_statistics`.
+        numbers: of an `Adaptive` algorithm in this step, by name; empty for others.
     """
 
     logprobs_T: Tensor
@@ -143,6 +144,7 @@ class Tokens:
     reference_T: Tensor | None = None
     entropy_T: Tensor | None = None
     step: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -219,4 +221,29 @@ class Algorithm(Protocol):
 
     def terms(self, tokens: Tokens) -> Sequence[Term]:
         """The summands of the objective over one forward pass."""
+        ...
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """Optional methods of an algorithm with numbers that follow the run, such as a coefficient with a target.
+
+    The engine keeps the numbers: all passes of a step on all ranks read the same ones (`Tokens.numbers`), they are
+    metrics of the step, and they are part of the checkpoint.
+    """
+
+    def first_numbers(self) -> dict[str, float]:
+        """The numbers of the first step, by name; the names never change."""
+        ...
+
+    def next_numbers(
+        self, numbers: Mapping[str, float], metrics: Mapping[str, float], samples: float
+    ) -> dict[str, float]:
+        """The numbers of the next step: a function of these alone.
+
+        Args:
+            numbers: of this step.
+            metrics: of this step, over all ranks.
+            samples: trained in this step, on all ranks.
+        """
         ...

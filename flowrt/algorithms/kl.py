@@ -7,7 +7,9 @@ k3 is close to it if the policies are close, and that of k1 is 0 on average.
 Shapes: T = response tokens of all samples, flattened.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -59,3 +61,39 @@ KL_ESTIMATORS: dict[KlEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "unbiased": kl_unbiased_T,
 }
 """Estimators of the KL term: functions of log-probabilities under policy, reference and rollout policy."""
+
+
+MAX_KL_ERROR = 0.2
+"""Bound of the relative error that an adaptive coefficient follows in a step (arXiv 1909.08593, section 2.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKl:
+    """A coefficient of the divergence that follows a target: a log-space proportional controller.
+
+    coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon, Ziegler et al. (arXiv 1909.08593, section 2.2).
+
+    Args:
+        target: of the divergence, in nats a token (the paper's is of whole samples).
+        horizon: samples after which the coefficient has changed by a factor of about 1.2, at most.
+    """
+
+    target: float
+    horizon: int
+
+    def __post_init__(self) -> None:
+        if not self.target > 0 or self.horizon < 1:
+            raise ValueError(f"target is {self.target} and horizon {self.horizon}; both must be above 0")
+
+    def next_coef(self, coef: float, kl: float, samples: float) -> float:
+        """The coefficient after a step.
+
+        Args:
+            coef: of the step.
+            kl: mean divergence over the step's tokens, in nats; the coefficient stays where it is not finite.
+            samples: trained in the step, n.
+        """
+        if not math.isfinite(kl):
+            return coef
+        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+        return coef * (1.0 + error * samples / self.horizon)

@@ -8,7 +8,7 @@ Every preset is such a value. Each part is a frozen value of its own with an ide
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrt.algorithms.algorithm import Credit, Groups, Needs, Plan, StepTokens, Term, Tokens
 from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, PreferencePair
-from flowrt.algorithms.kl import KL_ESTIMATORS, KlEstimator
+from flowrt.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, KlEstimator
 from flowrt.algorithms.policy_losses import Metrics, PolicyLoss, Reinforce
 from flowrt.algorithms.ratios import LOG_RATIO_LIMIT, clamped_log_ratio_T
 
@@ -128,15 +128,18 @@ class Rejection:
 class Kl:
     """Divergence from the reference as a term of the loss; with coef 0 it is only measured.
 
-    ``estimator`` names a function of `flowrt.algorithms.kl`.
+    ``estimator`` names a function of `flowrt.algorithms.kl`. With ``adaptive``, ``coef`` is that of the first step.
     """
 
     coef: float = 0.0
     estimator: KlEstimator = "k3"
+    adaptive: AdaptiveKl | None = None
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
             raise ValueError(f"kl coef is {self.coef}; it must be 0 or more")
+        if self.adaptive is not None and self.coef == 0:
+            raise ValueError("kl coef is 0, and stays that, whatever it is multiplied by; give a first coefficient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,7 @@ def _bound(ascending: Tensor, kept: int) -> float:
     return float(ascending[kept - 1 : kept + 1].mean()) if kept else -math.inf
 
 
+KL_COEF = "kl_coef"
 M2_THRESHOLD, ENTROPY_THRESHOLD = "m2_threshold", "entropy_threshold"
 
 
@@ -246,14 +250,25 @@ class Objective:
                 tokens.logprobs_T, tokens.reference_T, tokens.rollout_T
             )
             metrics = metrics | {"kl": kl_T.detach().double().sum()}
-            if self.kl.coef > 0:
-                loss_T = loss_T + self.kl.coef * kl_T
+            coef = tokens.numbers.get(KL_COEF, self.kl.coef)
+            if coef > 0:
+                loss_T = loss_T + coef * kl_T
         terms = [self.aggregation("policy", loss_T, tokens, metrics | masks)]
         if tokens.entropy_T is not None:
             measured = {"entropy": tokens.entropy_T.detach().double().sum()}
             bonus_T = self.entropy.coef * tokens.valid_T * tokens.entropy_T
             terms.append(self.aggregation("entropy", -bonus_T, tokens, measured))
         return terms
+
+    def first_numbers(self) -> dict[str, float]:
+        return {} if self.kl is None or self.kl.adaptive is None else {KL_COEF: self.kl.coef}
+
+    def next_numbers(
+        self, numbers: Mapping[str, float], metrics: Mapping[str, float], samples: float
+    ) -> dict[str, float]:
+        if self.kl is None or self.kl.adaptive is None:
+            return {}
+        return {KL_COEF: self.kl.adaptive.next_coef(numbers[KL_COEF], metrics["kl"], samples)}
 
     def _weights(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Detached weight of each token's policy loss, and the counts of masked tokens."""

@@ -176,6 +176,8 @@ class Core:
             commands += self._end_recovery_if_over(now)
             if state.ended is not None or state.recovery.is_active:
                 return commands
+        if (order := state.guards.take_order()) is not None and not state.preemption.is_ordered:
+            commands += preemption.preempt(state, env, order, now)
         if state.work.is_due:
             commands += pulls.serve_worklist(state, env, now)
         commands += weight_sync.order_fetches(state, env, now)

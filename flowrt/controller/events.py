@@ -107,6 +107,10 @@ class AppendReplay:
     entry: Entry
 
 
+FRACTIONS = {"zero_variance_groups": "zero_variance_fraction"}
+"""Counts of trained groups that metrics.jsonl also has as fractions."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepClosed:
     """Statistics of a completed optimiser step."""
@@ -120,6 +124,40 @@ class StepClosed:
     metrics: tuple[tuple[str, float], ...]
     counts: tuple[tuple[str, int], ...] = ()
     """What the group filter and the curriculum have done in the step, see `flowrt.controller.transitions.training`."""
+    fired: tuple[tuple[str, int], ...] = ()
+    """Metrics whose guards fire in the step, each with its consecutive violations."""
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of the samples, in versions."""
+        return sum(self.lags) / max(len(self.lags), 1)
+
+    @property
+    def fractions(self) -> tuple[tuple[str, float], ...]:
+        """Counts of groups as fractions of the trained groups."""
+        return tuple((FRACTIONS[name], count / max(self.groups, 1)) for name, count in self.counts if name in FRACTIONS)
+
+    def measured(self) -> dict[str, float]:
+        """All numbers of the step by their names in metrics.jsonl, but for readings of the clock; unrounded."""
+        return {
+            **dict(self.metrics),
+            **dict(self.inline_means),
+            "samples": self.samples,
+            "groups": self.groups,
+            "tokens": self.tokens,
+            "staleness_mean": self.staleness_mean,
+            "staleness_max": max(self.lags, default=0),
+            **dict(self.counts),
+            **dict(self.fractions),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LogGuard:
+    """Log that a guard has fired."""
+
+    step: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +176,4 @@ class EndRun:
     code: int
 
 
-Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | Persist | EndRun
+Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | LogGuard | Persist | EndRun

@@ -8,6 +8,7 @@ from flowrt.controller.policies.batching import Batcher, FixedTokens
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch
 from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
+from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import WeightSyncPolicy
 from flowrt.errors import ConfigError, suggested
@@ -139,6 +140,7 @@ class Policies:
     """Train the same number of response tokens in every step; None: all tokens."""
     group_filter: GroupFilter = field(default_factory=KeepAll)
     curriculum: Curriculum = field(default_factory=EveryPrompt)
+    guards: tuple[GuardRule, ...] = ()
 
 
 def check_filter(flow: Dataflow, policies: Policies) -> None:

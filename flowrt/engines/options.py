@@ -43,7 +43,7 @@ class TrainOptions:
     decay_steps: StepCount = 0
     """Optimiser steps of the decay; 0: all steps after the warm-up, so that one more step would have min_lr."""
     min_lr: LearningRate = 0.0
-    """Final learning rate of the decay."""
+    """Learning rate after the last step of the decay."""
     beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """AdamW's decay of the gradient mean."""
     beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.95

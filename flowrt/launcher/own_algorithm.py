@@ -11,6 +11,7 @@ import sys
 from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.guards import check_guards
 
 LOAD_S = 120.0
 """Deadline for importing torch and the user's file."""
@@ -42,6 +43,8 @@ def with_own_needs(config: RunConfig) -> RunConfig:
     if "reference" not in needs:
         output = (ended.stderr or ended.stdout).strip()[-MAX_ERROR_CHARS:]
         raise ConfigError(f"algorithm {name} ended its process with code {ended.returncode}: {output or 'no output'}")
+    metrics = needs.get("metrics")
+    check_guards(config, metrics if isinstance(metrics, list) else [])
     algorithm = dataclasses.replace(config.algorithm, own_reference=needs["reference"] is True)
     return dataclasses.replace(config, algorithm=algorithm)
 

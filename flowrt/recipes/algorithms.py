@@ -211,7 +211,7 @@ def _inert_losses(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         reason = "loss dpo is a sum over pairs of samples"
         yield "loss.aggregation", reason
         yield from ((f"entropy.{name}", reason) for name in ("coef", "top_share"))
-        yield from ((f"kl.{name}", reason) for name in ("coef", "where", "estimator"))
+        yield from ((f"kl.{name}", reason) for name in ("coef", "where", "estimator", "target", "horizon"))
 
 
 def _inert_advantages(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
@@ -242,9 +242,14 @@ def _inert_corrections(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if algorithm.correction.level == "off":
         yield from ((f"correction.{name}", "algorithm.correction.level is off") for name in ("mode", "low", "high"))
     if algorithm.kl.coef == 0:
-        yield from ((f"kl.{name}", "algorithm.kl.coef is 0") for name in ("where", "estimator"))
+        names = ("where", "estimator", "target", "horizon")
+        yield from ((f"kl.{name}", "algorithm.kl.coef is 0") for name in names)
     elif algorithm.kl.where == "reward":
         yield "kl.estimator", "a penalty in the reward is the sum of log ratios (k1)"
+        reason = "only the coefficient of a term in the loss adapts, and algorithm.kl.where is reward"
+        yield from ((f"kl.{name}", reason) for name in ("target", "horizon"))
+    elif algorithm.kl.target == 0:
+        yield "kl.horizon", "algorithm.kl.target is 0, so that the coefficient is fixed"
 
 
 def _check_plan(algorithm: AlgorithmConfig) -> None:
@@ -293,6 +298,12 @@ def _check_bounds(config: RunConfig) -> None:
         )
     if 0 < correction.reject_high < 1:
         raise ConfigError(f"algorithm.correction.reject_high is {correction.reject_high}; use 1 or more, or 0 for none")
+    kl, samples = config.algorithm.kl, config.prompts_per_step * config.group_size
+    if kl.target and kl.horizon < samples:
+        raise ConfigError(
+            f"algorithm.kl.horizon is {kl.horizon}, fewer than the {samples} samples of a step (prompts_per_step x "
+            "group_size): the coefficient would jump; use several times as many"
+        )
     if (overlong := config.algorithm.advantage.overlong_tokens) > config.rollout.max_new_tokens:
         raise ConfigError(
             f"algorithm.advantage.overlong_tokens is {overlong}, more than a response can have "

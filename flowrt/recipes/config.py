@@ -39,6 +39,7 @@ PolicyLossName = Literal[
     "cross_entropy",
     "dpo",
 ]
+Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
@@ -383,6 +384,12 @@ class KlConfig:
     estimator: Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"] = "k3"
     """Estimator of the term in the loss: k1, k2, k3 (joschu.net/blog/kl-approx.html), the value of k3 with the slope of
     k2, or k3 with importance weights (arXiv 2512.02556)."""
+    target: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Term in the loss: divergence that the coefficient follows, in nats a token: coef is that of the first step, and
+    after each it is multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon (arXiv 1909.08593); 0: the
+    coefficient is fixed."""
+    horizon: Annotated[int, Interval(ge=1, le=1_000_000_000)] = 10_000
+    """With target: samples over which the coefficient changes by a factor of at most about 1.2."""
 
 
 @dataclass(frozen=True)
@@ -516,6 +523,29 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """A guard: a rule on a metric, and what happens when it fires.
+
+    In a file a table `[[guard]]` each, as a flag `--guard "METRIC above|below VALUE [steps=N] [action=A]
+    [hold_steps=N]"` or `--guard "METRIC off"`.
+    """
+
+    metric: str
+    """Field of metrics.jsonl; a value that is not finite violates the rule too."""
+    above: Limit = None
+    """The metric violates the rule above this; exactly one of above and below."""
+    below: Limit = None
+    """The metric violates the rule below this."""
+    steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 1
+    """Consecutive steps with a violation before the rule fires; it fires again in each further one."""
+    action: Literal["warn", "hold", "stop", "off"] = "warn"
+    """warn: a line in the log, once in 50 steps; hold: a staleness bound of 0 for hold_steps steps; stop: save a
+    checkpoint and end with exit code 5; off: no rule on this metric, of the defaults or given before."""
+    hold_steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 10
+    """Action hold: steps with a staleness bound of 0, counted from the last firing."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
@@ -545,6 +575,8 @@ class RunConfig:
     """Restarts of a local run from its last checkpoint after a trainer is lost."""
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     """Which worker gets which ready samples."""
+    guard: tuple[GuardConfig, ...] = ()
+    """Guards, in addition to those that every run has: tables `[[guard]]`, or flags `--guard "METRIC above VALUE"`."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)

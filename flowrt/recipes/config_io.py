@@ -9,14 +9,16 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.algorithms import preset
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
+from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.runtime.bounds import interval_of, span
 
@@ -76,11 +78,26 @@ def read_flags(
     import tyro  # late: workers read configurations, but no flags
 
     words = [re.sub(r"^--data(?==|$)", "--data.path", word) for word in words]
+    base, words = _with_guards(base, words)
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
         tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
     return tyro.cli(RunConfig, prog=command, description=description, args=words, default=base, config=config)
+
+
+def _with_guards(base: RunConfig, words: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """The configuration with the guards of ``--guard`` flags after its own, and the remaining flags."""
+    rules: list[GuardConfig] = []
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--guard":
+            rules += _guards([parse_guard(value if equals else next(remaining, ""))], "guard", "flags")
+        else:
+            rest.append(word)
+    return (dataclasses.replace(base, guard=(*base.guard, *rules)) if rules else base), rest
 
 
 def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:
@@ -98,6 +115,8 @@ def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -
             values[field.name], types[field.name] = _documented(values[field.name], is_listed, f"{name}.")
         elif not is_listed(name):
             types[field.name] = hidden[hint]
+        elif get_args(hint)[:1] == (GuardConfig,):  # the form of the flag, which `_with_guards` parses
+            values[field.name], types[field.name] = (), tuple[str, ...]
         elif (interval := interval_of(hint)) is not None:
             # tyro puts the default where the braces are.
             note = f"({span(interval, get_args(hint)[0])}; default: {{}})".format
@@ -140,8 +159,10 @@ def from_file(path: Path) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML."""
-    return tomli_w.dumps(dataclasses.asdict(config))
+    """The configuration as TOML, which has no value for a limit that is not set."""
+    table = dataclasses.asdict(config)
+    table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
+    return tomli_w.dumps(table)
 
 
 def merge(base: Config, table: Mapping[str, Any], source: str, path: str = "") -> Config:
@@ -197,6 +218,10 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
         if value not in get_args(expected):
             raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r:.80}")
         return value
+    if get_args(expected)[:1] == (GuardConfig,):
+        return tuple(_guards(value, where, source))
+    if get_origin(expected) is UnionType:  # a number, or None, which no file can name
+        return _typed(value, float, where, source)
     if get_origin(expected) is tuple:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f'{source}: {where!r} takes a list of text, as ["a", "b"], not {value!r:.80}')
@@ -204,6 +229,15 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
     if type(value) is not expected:
         raise ConfigError(f"{source}: {where!r} takes {expected.__name__}, not {type(value).__name__} {value!r:.80}")
     return value
+
+
+def _guards(tables: Any, where: str, source: str) -> list[GuardConfig]:
+    """Guards from their tables."""
+    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
+        raise ConfigError(f"{source}: {where!r} takes tables [[{where}]] with keys, not {tables!r:.80}")
+    if any("metric" not in one for one in tables):
+        raise ConfigError(f"{source}: a table [[{where}]] has no key 'metric'; name a field of metrics.jsonl")
+    return [merge(GuardConfig(metric=""), one, source, f"{where}.") for one in tables]
 
 
 def _first_line(error: Exception) -> str:

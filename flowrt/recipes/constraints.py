@@ -24,6 +24,7 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
 )
+from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
 from flowrt.runtime.bounds import advice, contains, interval_of
@@ -43,10 +44,12 @@ def check(config: RunConfig) -> None:
     check_text(config)
     check_bounds(config)
     check_algorithm(config)
+    check_guards(config)
     _check_filter(config)
     _check_curriculum(config)
     _check_products(config)
     check_trainer(config.trainer)
+    _check_decay(config)
     check_rollout(config)
     _check_reference(config)
     _check_controller(config)
@@ -64,6 +67,12 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{prefix}{field.name}.")
+        elif isinstance(value, tuple):
+            for index, one in enumerate(value):
+                if dataclasses.is_dataclass(one):
+                    check_bounds(one, f"{prefix}{field.name}[{index}].")
+        elif value is None:
+            continue  # a limit that is not set
         elif (interval := interval_of(hints[field.name])) is not None and not contains(interval, value):
             raise ConfigError(f"{prefix}{field.name} is {value}; use {advice(interval)}")
 
@@ -75,8 +84,11 @@ def check_text(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             check_text(value, f"{prefix}{field.name}.")
         elif isinstance(value, str | tuple):
-            for text in [value] if isinstance(value, str) else value:
-                _check_one_text(text, f"{prefix}{field.name}")
+            for one in [value] if isinstance(value, str) else value:
+                if dataclasses.is_dataclass(one):
+                    check_text(one, f"{prefix}{field.name}.")
+                else:
+                    _check_one_text(one, f"{prefix}{field.name}")
 
 
 def _check_one_text(text: str, name: str) -> None:
@@ -164,6 +176,17 @@ def check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.min_lr > trainer.lr:
         raise ConfigError(f"trainer.min_lr is {trainer.min_lr}, above trainer.lr ({trainer.lr}), from which it falls")
+
+
+def _check_decay(config: RunConfig) -> None:
+    """Raise ConfigError for a decay to a learning rate of 0 that ends before the run."""
+    trainer = config.trainer
+    left = config.steps - max(trainer.warmup_steps, 1) - trainer.decay_steps
+    if trainer.schedule != "constant" and trainer.decay_steps and not trainer.min_lr and left > 0:
+        raise ConfigError(
+            f"trainer.decay_steps is {trainer.decay_steps} and trainer.min_lr 0: the last {left} of {config.steps} "
+            "steps would train with a learning rate of 0; use a min_lr above 0, more decay_steps, or fewer steps"
+        )
 
 
 def check_rollout(config: RunConfig) -> None:

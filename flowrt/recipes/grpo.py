@@ -31,6 +31,7 @@ from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
+from flowrt.recipes.guards import guard_rules
 
 POLICY = "policy"
 TRAIN, EVAL = "train", "eval"
@@ -86,6 +87,7 @@ def policies(config: RunConfig) -> Policies:
         else None,
         group_filter=group_filter(config.algorithm.filter),
         curriculum=curriculum(config),
+        guards=guard_rules(config),
     )
 
 

@@ -15,6 +15,7 @@ FREE = (
     "steps",
     "threads",
     "max_run_restarts",
+    "guard",
     "data.reward_timeout_s",
     "rollout.workers",
     "rollout.max_running_requests",
@@ -30,7 +31,8 @@ FREE = (
     "supervisor",
     "launch",
 )
-"""Keys and whole tables that may change. None of them decides what is sampled or trained, except for rounding."""
+"""Keys and whole tables that may change. None of them decides what is sampled or trained, except for rounding, and for
+guards that hold the staleness bound at 0: a run that a guard has stopped may go on with another one."""
 
 
 def may_change(name: str) -> bool:

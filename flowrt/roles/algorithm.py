@@ -13,6 +13,7 @@ import torch
 
 from flowrt.algorithms.algorithm import Algorithm, Groups, Needs, Plan
 from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
+from flowrt.algorithms.kl import AdaptiveKl
 from flowrt.algorithms.objective import (
     Aggregation,
     Correction,
@@ -37,10 +38,10 @@ from flowrt.algorithms.policy_losses import (
     Topr,
     Vespo,
 )
-from flowrt.engines.training.loss_passes import example_tokens
+from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
 from flowrt.recipes.algorithms import is_own
-from flowrt.recipes.config import AlgorithmConfig, LossConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, KlConfig, LossConfig, RunConfig
 
 METHODS = ("credit", "measure", "terms")
 
@@ -65,7 +66,7 @@ def algorithm(config: RunConfig) -> Algorithm:
             negative_kl=correction.reject_negative_kl or float("inf"),
         ),
         second_moment=SecondMoment(correction.second_moment) if correction.second_moment else None,
-        kl=Kl(table.kl.coef, table.kl.estimator) if table.kl.coef > 0 and table.kl.where == "loss" else None,
+        kl=_kl(table.kl) if table.kl.coef > 0 and table.kl.where == "loss" else None,
         entropy=Entropy(table.entropy.coef, table.entropy.top_share),
         aggregation=Aggregation(table.loss.aggregation, config.rollout.max_new_tokens),
     )
@@ -84,6 +85,10 @@ def _credit(table: AlgorithmConfig, max_new_tokens: int) -> CreditRule:
         overlong=OverlongPenalty(max_new_tokens, advantage.overlong_tokens) if advantage.overlong_tokens else None,
         mask_truncated=advantage.mask_truncated,
     )
+
+
+def _kl(kl: KlConfig) -> Kl:
+    return Kl(kl.coef, kl.estimator, AdaptiveKl(kl.target, kl.horizon) if kl.target else None)
 
 
 def _policy_loss(loss: LossConfig) -> PolicyLoss:
@@ -166,7 +171,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return EXIT_BAD_INPUT
     needs = objective.needs
-    sys.stdout.write(json.dumps({"reference": needs.reference, "whole_groups": needs.whole_groups}) + "\n")
+    described = {
+        "reference": needs.reference,
+        "whole_groups": needs.whole_groups,
+        "metrics": LossPasses(objective, temperature=1.0, forward_tokens=1).metric_names,
+    }
+    sys.stdout.write(json.dumps(described) + "\n")
     return EXIT_OK
 
 

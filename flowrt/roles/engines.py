@@ -64,11 +64,9 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
 
 
 def with_decay_steps(config: RunConfig) -> TrainOptions:
-    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up.
-
-    ``min_lr`` would be that of the step after the last one: with the default of 0 the last step still trains.
-    """
+    """The trainer's options; without ``decay_steps`` the learning rate decays over all steps after the warm-up."""
     options: TrainOptions = config.trainer
     if options.decay_steps:
         return options
-    return dataclasses.replace(options, decay_steps=max(config.steps - max(options.warmup_steps, 1) + 1, 1))
+    # Without a warm-up the first step has the full rate too, so that one step fewer is left for the decay.
+    return dataclasses.replace(options, decay_steps=max(config.steps - max(options.warmup_steps, 1), 1))

@@ -1,5 +1,6 @@
 """Two ranks of the FSDP2 engine: a checkpoint in several files, and layers recomputed while parameters stay whole."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.integration.test_fsdp import EXACT, Ranks, apart, load_model_weights
 STEPS = 4
 CUT = "cut"
 """The same model, in several files."""
+
+ADAPTIVE = {"target": 1e-3, "horizon": 100}
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(400)]
 
@@ -25,6 +28,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         plain=order,
         from_files={**order, "model": str(made.directory / CUT)},
         recomputed={**order, "fsdp": {**EXACT, "recompute": True}},
+        adaptive={**order, "adaptive": ADAPTIVE},
+        saved={**order, "adaptive": ADAPTIVE, "steps": [0, 2], "save": made.path("checkpoint")},
+        loaded={**order, "adaptive": ADAPTIVE, "steps": [2, STEPS], "load": made.path("checkpoint")},
     )
     made.run(processes=2)
     return made
@@ -51,3 +57,14 @@ def test_every_pass_runs_layers_twice_where_they_are_recomputed(two: Ranks) -> N
     """Rank 0's own micro-batches, and the pass that ends each step."""
     passes = STEPS + sum(len(fsdp_rank.share(step, 0, 2)) for step in range(STEPS))
     assert (two.said("plain")["calls"], two.said("recomputed")["calls"]) == (passes, 2 * passes)
+
+
+def test_an_adaptive_coefficient_is_the_same_on_all_ranks_and_after_a_checkpoint(two: Ranks) -> None:
+    of_ranks = [json.loads((two.directory / f"adaptive.{rank}.numbers").read_text()) for rank in range(2)]
+    assert of_ranks[0] == of_ranks[1]
+    coefs = [one["kl_coef"] for one in two.said("adaptive")["metrics"]]
+    assert len(set(coefs)) == STEPS
+    assert coefs[0] == 1e-3
+    assert two.said("loaded")["metrics"] == two.said("adaptive")["metrics"][2:]
+    assert json.loads((two.directory / "loaded.1.numbers").read_text()) == of_ranks[1]
+    assert apart(two.weights("loaded"), two.weights("adaptive")) == 0.0

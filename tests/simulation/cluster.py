@@ -70,6 +70,7 @@ def make_core(
         cut=scenario.cut,
         group_filter=scenario.group_filter,
         curriculum=scenario.curriculum,
+        guards=scenario.guards,
     )
     changed = dataclasses.replace(settings, **numbers)
     return Core(

@@ -7,6 +7,7 @@ from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudge
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
+from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample
@@ -121,6 +122,7 @@ class Scenario:
     withdrawals: int = 0  # somebody does not want to wait for its pull any longer
     violations: int = 0  # a worker breaks the protocol and is dismissed
     repeats: int = 0  # something that was said comes again, perhaps long after
+    guards: tuple[GuardRule, ...] = ()
     on_lost_sample: OnLostSample = OnLostSample.REGENERATE
     attempts: int = 8
     prompts_at_once: int = 1  # in one offer to train on

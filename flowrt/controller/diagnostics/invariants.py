@@ -145,7 +145,7 @@ def _may_start(state: State, env: Environment, group: Group, version: int) -> bo
     if version < group.at_least:
         return False
     step = state.window.expected_step(group)
-    return group.flow != env.flow.train_flow or env.policies.admission.may_start(step, version)
+    return group.flow != env.flow.train_flow or state.admission(env).may_start(step, version)
 
 
 def _check_versions(versions: VersionTable, membership: Membership, over: bool) -> None:

@@ -7,6 +7,8 @@ Staleness of a sample when it is trained in step s is s minus the oldest version
 * *started*: a sample is only started on version v if it would still be in bound at the step that it is expected to be
   trained in, given the groups ahead of it. At bound 0 this makes generation wait for the newest weights.
 * *opened*: at most (bound + 1) x groups-per-step groups are live at once; more could not be trained in bound.
+
+A guard with action hold lowers the bound to 0 for some steps (`OnPolicy`).
 """
 
 from dataclasses import dataclass
@@ -43,3 +45,27 @@ class StrictLag:
 
     def may_train(self, step: int, oldest_version: int) -> bool:
         return step - oldest_version <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class OnPolicy:
+    """A staleness bound of 0 in the steps before ``until``, and the bound of ``usual`` from then on.
+
+    Samples that an earlier step may still have trained are lost, as all that exceed the bound are.
+    """
+
+    usual: Admission
+    until: int
+
+    def may_open(self, live_groups: int, groups_per_step: int) -> bool:
+        return live_groups < groups_per_step and self.usual.may_open(live_groups, groups_per_step)
+
+    def may_start(self, expected_step: int, version: int) -> bool:
+        if expected_step < self.until and expected_step > version:
+            return False
+        return self.usual.may_start(expected_step, version)
+
+    def may_train(self, step: int, oldest_version: int) -> bool:
+        if step < self.until and step > oldest_version:
+            return False
+        return self.usual.may_train(step, oldest_version)

@@ -16,6 +16,7 @@ from flowrt.controller.events import (
     Dismiss,
     EndRun,
     Event,
+    LogGuard,
     MessageReceived,
     Persist,
     PreemptRun,
@@ -315,6 +316,8 @@ class Server:
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
+            case LogGuard(step, text):
+                log.warning("step %d: %s", step, text)
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
                 if code == EXIT_STALLED:

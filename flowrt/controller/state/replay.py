@@ -90,6 +90,8 @@ FILTERED = "filtered"
 """Groups that the filter has dropped in the step in training."""
 SKIPPED = "skipped"
 """Prompts that the curriculum has skipped in the step in training."""
+HELD_UNTIL = "held_until"
+"""The step before which a guard holds the staleness bound at 0."""
 LATEST = "latest "
 """Prefix of the counter of a model's latest version."""
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from flowrt.controller.diagnostics.counters import BoundedCounter
 from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, EndRun, PreemptRun
+from flowrt.controller.policies.admission import Admission, OnPolicy
+from flowrt.controller.state.guards import Guards
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.recovery import Recovery
@@ -75,6 +77,7 @@ class State:
     recovery: Recovery
     history: RewardHistory
     preemption: Preemption
+    guards: Guards
     dropped: BoundedCounter
     """Lost samples and dropped groups by reason."""
     ended: EndRun | None = None
@@ -109,8 +112,14 @@ class State:
             recovery=Recovery(),
             history=RewardHistory(env.policies.curriculum.history),
             preemption=Preemption(),
+            guards=Guards([0] * len(env.policies.guards), [None] * len(env.policies.guards)),
             dropped=BoundedCounter(),
         )
+
+    def admission(self, env: Environment) -> Admission:
+        """The admission policy, with a staleness bound of 0 while a guard holds the run."""
+        usual, until = env.policies.admission, self.guards.held_until
+        return OnPolicy(usual, until) if self.window.step < until else usual
 
     def note_progress(self, now: float) -> None:
         """Something has happened that brings the run nearer to its end."""

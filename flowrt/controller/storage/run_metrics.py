@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.diagnostics.counters import finite
-from flowrt.controller.events import StepClosed
+from flowrt.controller.events import FRACTIONS, StepClosed
 from flowrt.controller.storage.ledger import Account
 from flowrt.errors import FlowError
 from flowrt.protocol.records import BusySpan, Position
@@ -25,9 +25,12 @@ RESERVED_FIELDS = frozenset(
     (
         *("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max"),
         *("zero_variance_groups", "filtered_groups", "refused_groups_trained", "skipped_prompts"),
+        *FRACTIONS.values(),
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+GUARD = "guard_"
+"""Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
 MAX_WINDOW_STEPS = 10
 """Maximum number of steps in the means `reward_first` and `reward_last`; the two windows never overlap."""
 
@@ -102,10 +105,12 @@ class RunMetrics:
             "groups": closed.groups,
             "tokens": closed.tokens,
             "samples_per_s": round(closed.samples / elapsed_s, 3),
-            "staleness_mean": round(sum(closed.lags) / max(len(closed.lags), 1), 4),
+            "staleness_mean": round(closed.staleness_mean, 4),
             "staleness_max": max(closed.lags, default=0),
             **dict(closed.counts),
+            **{name: round(value, 6) for name, value in closed.fractions},
             **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
+            **{f"{GUARD}{metric}": violations for metric, violations in closed.fired},
         }
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))

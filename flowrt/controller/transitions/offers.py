@@ -206,7 +206,7 @@ def wait_reason(state: State, env: Environment, offer: Offer) -> str:
         return "a free place: enough prompts are open to complete the run"
     last, size = window.live + len(offer.prompts) - 1, env.settings.groups_per_step
     # Groups without which the step in training cannot be filled are opened even if admission would let some wait.
-    if window.live >= size and not env.policies.admission.may_open(last, size):
+    if window.live >= size and not state.admission(env).may_open(last, size):
         return f"admission: {window.live} groups live, step {window.step} in training"
     return ""
 

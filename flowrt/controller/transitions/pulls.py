@@ -229,7 +229,7 @@ def _start_check(state: State, env: Environment, worker: WorkerId, version: int)
             return Start.ELSEWHERE
         if slot.group.flow != env.flow.train_flow:
             return Start.NOW
-        is_admitted = env.policies.admission.may_start(state.window.expected_step(slot.group), version)
+        is_admitted = state.admission(env).may_start(state.window.expected_step(slot.group), version)
         return Start.NOW if is_admitted else Start.NOT_YET
 
     return may_start

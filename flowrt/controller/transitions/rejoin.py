@@ -10,6 +10,7 @@ from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.replay import (
     FILTERED,
+    HELD_UNTIL,
     LATEST,
     SKIPPED,
     STEP,
@@ -43,6 +44,7 @@ def recover(state: State, env: Environment, recovered: RecoveredState) -> None:
         skipped=recovered.numbers.get(SKIPPED, 0),
     )
     state.plan.restart(step)
+    state.guards.hold(recovered.numbers.get(HELD_UNTIL, 0))
     for name, versions in state.models.of.items():
         versions.restore(recovered.numbers.get(LATEST + name, 0))
     state.membership.restore_roles(recovered.members.values())

@@ -266,7 +266,7 @@ def is_over_age(state: State, env: Environment, slot: Slot) -> bool:
     oldest = slot.oldest_version()
     if oldest is None or slot.group.flow != env.flow.train_flow:
         return False
-    return not env.policies.admission.may_train(state.window.step, oldest)
+    return not state.admission(env).may_train(state.window.step, oldest)
 
 
 def drop_over_age(state: State, env: Environment) -> list[Command]:

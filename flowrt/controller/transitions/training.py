@@ -15,7 +15,7 @@ from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import State
-from flowrt.controller.transitions import filtering, rollback
+from flowrt.controller.transitions import filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import CheckpointWritten, StepCompleted
@@ -48,7 +48,7 @@ def _streamed(state: State, env: Environment, batcher: Batcher) -> list[Group]:
     """The next micro-batch of ready groups; empty while it is not full."""
     state.window.note_versions(state.table.aged())
     ready = state.table.ready_groups[env.flow.train_stage]
-    return state.window.choose(ready, env.policies.admission, batcher, env.sizes.tokens)
+    return state.window.choose(ready, state.admission(env), batcher, env.sizes.tokens)
 
 
 def _planned(state: State, env: Environment, worker: WorkerId) -> list[Group] | None:
@@ -174,7 +174,9 @@ def close_step(state: State, env: Environment, worker: WorkerId, message: StepCo
         reward = rollback.note_outcome(state, group, message.step)
         commands += rollback.record(state, env, group, "trained", step=message.step, reward=reward)
     state.history.close_step()
-    commands.append(_step_closed(env, message, trained, filtered, skipped))
+    closed, guarded = guarding.guard(state, env, _step_closed(env, message, trained, filtered, skipped))
+    commands.append(closed)
+    commands += guarded
     commands.append(AppendReplay(CounterSet(STEP, window.step)))
     if filtered:
         commands.append(AppendReplay(CounterSet(FILTERED, 0)))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from flowrt.engines.training.state import CPU_RNG, FILE_BYTES, files_of
+from flowrt.engines.training.state import CPU_RNG, FILE_BYTES, files_of, number_tensors, numbers_of
 from flowrt.errors import EngineError, WaitExpired
 from flowrt.ranks.barrier import RankBarrier
 
@@ -73,23 +73,42 @@ class Reader(HuggingFaceStorageReader):
             self.barrier.enter("all shards to be read")
 
 
-def save(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Write the state. Collective; the files of all ranks are written when this returns."""
+def save(
+    directory: Path,
+    shards: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    numbers: Mapping[str, float],
+) -> None:
+    """Write the state. Collective; the files of all ranks are written when this returns.
+
+    ``numbers`` are those of an adaptive algorithm, equal on all ranks.
+    """
     state = _tensors(shards, optimizer)
     ranks = dist.get_world_size()
     sizes = {name: tensor.nbytes for name, tensor in state.items()}  # of full tensors
-    sizes |= dict.fromkeys(("steps", *(_rng(rank) for rank in range(ranks))), 0)
+    common = {"steps": torch.tensor(steps), **number_tensors(numbers)}
+    sizes |= dict.fromkeys((*common, *(_rng(rank) for rank in range(ranks))), 0)
     state[_rng(dist.get_rank())] = torch.get_rng_state()
     if dist.get_rank() == 0:
-        state["steps"] = torch.tensor(steps)
+        state |= common
     writer = Writer(str(directory), files_of(sizes, ranks * FILE_BYTES), save_distributed=True)
     writer.barrier = ShardBarrier()
     with writer.barrier.restore_error():
         dcp.save(state, storage_writer=writer)
 
 
-def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Read the state into the shards and the optimiser. Collective. Returns the number of completed steps.
+def load(
+    directory: Path,
+    shards: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    numbers: Mapping[str, float],
+) -> tuple[int, dict[str, float]]:
+    """Read the state into the shards and the optimiser. Collective.
+
+    Returns the number of completed steps, and those of ``numbers`` that the checkpoint has, with its values.
 
     Raises EngineError if the directory has no such state, or that of another model.
     """
@@ -105,7 +124,7 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
             ):
                 raise EngineError(f"{directory} holds the state of another model; was the run's model changed?")
         own_rng = _rng(dist.get_rank())
-        state |= {"steps": torch.tensor(0), own_rng: torch.get_rng_state()}
+        state |= {"steps": torch.tensor(0), own_rng: torch.get_rng_state(), **number_tensors(numbers)}
         state = {name: tensor for name, tensor in state.items() if name in known}
         reader = Reader(str(directory))
         reader.barrier = ShardBarrier()
@@ -119,7 +138,7 @@ def load(directory: Path, shards: Mapping[str, torch.Tensor], optimizer: torch.o
     steps = int(state["steps"])
     for shard in shards.values():
         optimizer.state[shard]["step"].fill_(float(steps))
-    return steps
+    return steps, numbers_of(state)
 
 
 def _tensors(shards: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

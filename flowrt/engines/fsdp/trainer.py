@@ -153,12 +153,13 @@ class FsdpTrainer:
 
     def save(self, directory: Path) -> None:
         self._device.use()
-        checkpoint.save(directory, self._shards, self._optimizer, self._steps)
+        checkpoint.save(directory, self._shards, self._optimizer, self._steps, numbers=self._passes.numbers)
 
     def load(self, directory: Path) -> None:
         self._device.use()
         self._reduce()
-        self._steps = checkpoint.load(directory, self._shards, self._optimizer)
+        self._steps, numbers = checkpoint.load(directory, self._shards, self._optimizer, numbers=self._passes.numbers)
+        self._passes.restore_numbers(numbers)
         self._start_step()
 
     def export(self, directory: Path) -> None:

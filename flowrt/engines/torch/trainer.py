@@ -21,7 +21,14 @@ from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
 from flowrt.engines.training.optimizer import adamw, check_finite, optimizer_step
-from flowrt.engines.training.state import gather_rng, read_tensors, restore_rng, write_tensors
+from flowrt.engines.training.state import (
+    gather_rng,
+    number_tensors,
+    numbers_of,
+    read_tensors,
+    restore_rng,
+    write_tensors,
+)
 from flowrt.errors import EngineError
 
 
@@ -106,6 +113,7 @@ class TorchTrainer:
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         tensors["steps"] = torch.tensor(self._steps)
+        tensors |= number_tensors(self._passes.numbers)
         for name, parameter in self._named_state().items():
             tensors[f"model.{name}"] = parameter.detach()
         for name, parameter in self.model.named_parameters():
@@ -132,6 +140,7 @@ class TorchTrainer:
                     for key, value in state.items()
                 }
         self._steps = int(tensors["steps"])
+        self._passes.restore_numbers(numbers_of(tensors))
         self.discard()
         restore_rng(tensors)
 

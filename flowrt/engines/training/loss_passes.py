@@ -9,14 +9,14 @@ do not match its response in number, is masked: its loss is 0, its tokens still 
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrt.algorithms.algorithm import Algorithm, Count, StepTokens, Term, Tokens
+from flowrt.algorithms.algorithm import Adaptive, Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import TrainingBatch
@@ -29,6 +29,9 @@ log = logging.getLogger("flowrt")
 COUNTS = ("batches", "tokens", "samples", "groups", "invalid_samples")
 MEANS = ("nll", "mismatch_kl_k1", "mismatch_kl_k3")
 """Summed over the passes and ranks of a step, and reported as means per token."""
+RATIOS = ("policy_over_rollout", "squared_policy_over_rollout")
+"""Sums of the tokens' probability ratios and of their squares, for the effective sample fraction."""
+EFFECTIVE_FRACTION = "effective_sample_fraction"
 DENOMINATORS: dict[Count, str] = {"token": "tokens", "sample": "samples", "group": "groups"}
 DIVERGENCE = "divergence_"
 AGES = 8
@@ -58,6 +61,8 @@ class LossPasses:
         self.algorithm = algorithm
         self._temperature = temperature
         self._forward_tokens = forward_tokens
+        self.numbers: dict[str, float] = first_numbers(algorithm)
+        """Numbers of an `Adaptive` algorithm in the step in training, equal on all ranks; empty for others."""
         terms = algorithm.terms(example_tokens(algorithm))
         self._counts = {term.name: DENOMINATORS[term.per] for term in terms}
         needs, plan = algorithm.needs, algorithm.plan
@@ -73,6 +78,12 @@ class LossPasses:
     def denominator(self) -> str:
         """The count that the gradient of a step is divided by, unless the step is deferred."""
         return next(iter(self._counts.values()))
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that a step has besides those of every algorithm."""
+        losses = [f"{name}_loss" for name in self._counts]
+        return [*self._metrics, *self.numbers, *(losses if len(losses) > 1 else [])]
 
     def cut(self, model: Any, batch: TrainingBatch, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Indices of the samples of each pass, over these rows of the batch (None: all)."""
@@ -127,6 +138,7 @@ class LossPasses:
             reference_T=reference_T,
             entropy_T=computed.entropy_T,
             step={} if deferred is None else deferred.statistics,
+            numbers=self.numbers,
         )
         terms = self.algorithm.terms(tokens)
         if batch.ages is not None:
@@ -161,6 +173,9 @@ class LossPasses:
         self._sums["nll"] -= float(present_T.sum())
         self._sums["mismatch_kl_k1"] -= float(delta_T.sum())
         self._sums["mismatch_kl_k3"] += float((delta_T.expm1() - delta_T).sum())
+        ratio_T = delta_T.double().exp()
+        for name, value_T in zip(RATIOS, (ratio_T, ratio_T.square()), strict=True):
+            self._sums[name] += float(value_T.sum())
         for term in terms:
             self._sums[f"{term.name}_loss"] += float(term.loss_sum.detach())
             for name, value in term.metrics.items():
@@ -182,7 +197,7 @@ class LossPasses:
 
     def global_sums(self) -> dict[str, float]:
         """The step's sums over all ranks, by name. Collective; a rank without micro-batches adds zeros."""
-        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *self._metrics)
+        names = (*COUNTS, *(f"{name}_loss" for name in self._counts), *MEANS, *RATIOS, *self._metrics)
         totals = torch.cat([torch.tensor([self._sums[name] for name in names], dtype=torch.float64), *self._of_age])
         if ranks() > 1:
             dist.all_reduce(totals)
@@ -200,11 +215,12 @@ class LossPasses:
         return {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
 
     def step_metrics(self, sums: dict[str, float], grad_norm: float, lr: float) -> dict[str, float]:
-        """Metrics of a step, from its global sums.
+        """Metrics of a step, from its global sums. An `Adaptive` algorithm's numbers become those of the next step.
 
         The loss of each term is divided by its count, ``loss`` is their sum, all others are means per token; with
         several updates, over all of them. ``divergence_AGE`` is the k3 estimate of KL(rollout || trainer) over tokens
-        of staleness AGE (versions), with the trainer's policy before the step.
+        of staleness AGE (versions), with the trainer's policy before the step. ``effective_sample_fraction`` is Kish's,
+        over the ratios w of policy over rollout: (sum of w)^2 / (tokens x sum of w^2), which is 1 where all are equal.
         """
         tokens, samples = sums["tokens"], sums["samples"]
         trained = samples / self.algorithm.plan.epochs
@@ -212,17 +228,28 @@ class LossPasses:
         losses = {f"{name}_loss": sums[f"{name}_loss"] / sums[count] for name, count in self._counts.items()}
         metrics = {"loss": sum(losses.values())} | (losses if len(losses) > 1 else {})
         metrics |= {name: sums[name] / tokens for name in (*MEANS, *self._metrics)}
+        ratios, squares = (sums[name] for name in RATIOS)
+        metrics[EFFECTIVE_FRACTION] = ratios**2 / (tokens * squares)
         for age, (k3, count) in enumerate(zip(K3_OF_AGE, TOKENS_OF_AGE, strict=True)):
             if sums[count]:
                 metrics[f"{DIVERGENCE}{age}"] = sums[k3] / sums[count]
         if invalid:
             log.warning("%d of %d samples have unusable log-probabilities and were not trained", invalid, trained)
-        return {
-            **metrics,
+        metrics |= {
+            **self.numbers,
             "invalid_samples": invalid,
             "grad_norm": grad_norm,
             "lr": lr,
             "response_length": tokens / samples,
+        }
+        if isinstance(self.algorithm, Adaptive):
+            self.numbers = self.algorithm.next_numbers(self.numbers, metrics, trained)
+        return metrics
+
+    def restore_numbers(self, saved: Mapping[str, float]) -> None:
+        """Continue with the numbers of a checkpoint; one that it does not have keeps its first value."""
+        self.numbers = first_numbers(self.algorithm) | {
+            name: value for name, value in saved.items() if name in self.numbers
         }
 
 
@@ -271,6 +298,11 @@ def _columns(
     return rollout_T, torch.cat([own if one is None or one[1] is None else one[1].to(own) for one, own in pairs])
 
 
+def first_numbers(algorithm: Algorithm) -> dict[str, float]:
+    """Numbers of the first step of an `Adaptive` algorithm; empty for others."""
+    return algorithm.first_numbers() if isinstance(algorithm, Adaptive) else {}
+
+
 def example_tokens(algorithm: Algorithm) -> Tokens:
     """Two tokens of two samples of a group: for the names of terms and metrics, and for a first check."""
     logprobs_T = torch.full((2,), -1.0, requires_grad=True)
@@ -286,6 +318,7 @@ def example_tokens(algorithm: Algorithm) -> Tokens:
         reference_T=logprobs_T.detach() if algorithm.needs.reference else None,
         entropy_T=torch.ones(2, requires_grad=True) if algorithm.needs.entropy else None,
         step=algorithm.measure(example_step(algorithm)) if algorithm.needs.token_statistics else {},
+        numbers=first_numbers(algorithm),
     )
 
 

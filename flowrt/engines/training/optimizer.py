@@ -38,13 +38,17 @@ def optimizer_step(optimizer: torch.optim.Optimizer, options: TrainOptions, step
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Learning rate of optimiser step ``step`` (from 0): linear warm-up, then constant or a decay to ``min_lr``."""
+    """Learning rate of optimiser step ``step`` (from 0): linear warm-up, then constant or a decay to ``min_lr``.
+
+    The step after the ``decay_steps`` of the decay is the first one at ``min_lr``: no step of the decay trains on its
+    samples with a learning rate of 0.
+    """
     warmup = max(options.warmup_steps, 1)
     if step + 1 < warmup:
         return options.lr * (step + 1) / warmup
     if options.schedule == "constant" or not options.decay_steps:
         return options.lr
-    progress = min(1.0, (step + 1 - warmup) / options.decay_steps)
+    progress = min(1.0, (step + 1 - warmup) / (options.decay_steps + 1))
     remaining = 1.0 - progress if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return options.min_lr + (options.lr - options.min_lr) * remaining
 

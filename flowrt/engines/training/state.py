@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from flowrt.errors import EngineError
 
 CPU_RNG = "rng.cpu"
+NUMBER = "algorithm."
+"""Prefix of the numbers of an adaptive algorithm."""
 FILE_BYTES = 25 * 10**7
 """Maximum file size. A file is assembled in memory before it is written, which takes up to twice its size."""
 
@@ -63,6 +65,16 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
         reason = str(error).strip().partition("\n")[0]
         raise EngineError(f"the state of a training engine in {directory} cannot be read: {reason}") from error
     return tensors
+
+
+def number_tensors(numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Numbers of an adaptive algorithm as tensors of a checkpoint, exactly."""
+    return {f"{NUMBER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+
+
+def numbers_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The inverse of `number_tensors`, among other tensors."""
+    return {name.removeprefix(NUMBER): float(one) for name, one in tensors.items() if name.startswith(NUMBER)}
 
 
 def gather_rng() -> dict[str, torch.Tensor]:

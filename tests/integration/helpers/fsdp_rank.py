@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from flowrt.algorithms.kl import AdaptiveKl
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp import checkpoint, sharding
@@ -105,7 +106,7 @@ def made(order: dict[str, Any], model: Path) -> FsdpTrainer:
         Path(order.get("model", model)),
         Device("cpu"),
         dataclasses.replace(OPTIONS, **order.get("options", {})),
-        Objective(kl=Kl(1e-3)),
+        Objective(kl=Kl(1e-3, adaptive=AdaptiveKl(**order["adaptive"]) if "adaptive" in order else None)),
         fsdp=FsdpOptions(**order.get("fsdp", {})),
         lora=LoraOptions(**order.get("lora", {})),
         temperature=1.0,
@@ -141,6 +142,7 @@ def carry_out(order: dict[str, Any], model: Path) -> None:
             engine.save(Path(order["save"]))
     if "export" in order:
         engine.export(Path(order["export"]))
+    Path(order["out"] + f".{dist.get_rank()}.numbers").write_text(json.dumps(engine._passes.numbers))
     weights = engine.parameters()
     if dist.get_rank() == 0:
         copies = {name: tensor.contiguous().clone() for name, tensor in weights.items()}

@@ -7,6 +7,7 @@ import pytest
 
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.training.optimizer import learning_rate
+from flowrt.errors import ConfigError
 from flowrt.recipes.config_io import parse
 from flowrt.roles.engines import with_decay_steps
 
@@ -26,27 +27,44 @@ def test_constant_stays() -> None:
 
 
 def test_linear_falls_by_equal_parts_and_stays() -> None:
-    found = rates(schedule="linear", decay_steps=8, min_lr=0.2)[3:]
+    found = rates(schedule="linear", decay_steps=7, min_lr=0.2)[3:]
     assert found[:9] == pytest.approx([1.0 - 0.1 * part for part in range(9)])
     assert set(found[8:]) == {0.2}
 
 
 def test_cosine_is_halfway_in_the_middle() -> None:
-    found = rates(schedule="cosine", decay_steps=8)[3:]
+    found = rates(schedule="cosine", decay_steps=7)[3:]
     assert found[4] == pytest.approx(0.5)
     assert found[8:] == pytest.approx([0.0] * 5)
     assert all(later < earlier for earlier, later in pairwise(found[:9]))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 5, 10])
+@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
+def test_every_step_of_a_run_trains_and_the_one_after_it_has_the_final_rate(
+    schedule: str, warmup: int, min_lr: float
+) -> None:
+    words = ["--trainer.schedule", schedule, "--trainer.warmup-steps", str(warmup), "--trainer.lr", "0.001"]
+    config = parse([*words, "--steps", "10", "--trainer.min-lr", str(min_lr)])
+    options = with_decay_steps(config)
+    found = [learning_rate(options, step) for step in range(10)]
+    peak = max(warmup, 1) - 1
+    assert min(found) > 0
+    assert min(found[peak:]) > min_lr
+    assert max(found) == 0.001
+    assert all(later < earlier for earlier, later in pairwise(found[peak:]))
+    if peak < 9:
+        assert learning_rate(options, 10) == pytest.approx(min_lr, abs=1e-12)
+
+
+def test_steps_after_a_decay_to_0_are_refused() -> None:
+    words = ["--trainer.schedule", "linear", "--trainer.warmup-steps", "2", "--trainer.decay-steps", "5"]
+    with pytest.raises(ConfigError, match="the last 3 of 10 steps would train with a learning rate of 0"):
+        parse([*words, "--steps", "10"])
+    assert parse([*words, "--steps", "7"]).trainer.decay_steps == 5
+    assert parse([*words, "--steps", "10", "--trainer.min-lr", "0.0001"]).steps == 10
+
+
 def test_without_a_warm_up_the_first_step_has_the_whole_rate() -> None:
     assert learning_rate(TrainOptions(lr=1.0, warmup_steps=0), 0) == 1.0
-
-
-@pytest.mark.parametrize("warmup", ["0", "1", "5"])
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_by_default_the_last_step_of_a_run_still_trains(schedule: str, warmup: str) -> None:
-    config = parse(["--steps", "20", "--trainer.schedule", schedule, "--trainer.warmup-steps", warmup])
-    options = with_decay_steps(config)
-    found = [learning_rate(options, step) for step in range(21)]
-    assert 0.0 < found[19] < found[10]
-    assert found[20] == pytest.approx(0.0, abs=1e-9)

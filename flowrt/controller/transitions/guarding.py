@@ -1,0 +1,52 @@
+"""Guards at the end of a step: which rules fire on its metrics, and what follows.
+
+All of it follows from the recorded events, so that a replayed history warns, holds and stops at the same steps.
+"""
+
+from dataclasses import replace
+
+from flowrt.controller.environment import Environment
+from flowrt.controller.events import AppendReplay, Command, LogGuard, PreemptRun, StepClosed
+from flowrt.controller.policies.guards import Firing, count_violations
+from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
+from flowrt.controller.state.state import State
+from flowrt.errors import EXIT_GUARD
+
+LOG_INTERVAL_STEPS = 50
+"""A rule that fires in every step is logged once in this number of steps."""
+
+
+def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClosed, list[Command]]:
+    """Apply the guards to a step that was closed just now.
+
+    Returns:
+        The statistics of the step with the guards that fired, and what is to be logged and recorded.
+    """
+    rules, guards = env.policies.guards, state.guards
+    if not rules:
+        return closed, []
+    counts, firings = count_violations(rules, guards.violations, closed.measured())
+    guards.count(counts)
+    commands: list[Command] = []
+    fired: dict[str, int] = {}
+    for firing in firings:
+        metric = firing.rule.metric
+        fired[metric] = max(fired.get(metric, 0), firing.violations)
+        commands += _log(state, firing, closed.step)
+        match firing.rule.action:
+            case "hold":
+                if guards.hold(until := closed.step + 1 + firing.rule.hold_steps):
+                    commands.append(AppendReplay(CounterSet(HELD_UNTIL, until)))
+            case "stop" if not state.window.over:  # else the run is complete
+                guards.stop(PreemptRun(str(firing), EXIT_GUARD))
+    return replace(closed, fired=tuple(fired.items())), commands
+
+
+def _log(state: State, firing: Firing, step: int) -> list[Command]:
+    """The command that logs a firing, unless the rule was logged a few steps ago."""
+    last = state.guards.logged[firing.index]
+    if last is not None and step - last < LOG_INTERVAL_STEPS:
+        return []
+    state.guards.note_logged(firing.index, step)
+    held = f"; the staleness bound is 0 for {firing.rule.hold_steps} steps" if firing.rule.action == "hold" else ""
+    return [LogGuard(step, f"{firing}{held}")]

@@ -1,0 +1,140 @@
+"""The guards of a run: the rules that every run has, those of its configuration, and what is refused.
+
+The rules of a run are the defaults followed by `[[guard]]` in order; ``action = "off"`` removes all rules on a metric
+that come before it. Defaults only warn.
+"""
+
+from collections.abc import Collection
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import chain
+
+from flowrt.controller.policies.guards import GuardRule
+from flowrt.errors import MAX_NAMES, ConfigError
+from flowrt.recipes.algorithms import is_own
+from flowrt.recipes.config import GuardConfig, RunConfig
+from flowrt.recipes.metric_names import CLOCK, metric_names
+
+DEFAULT_RULES = (
+    GuardRule("zero_variance_fraction", above=0.5, steps=10),
+    GuardRule("truncated", above=0.25, steps=10),
+    GuardRule("nll", below=0.02, steps=10),
+    GuardRule("mismatch_kl_k3", above=0.05, steps=3),
+    GuardRule("effective_sample_fraction", below=0.5, steps=3),
+)
+MAX_GUARDS = 256
+FORM = "METRIC above|below VALUE [steps=N] [action=warn|hold|stop] [hold_steps=N], or METRIC off"
+
+
+def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
+    """The rules of a run, in order."""
+    rules = default_rules(config)
+    for one in config.guard:
+        if one.action == "off":
+            rules = [rule for rule in rules if rule.metric != one.metric]
+        else:
+            rules.append(
+                GuardRule(
+                    metric=one.metric,
+                    above=one.above,
+                    below=one.below,
+                    steps=one.steps,
+                    action=one.action,
+                    hold_steps=one.hold_steps,
+                )
+            )
+    return tuple(rules)
+
+
+def default_rules(config: RunConfig) -> list[GuardRule]:
+    """The rules that a run has unless they are switched off: in groups of one, all rewards are equal."""
+    return [rule for rule in DEFAULT_RULES if config.group_size > 1 or rule.metric != "zero_variance_fraction"]
+
+
+def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) -> None:
+    """Raise ConfigError for a guard that is not well formed, or that cannot act in this run.
+
+    Args:
+        config: of the run.
+        own_metrics: metrics of a class of the user's; None: they are not known yet, and any name may be one.
+    """
+    if len(config.guard) > MAX_GUARDS:
+        raise ConfigError(f"there are {len(config.guard)} guards; use at most {MAX_GUARDS}")
+    named = [rule.metric for rule in default_rules(config)]
+    for one in config.guard:
+        _check_metric(one.metric, config, own_metrics)
+        if one.action == "off":
+            if replace(one, action="warn") != GuardConfig(one.metric):
+                raise ConfigError(f"guard on {one.metric} is off and has a limit; leave one of them out")
+            if one.metric not in named:
+                raise ConfigError(f"guard on {one.metric} is off, and there is none before it; leave it out")
+            named = [name for name in named if name != one.metric]
+        else:
+            _check_rule(one, config)
+            named.append(one.metric)
+
+
+def _check_metric(metric: str, config: RunConfig, own_metrics: Collection[str] | None) -> None:
+    known = {*metric_names(config), *(own_metrics or ())}
+    if metric in known or (is_own(config.algorithm.name) and own_metrics is None):
+        return
+    if metric in CLOCK:
+        raise ConfigError(
+            f"guard on {metric}: it counts steps or reads the clock, and guards depend on what was trained alone; use "
+            "another metric"
+        )
+    near = get_close_matches(metric, sorted(known), 5, 0.5)
+    names = ", ".join(near or sorted(known)[:MAX_NAMES])
+    raise ConfigError(
+        f"guard on {metric!r}: this run has no such metric; {'near it are' if near else 'there are'} {names} (all: "
+        "docs/reference/metrics.md)"
+    )
+
+
+def _check_rule(one: GuardConfig, config: RunConfig) -> None:
+    if (one.above is None) == (one.below is None):
+        both = "neither above nor below" if one.above is None else "both above and below"
+        raise ConfigError(f"guard on {one.metric} has {both}; give exactly one")
+    if one.steps > config.steps:
+        raise ConfigError(
+            f"guard on {one.metric} has steps {one.steps}, and the run has {config.steps}: it would never fire; use "
+            "fewer"
+        )
+    if one.action == "hold":
+        if config.max_staleness == 0:
+            raise ConfigError(
+                f"guard on {one.metric} has action hold, and max_staleness is 0 already; use warn or stop"
+            )
+    elif one.hold_steps != GuardConfig.hold_steps:
+        raise ConfigError(
+            f"guard on {one.metric} has hold_steps {one.hold_steps}, which changes nothing with action {one.action}; "
+            "use action hold, or leave it out"
+        )
+    if one.action == "stop" and not (config.checkpoint.every and config.checkpoint.preemption_save_timeout_s):
+        raise ConfigError(
+            f"guard on {one.metric} has action stop, which saves a checkpoint, and checkpoint.every or "
+            "checkpoint.preemption_save_timeout_s is 0; set both, or use action warn"
+        )
+
+
+def parse_guard(text: str) -> dict[str, str | int | float]:
+    """The table of a guard that is given as a flag. Raises ConfigError if it has another form."""
+    words = text.split()
+    if len(words) == 2 and words[1] == "off":
+        return {"metric": words[0], "action": "off"}
+    if len(words) < 3 or words[1] not in ("above", "below"):
+        raise ConfigError(f"--guard {text!r:.80} is no rule; use {FORM}")
+    table: dict[str, str | int | float] = {"metric": words[0]}
+    options = {one.name for one in fields(GuardConfig)} - {"metric", "above", "below"}
+    pairs = chain([(words[1], "=", words[2])], (word.partition("=") for word in words[3:]))
+    for key, equals, value in pairs:
+        if not equals or (key not in options and key != words[1]) or key in table:
+            raise ConfigError(f"--guard {text!r:.80} has {key!r:.40} where it should not; use {FORM}")
+        if key == "action":
+            table[key] = value
+            continue
+        try:
+            table[key] = float(value) if key == words[1] else int(value)
+        except ValueError:
+            raise ConfigError(f"--guard {text!r:.80}: {value!r:.40} is no number; use {FORM}") from None
+    return table

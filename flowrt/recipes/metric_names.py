@@ -1,0 +1,67 @@
+"""The metrics that a step of a run can have in metrics.jsonl, by its configuration, before it starts.
+
+What the training engines report is named here too, because nothing that checks a configuration imports torch; a test
+compares the names with those of every preset's step.
+"""
+
+from flowrt.recipes.algorithms import DPO, is_own
+from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
+
+CLOCK = ("step", "wall_s", "samples_per_s")
+"""Fields that only count steps or read the clock."""
+MAX_AGE = 7
+"""Tokens of this staleness or more share a divergence."""
+OF_ALL_STEPS = (
+    *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
+    *("zero_variance_fraction", "reward", "truncated", "response_length", "loss", "nll", "mismatch_kl_k1"),
+    *("mismatch_kl_k3", "effective_sample_fraction", "invalid_samples", "grad_norm", "lr"),
+)
+OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
+    "reinforce": (),
+    "ppo": ("ratio", "clipped_low", "clipped_high"),
+    "cispo": ("ratio", "clipped_low", "clipped_high"),
+    "gspo": ("ratio", "clipped_low", "clipped_high"),
+    "gmpo": ("ratio", "clipped_low", "clipped_high"),
+    "sapo": ("ratio",),
+    "dppo": ("ratio", "masked"),
+    "vespo": ("ratio",),
+    "topr": ("ratio", "clipped_high"),
+    "aspo": ("ratio", "clipped_low", "clipped_high", "clipped_dual"),
+    "cross_entropy": (),
+    "dpo": ("margin", "kl"),
+}
+
+
+def metric_names(config: RunConfig) -> frozenset[str]:
+    """Names of all metrics of a run; of a class of the user's, without those of its own terms."""
+    names = {*OF_ALL_STEPS, *(f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1))}
+    if config.algorithm.filter != FilterConfig():
+        names |= {"filtered_groups", "refused_groups_trained"}
+    if config.curriculum.policy != CurriculumConfig.policy:
+        names.add("skipped_prompts")
+    if config.rollout.truncation.is_active:
+        names.add("support_size")
+    return frozenset(names if is_own(config.algorithm.name) else names | _of_objective(config))
+
+
+def _of_objective(config: RunConfig) -> set[str]:
+    """Names of the metrics of a preset's terms."""
+    algorithm = config.algorithm
+    loss, correction, kl = algorithm.loss, algorithm.correction, algorithm.kl
+    names = set(OF_LOSS[loss.policy])
+    if loss.policy == DPO:
+        return names
+    names |= {"importance_truncated", "importance_masked"}
+    if loss.policy == "ppo" and loss.dual_clip:
+        names.add("clipped_dual")
+    if kl.coef > 0 and kl.where == "loss":
+        names |= {"kl", "kl_coef"} if kl.target else {"kl"}
+    if correction.reject_low or correction.reject_high or correction.reject_negative_kl:
+        names.add("rejected")
+    if correction.second_moment:
+        names.add("second_moment_masked")
+    if algorithm.entropy.top_share < 1:
+        names.add("low_entropy_masked")
+    if algorithm.entropy.coef or algorithm.entropy.top_share < 1:
+        names |= {"entropy", "policy_loss", "entropy_loss"}
+    return names

@@ -1,0 +1,35 @@
+"""A run whose coefficient of the divergence follows a target: on two ranks, and across a resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.algorithms.kl import AdaptiveKl
+
+COEF, TARGET, HORIZON, PROMPTS, SIZE = 0.01, 0.001, 64, 4, 4
+
+
+@pytest.mark.slow
+def test_the_coefficient_follows_the_divergence_on_two_ranks_and_across_a_resume(
+    launch: Callable[..., Any], untrained_model: Path
+) -> None:
+    run = launch(
+        *("--model", str(untrained_model), "--prompts-per-step", str(PROMPTS), "--group-size", str(SIZE)),
+        *("--data.eval-prompts", "0", "--rollout.workers", "1", "--trainer.save", "False", "--steps", "4"),
+        *("--trainer.lr", "0.002", "--trainer.ranks", "2", "--max-run-restarts", "0"),
+        *("--algorithm.kl.coef", str(COEF), "--algorithm.kl.target", str(TARGET)),
+        *("--algorithm.kl.horizon", str(HORIZON)),
+    )
+    assert run.wait(180.0) == 0, run.output
+    again = launch("--steps", "8", resume=run.run_dir)
+    assert again.wait(180.0) == 0, again.output
+    found = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == list(range(8))
+    adaptive, coef = AdaptiveKl(TARGET, HORIZON), COEF
+    for line in found:
+        assert line["kl_coef"] == pytest.approx(coef, rel=1e-4), line["step"]
+        coef = adaptive.next_coef(coef, line["kl"], PROMPTS * SIZE)
+    assert len({line["kl_coef"] for line in found}) > 4

@@ -1,0 +1,139 @@
+"""Guards: the pure rule against a plain definition, and whole simulated runs that a guard holds on policy."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.controller.events import StepClosed
+from flowrt.controller.policies.guards import Firing, GuardRule, count_violations
+from tests.effort import examples
+from tests.property.test_core import RUNS, scenarios
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.run_invariants import assert_sound
+from tests.simulation.scenario import Scenario
+
+METRICS = ("kl", "nll")
+VALUES = st.one_of(st.floats(-2, 2), st.sampled_from([math.nan, math.inf, -math.inf, 1.0, -1.0]))
+LINES = st.lists(st.dictionaries(st.sampled_from(METRICS), VALUES), max_size=12)
+ENDS = st.sampled_from([-1.0, 0.0, 1.0])
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> GuardRule:
+    metric, limit, steps = draw(st.sampled_from(METRICS)), draw(ENDS), draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        return GuardRule(metric, above=limit, steps=steps)
+    return GuardRule(metric, below=limit, steps=steps)
+
+
+def violates(rule: GuardRule, line: dict[str, float]) -> bool:
+    """The definition, in other words."""
+    if rule.metric not in line:
+        return False
+    value = line[rule.metric]
+    if rule.above is not None:
+        return not -math.inf < value <= rule.above
+    assert rule.below is not None
+    return not rule.below <= value < math.inf
+
+
+@given(st.lists(rules(), max_size=4), LINES)
+def test_a_rule_fires_in_each_step_that_ends_enough_violations(
+    drawn: list[GuardRule], lines: list[dict[str, float]]
+) -> None:
+    counts = [0] * len(drawn)
+    for number, line in enumerate(lines):
+        counts, firings = count_violations(drawn, counts, line)
+        due = [
+            index
+            for index, rule in enumerate(drawn)
+            if number + 1 >= rule.steps
+            and all(violates(rule, one) for one in lines[number + 1 - rule.steps : number + 1])
+        ]
+        assert [one.index for one in firings] == due
+        for one in firings:
+            assert one.rule is drawn[one.index]
+            assert one.violations == counts[one.index] >= one.rule.steps
+            assert math.isnan(line[one.rule.metric]) or one.value == line[one.rule.metric]
+
+
+@given(st.lists(rules(), max_size=4), LINES, st.integers(0, 12))
+def test_after_a_restart_only_the_counts_begin_again(
+    drawn: list[GuardRule], lines: list[dict[str, float]], at: int
+) -> None:
+    """A restart never fires a rule that would not have fired, and changes nothing once enough steps have passed."""
+    restarted = fired(drawn, lines[:at]) + fired(drawn, lines[at:])
+    for number, (found, whole) in enumerate(zip(restarted, fired(drawn, lines), strict=True)):
+        assert set(found) <= set(whole)
+        late = [index for index in whole if number - at + 1 >= drawn[index].steps or number < at]
+        assert set(late) <= set(found)
+
+
+def fired(drawn: Sequence[GuardRule], lines: Sequence[dict[str, float]]) -> list[list[int]]:
+    """The rules that fire in each step."""
+    counts, found = [0] * len(drawn), []
+    for line in lines:
+        counts, firings = count_violations(drawn, counts, line)
+        found.append([one.index for one in firings])
+    return found
+
+
+def test_a_firing_names_the_rule_and_the_value() -> None:
+    firing = Firing(0, GuardRule("kl", above=0.5, steps=3, action="stop"), 0.75, 4)
+    assert str(firing) == (
+        "guard kl above 0.5 for 3 steps (stop): kl is 0.75, outside its limit for 4 consecutive steps"
+    )
+
+
+# ---- whole runs
+
+
+@st.composite
+def held_scenarios(draw: st.DrawFn, /, **misfortunes: int) -> Scenario:
+    steps, hold_steps = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    guard = GuardRule("staleness_max", above=0, steps=steps, action="hold", hold_steps=hold_steps)
+    return draw(scenarios(guards=(guard,), steps=6, **misfortunes))
+
+
+def assert_held(closed: Sequence[StepClosed], rule: GuardRule) -> None:
+    """No sample is stale in the steps after one in which the rule has fired."""
+    until = 0
+    for one in closed:
+        if one.step < until:
+            assert set(one.lags) <= {0}, f"step {one.step} is stale, and is held until step {until}"
+        if one.fired:
+            until = one.step + 1 + rule.hold_steps
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(held_scenarios())
+def test_a_held_run_is_on_policy_and_completes(scenario: Scenario) -> None:
+    cluster = SimulatedCluster(scenario).run()
+    assert_sound(cluster)
+    [rule] = scenario.guards
+    assert_held(cluster.steps, rule)
+    stale = [{"staleness_max": float(max(one.lags))} for one in cluster.steps]
+    assert [bool(one.fired) for one in cluster.steps] == [bool(one) for one in fired(scenario.guards, stale)]
+
+
+@settings(RUNS, max_examples=examples(60))
+@given(held_scenarios(kills=1, broken_lanes=1, crashes=2))
+def test_a_hold_outlives_the_controller(scenario: Scenario) -> None:
+    cluster = SimulatedCluster(scenario).run()
+    assert_sound(cluster)
+    assert_held(cluster.steps, scenario.guards[0])
+
+
+@RUNS
+@given(scenarios(kills=1))
+def test_a_guard_that_only_warns_changes_nothing_but_the_statistics(scenario: Scenario) -> None:
+    plain = SimulatedCluster(scenario).run()
+    warned = SimulatedCluster(
+        dataclasses.replace(scenario, guards=(GuardRule("staleness_max", below=1000.0, action="warn"),))
+    ).run()
+    assert all(one.fired == (("staleness_max", number + 1),) for number, one in enumerate(warned.steps))
+    course = [dataclasses.replace(one, fired=()) if isinstance(one, StepClosed) else one for one in warned.log]
+    assert [one for one in course if type(one).__name__ != "LogGuard"] == plain.log

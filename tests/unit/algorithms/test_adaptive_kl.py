@@ -1,0 +1,126 @@
+"""The adaptive coefficient of the divergence: its formula, its course, and that it needs nothing but the steps."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.algorithms.kl import AdaptiveKl
+from flowrt.algorithms.objective import Kl, Objective
+from flowrt.engines.base import TrainingBatch
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.errors import ConfigError
+from flowrt.recipes.config_io import parse
+from flowrt.roles.algorithm import algorithm
+from tests.unit.recipes.test_algorithms import small_model, step_batch
+
+COEF = 0.5
+WORDS = ["--algorithm.kl.coef", str(COEF), "--algorithm.kl.target", "0.2", "--algorithm.kl.horizon", "128"]
+SMALL = ["--group-size", "4", "--prompts-per-step", "4", "--rollout.max-new-tokens", "12"]
+
+
+@given(st.floats(1e-6, 1e3), st.floats(-10, 10), st.floats(1e-3, 10), st.integers(1, 512), st.integers(512, 10_000))
+def test_the_coefficient_follows_the_paper(coef: float, kl: float, target: float, samples: int, horizon: int) -> None:
+    """Ziegler et al., section 2.2, in other words."""
+    found = AdaptiveKl(target, horizon).next_coef(coef, kl, samples)
+    relative = (kl - target) / target
+    error = relative if abs(relative) <= 0.2 else math.copysign(0.2, relative)
+    assert found == pytest.approx(coef + coef * error * samples / horizon, rel=1e-9)
+    assert coef * 0.8 <= found <= coef * 1.2 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_divergence_that_is_not_finite_changes_nothing(kl: float) -> None:
+    assert AdaptiveKl(0.1, 100).next_coef(0.3, kl, 10) == 0.3
+
+
+def new_trainer(words: list[str]) -> TorchTrainer:
+    objective = algorithm(parse([*SMALL, *words]))
+    return TorchTrainer(small_model(), TrainOptions(lr=1e-2, warmup_steps=1), objective, temperature=1.0)
+
+
+def batches(words: list[str]) -> TrainingBatch:
+    config = parse([*SMALL, *words])
+    return step_batch(config, algorithm(config))
+
+
+def train(trainer: TorchTrainer, words: list[str], steps: int) -> list[dict[str, float]]:
+    batch, found = batches(words), []
+    for _ in range(steps):
+        trainer.accumulate(batch)
+        found.append(trainer.step())
+    return found
+
+
+def test_a_step_uses_the_coefficient_that_it_reports() -> None:
+    """Each step's loss is that of a fixed coefficient, which is the metric."""
+    trainer = new_trainer(WORDS)
+    adaptive = AdaptiveKl(0.2, 128)
+    expected = COEF
+    for metrics in train(trainer, WORDS, 5):
+        assert metrics["kl_coef"] == expected
+        expected = adaptive.next_coef(expected, metrics["kl"], 16)
+    assert expected != COEF
+    first = train(new_trainer(WORDS), WORDS, 1)[0]
+    fixed = train(new_trainer(WORDS[:2]), WORDS[:2], 1)[0]
+    assert "kl_coef" not in fixed
+    assert (first["loss"], first["grad_norm"]) == (fixed["loss"], fixed["grad_norm"])
+
+
+def test_a_gradient_has_the_coefficient_of_its_step() -> None:
+    trainer = new_trainer(WORDS)
+    train(trainer, WORDS, 2)
+    coef = trainer._passes.numbers["kl_coef"]
+    objective = Objective(kl=Kl(coef))
+    fixed = TorchTrainer(trainer.model, TrainOptions(lr=1e-2, warmup_steps=1), objective, temperature=1.0)
+    gradients: list[torch.Tensor] = []
+    record: Callable[[torch.Tensor], None] = lambda gradient: gradients.append(gradient.clone())  # noqa: E731
+    batch = batches(WORDS)
+    for engine in (fixed, trainer):
+        weights = [one.detach().clone() for one in trainer.model.parameters()]
+        engine.on_gradient = record
+        engine.accumulate(batch)
+        engine.step()
+        with torch.no_grad():
+            for parameter, before in zip(trainer.model.parameters(), weights, strict=True):
+                parameter.copy_(before)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_a_coefficient_that_is_resumed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = train(new_trainer(WORDS), WORDS, 6)
+    first = new_trainer(WORDS)
+    train(first, WORDS, 3)
+    first.save(tmp_path)
+    resumed = new_trainer(WORDS)
+    resumed.load(tmp_path)
+    assert train(resumed, WORDS, 3) == whole[3:]
+    assert len({one["kl_coef"] for one in whole}) > 1
+
+
+def test_a_step_that_is_discarded_leaves_the_coefficient() -> None:
+    trainer = new_trainer(WORDS)
+    trainer.accumulate(batches(WORDS))
+    trainer.discard()
+    assert train(trainer, WORDS, 1)[0]["kl_coef"] == COEF
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--algorithm.kl.coef", "0", "--algorithm.kl.target", "0.1"], "algorithm.kl.coef is 0"),
+        (["--algorithm", "rloo", "--algorithm.kl.target", "0.1"], "algorithm.kl.where is reward"),
+        (["--algorithm", "dpo_online", "--algorithm.kl.target", "0.1"], "pairs of samples"),
+        (["--algorithm.kl.horizon", "500"], "the coefficient is fixed"),
+        (["--algorithm.kl.target", "0.1", "--algorithm.kl.horizon", "100"], "fewer than the 128 samples"),
+        (["--algorithm.kl.target", "nan"], "algorithm.kl.target"),
+    ],
+)
+def test_what_cannot_act_is_refused(words: list[str], refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        parse(words)

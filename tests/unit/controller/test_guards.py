@@ -1,0 +1,116 @@
+"""Guards in the controller: what is logged and recorded, when a run is held, and how it is stopped."""
+
+import dataclasses
+
+import pytest
+
+from flowrt.controller.events import AppendReplay, Command, EndRun, LogGuard, StepClosed, Tick
+from flowrt.controller.policies.guards import GuardRule
+from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
+from flowrt.errors import EXIT_GUARD, ConfigError
+from flowrt.protocol import messages as m
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import MODEL, whole
+
+
+def driver(*rules: GuardRule, steps: int = 200, bound: int = 1) -> CoreDriver:
+    return CoreDriver(guards=rules, steps=steps, bound=bound)
+
+
+def train(talk: CoreDriver, step: int, **metrics: float) -> list[Command]:
+    """One step of one group, with the newest weights and these metrics."""
+    if step:
+        talk.say("trainer0", m.Publish((whole(step),), ()))
+        talk.say("rollout0", m.WeightsStaged(MODEL, step))
+        talk.say("rollout0", m.WeightsActivated(MODEL, step))
+    talk.offer(prompt=step)
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    commit = dataclasses.replace(talk.generated(grant), spans=((step, 3),))
+    talk.say("rollout0", commit)
+    talk.score()
+    assert talk.pull("trainer0", "train", step) is not None
+    return talk.say("trainer0", m.StepCompleted(step, tuple(metrics.items())))
+
+
+def closed(commands: list[Command]) -> StepClosed:
+    return next(one for one in commands if isinstance(one, StepClosed))
+
+
+def logged(commands: list[Command]) -> list[str]:
+    return [one.text for one in commands if isinstance(one, LogGuard)]
+
+
+def test_a_rule_warns_once_in_fifty_steps() -> None:
+    talk = driver(GuardRule("loss", above=1.0, steps=2))
+    found = [train(talk, step, loss=2.0) for step in range(104)]
+    assert [step for step, commands in enumerate(found) if logged(commands)] == [1, 51, 101]
+    assert logged(found[1]) == [
+        "guard loss above 1 for 2 steps (warn): loss is 2, outside its limit for 2 consecutive steps"
+    ]
+    assert [closed(commands).fired for commands in found[:3]] == [(), (("loss", 2),), (("loss", 3),)]
+
+
+def test_a_hold_is_recorded_and_ends_by_itself() -> None:
+    talk = driver(GuardRule("loss", above=1.0, action="hold", hold_steps=2))
+    assert talk.core.state.admission(talk.core.env).may_train(5, 4)
+    commands = train(talk, 0, loss=2.0)
+    assert AppendReplay(CounterSet(HELD_UNTIL, 3)) in commands
+    assert "the staleness bound is 0 for 2 steps" in logged(commands)[0]
+    held = talk.core.state.admission(talk.core.env)
+    assert (held.may_train(1, 0), held.may_train(2, 1), held.may_train(3, 2)) == (False, False, True)
+    assert (held.may_start(2, 1), held.may_start(3, 2), held.may_open(1, 1)) == (False, True, False)
+    train(talk, 1, loss=0.0)
+    train(talk, 2, loss=0.0)
+    assert talk.core.state.admission(talk.core.env) is talk.core.env.policies.admission
+
+
+def test_a_finished_sample_of_older_weights_is_generated_again() -> None:
+    talk = driver(GuardRule("loss", above=1.0, action="hold"))
+    talk.ready_to_train()
+    assert talk.pull("trainer0", "train", 0) is not None
+    talk.offer(prompt=1)
+    grant = talk.pull("rollout0", "rollout")
+    assert grant is not None
+    talk.say("rollout0", talk.generated(grant))
+    talk.say("trainer0", m.StepCompleted(0, (("loss", 2.0),)))
+    assert dict(talk.core.state.dropped) == {"over-age": 1}
+
+
+@pytest.mark.parametrize("value", [2.0, float("nan"), float("inf")])
+def test_a_stop_ends_the_run_after_a_checkpoint(value: float) -> None:
+    talk = driver(GuardRule("loss", above=1.0, action="stop"))
+    commands = train(talk, 0, loss=value)
+    assert [one for one in commands if isinstance(one, EndRun)] == []
+    assert talk.heard(commands, m.Drain) == [("trainer0", m.Drain(0, "trainer0"))]
+    talk.say("trainer0", m.CheckpointWritten(9, 1))
+    [end] = [one for one in talk.say("trainer0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    assert end == EndRun(
+        f"guard loss above 1 for 1 step (stop): loss is {value:g}, outside its limit for 1 step; saved after 1 steps",
+        EXIT_GUARD,
+    )
+
+
+def test_a_trainer_that_does_not_save_is_not_waited_for_forever() -> None:
+    talk = driver(GuardRule("loss", above=1.0, action="stop"))
+    train(talk, 0, loss=2.0)
+    talk.now = 1000.0
+    [end] = [one for one in talk.event(Tick()) if isinstance(one, EndRun)]
+    assert end.code == EXIT_GUARD
+    assert "trainer0 has not saved" in end.reason
+
+
+def test_a_stop_in_the_last_step_lets_the_run_complete() -> None:
+    talk = driver(GuardRule("loss", above=1.0, action="stop"), steps=1)
+    commands = train(talk, 0, loss=2.0)
+    assert logged(commands)
+    assert talk.heard(commands, m.Drain) == []
+    talk.say("trainer0", m.RoleCompleted())
+    [end] = [one for one in talk.say("source0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    assert end.code == 0
+
+
+@pytest.mark.parametrize(("above", "below"), [(None, None), (1.0, 0.0)])
+def test_a_rule_has_one_limit(above: float | None, below: float | None) -> None:
+    with pytest.raises(ConfigError, match="exactly one"):
+        GuardRule("loss", above=above, below=below)

@@ -1,0 +1,141 @@
+"""Guards in the configuration: as tables and as flags, the defaults, and what is refused before a run starts."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from flowrt.controller.policies.guards import GuardRule
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.errors import ConfigError
+from flowrt.launcher.own_algorithm import with_own_needs
+from flowrt.recipes.algorithms import PRESETS
+from flowrt.recipes.config import GuardConfig
+from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.grpo import policies
+from flowrt.recipes.guards import DEFAULT_RULES, guard_rules
+from flowrt.recipes.metric_names import metric_names
+from flowrt.recipes.resume_overrides import apply_overrides
+from flowrt.roles.algorithm import algorithm
+from tests.unit.recipes.test_algorithms import run_config, small_model, step_batch
+
+OF_CONTROLLER = frozenset(
+    (
+        *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
+        *("zero_variance_fraction", "reward", "truncated", "filtered_groups", "refused_groups_trained"),
+    )
+)
+OWN = str(Path(__file__).parents[3] / "examples" / "own_algorithm.py") + ":ShortReinforce"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_names_of_metrics_are_those_of_a_step(name: str) -> None:
+    config = run_config(PRESETS[name])
+    objective = algorithm(config)
+    trainer = TorchTrainer(small_model(), TrainOptions(), objective, temperature=1.0)
+    trainer.accumulate(step_batch(config, objective))
+    found = {one for one in trainer.step() if not one.startswith("divergence_")}
+    named = {one for one in metric_names(config) if not one.startswith("divergence_")}
+    assert found == named - OF_CONTROLLER
+
+
+def test_a_table_and_a_flag_are_the_same_rule(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[[guard]]\nmetric = "kl"\nabove = 2\nsteps = 3\naction = "hold"\nhold_steps = 7\n'
+        '[[guard]]\nmetric = "truncated"\naction = "off"\n'
+    )
+    from_file = parse(["--config", str(tmp_path / "run.toml")])
+    assert from_file.guard == (
+        GuardConfig("kl", above=2.0, steps=3, action="hold", hold_steps=7),
+        GuardConfig("truncated", action="off"),
+    )
+    flags = ["--guard", "kl above 2 steps=3 action=hold hold_steps=7", "--guard=truncated off"]
+    assert parse(flags) == from_file
+    assert from_toml(to_toml(from_file)) == from_file
+    rules = guard_rules(from_file)
+    assert rules[-1] == GuardRule("kl", above=2.0, steps=3, action="hold", hold_steps=7)
+    assert "truncated" not in [rule.metric for rule in rules]
+    assert policies(from_file).guards == rules
+
+
+def test_flags_come_after_the_file_and_off_removes_what_is_before(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[[guard]]\nmetric = "nll"\nbelow = 0.5\n')
+    file = ["--config", str(tmp_path / "run.toml")]
+    of_nll = [one for one in guard_rules(parse(file)) if one.metric == "nll"]
+    assert [one.below for one in of_nll] == [0.02, 0.5]
+    of_nll = [
+        one
+        for one in guard_rules(parse([*file, "--guard", "nll off", "--guard", "nll above 9"]))
+        if one.metric == "nll"
+    ]
+    assert of_nll == [GuardRule("nll", above=9.0, hold_steps=10)]
+
+
+def test_defaults_only_warn_and_each_can_be_switched_off() -> None:
+    config = parse([])
+    assert guard_rules(config) == DEFAULT_RULES
+    assert {rule.action for rule in DEFAULT_RULES} == {"warn"}
+    off = [word for rule in DEFAULT_RULES for word in ("--guard", f"{rule.metric} off")]
+    assert guard_rules(parse(off)) == ()
+    alone = ["--group-size", "1", "--algorithm", "reinforce++"]
+    assert "zero_variance_fraction" not in [rule.metric for rule in guard_rules(parse(alone))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--guard", "mismatch_kl above 1"], "no such metric; near it are mismatch_kl_k3, mismatch_kl_k1"),
+        (["--guard", "clipped_low above 1"], "no such metric"),  # the default loss clips nothing
+        (["--guard", "kl above 1", "--algorithm.kl.coef", "0"], "no such metric"),
+        (["--guard", "divergence_2 above 1"], "near it are divergence_1, divergence_0"),
+        (["--guard", "wall_s above 1"], "reads the clock"),
+        (["--guard", "nll above 1 below=2"], "where it should not"),
+        (["--guard", "nll above 1 steps=many"], "'many' is no number"),
+        (["--guard", "nll above 1 steps=0"], r"guard\[0\].steps is 0"),
+        (["--guard", "nll above nan"], r"guard\[0\].above is nan"),
+        (["--guard", "nll above 1 steps=151"], "would never fire"),
+        (["--guard", "nll above 1 action=halt"], "takes one of warn, hold, stop, off"),
+        (["--guard", "nll"], "is no rule"),
+        (["--guard"], "is no rule"),
+        (["--guard", "reward off"], "there is none before it"),
+        (["--guard", "nll off", "--guard", "nll off"], "there is none before it"),
+        (["--guard", "nll above 1 hold_steps=3"], "changes nothing with action warn"),
+        (["--guard", "nll above 1 action=hold", "--max-staleness", "0"], "max_staleness is 0 already"),
+        (["--guard", "nll above 1 action=stop", "--checkpoint.every", "0"], "saves a checkpoint"),
+    ],
+)
+def test_what_cannot_act_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("[guard]\nnll = 1", r"takes tables \[\[guard\]\]"),
+        ("[[guard]]\nabove = 1", "has no key 'metric'"),
+        ('[[guard]]\nmetric = "nll"', "neither above nor below"),
+        ('[[guard]]\nmetric = "nll"\nabove = 1\nbelow = 0', "both above and below"),
+        ('[[guard]]\nmetric = "nll"\nabove = "1"', r"'guard.above' takes float"),
+        ('[[guard]]\nmetric = "nll"\nover = 1', "no key 'guard.over'"),
+        ('[[guard]]\nmetric = "nll"\nabove = 1\naction = "off"', "leave one of them out"),
+    ],
+)
+def test_bad_tables_are_refused(table: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(table)
+    with pytest.raises(ConfigError, match=words):
+        parse(["--config", str(tmp_path / "run.toml")])
+
+
+def test_a_stopped_run_may_go_on_with_another_rule() -> None:
+    run = dataclasses.replace(parse(["--guard", "nll above 1 action=stop"]), run_dir="/runs/one")
+    resumed = apply_overrides(run, ["--guard", "nll off", "--guard", "nll above 3 action=stop"])
+    assert [rule.above for rule in guard_rules(resumed) if rule.metric == "nll"] == [3.0]
+
+
+def test_the_metrics_of_a_class_of_ones_own_are_known_once_it_is_loaded() -> None:
+    words = ["--algorithm", OWN, "--guard", "loss above 5"]
+    assert with_own_needs(parse(words)).guard == (GuardConfig("loss", above=5.0),)
+    with pytest.raises(ConfigError, match="no such metric"):
+        with_own_needs(parse(["--algorithm", OWN, "--guard", "lengths above 5"]))
