@@ -230,8 +230,8 @@ def test_a_weight_that_is_no_number_is_named(model: Path, value: float, dtype: t
 def test_a_prompt_that_a_tokenizer_has_no_word_for_is_named() -> None:
     words = Tokenizer(WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    limits = PromptLimits(positions=9, vocab_size=2, max_new_tokens=4)
     with pytest.raises(ConfigError, match=r"line 2: the tokenizer of the model cannot take the prompt: .*WordLevel"):
-        limits = PromptLimits(positions=9, vocab_size=2, max_new_tokens=4)
         check_prompts(prompts("known", "new"), tokenizer, limits=limits, what="the model")
 
 
