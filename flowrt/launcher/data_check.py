@@ -18,7 +18,7 @@ from flowrt.recipes.constraints import check_bounds, check_text
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example
-from flowrt.recipes.tasks.custom import CustomProblems, check_rows, prompt_hash
+from flowrt.recipes.tasks.custom import CustomProblems, check_rows, folded
 from flowrt.recipes.tasks.rows import first_held_out
 
 BATCH = 512
@@ -145,8 +145,9 @@ def _read(
     """Tokenize all prompts, and look for those that occur twice."""
     overlong, shared, duplicates = [], [], []
     double_starts = 0
-    evaluated = {prompt_hash(problem.prompt, problem.messages) for problem in held_out}
-    trained: set[bytes] = set()
+    evaluated = {folded(problem.prompt, problem.messages) for problem in held_out}
+    trained: set[int] = set()
+    """Hashes: the prompts of a large data set would take its size in memory."""
     longest = (0, "")
     lengths = []
     for index, (problem, ids) in enumerate(_encoded(encoder, chain(training, held_out))):
@@ -157,12 +158,12 @@ def _read(
         double_starts += start is not None and ids[:2] == [start, start]
         if index >= len(training):
             continue
-        own = prompt_hash(problem.prompt, problem.messages)
+        own = folded(problem.prompt, problem.messages)
         if own in evaluated:
             shared.append(problem.where)
-        if own in trained:
+        if hash(own) in trained:
             duplicates.append(problem.where)
-        trained.add(own)
+        trained.add(hash(own))
     return Prompts(
         lengths=sorted(lengths),
         longest=longest[1],

@@ -6,6 +6,7 @@ from typing import NewType
 from flowrt.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+USUAL = ("role", "content")
 MAX_NAMES = 200
 """Maximum length of the list of columns in an error message."""
 Messages = tuple[tuple[str, str], ...]
@@ -78,6 +79,11 @@ def prompt_or_messages(row: Mapping[str, object], key: str, where: str, *, prefi
 def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> Messages:
     messages = []
     for place, value in enumerate(values):
+        if isinstance(value, dict) and len(value) == len(USUAL):  # the usual message, without names for errors
+            usual, said = value.get("role"), value.get("content")
+            if usual in ROLES and isinstance(said, str) and said.isascii():
+                messages.append((usual, said))
+                continue
         here = f"{key}[{place}]"
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: field {here!r} is {type(value).__name__}, not a message with role and content")

@@ -11,9 +11,9 @@ returns a number, the higher the better::
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import NoReturn, overload
 
@@ -74,10 +74,9 @@ def problem(row: object, data: DataConfig, where: str) -> Example:
     return Example(prompt, json.dumps(named, default=str), "", where, messages)
 
 
-def prompt_hash(prompt: str, messages: Messages) -> bytes:
-    """A hash of a prompt, in which runs of white space are one space."""
-    parts = [prompt] if prompt else [part for message in messages for part in message]
-    return blake2b("\0".join(" ".join(part.split()) for part in parts).encode(), digest_size=16).digest()
+def folded(prompt: str, messages: Messages) -> str:
+    """A prompt in which runs of white space are one space: equal for prompts that count as the same."""
+    return " ".join((prompt or "\0".join(part for message in messages for part in message)).split())
 
 
 class CustomTask(Task):
@@ -128,27 +127,24 @@ class CustomTask(Task):
 def check_rows(rows: Rows, data: DataConfig, first_held_out: int) -> None:
     """Raise ConfigError for the first ten rows that cannot be used, and for held-out prompts that are trained on."""
     mistakes = Mistakes()
-    without_answer: int | None = None
-    with_answer = False
-    held_out = {} if data.allow_overlap else _hashes(rows, data, range(first_held_out, len(rows)))
+    answers = Counter[bool]()
+    without_answer = 0
+    held_out = set() if data.allow_overlap else _folded(rows, data, range(first_held_out, len(rows)))
     shared: list[int] = []
     for index, row in enumerate(rows.scan()):
         try:
-            if isinstance(row, ConfigError):
-                raise row
-            where = rows.where(index)
-            columns = as_columns(row, where)
-            prompt, messages = prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
-            if find(columns, data.answer_key) is MISSING:
-                without_answer = index if without_answer is None else without_answer
-            else:
-                with_answer = True
-            if held_out and index < first_held_out and prompt_hash(prompt, messages) in held_out:
-                shared.append(index)
+            columns, prompt, messages = _checked(row, data, rows, index)
         except ConfigError as error:
             mistakes.add(error)
+            continue
+        has_answer = find(columns, data.answer_key) is not MISSING
+        if not has_answer and not answers[False]:
+            without_answer = index
+        answers[has_answer] += 1
+        if held_out and index < first_held_out and folded(prompt, messages) in held_out:
+            shared.append(index)
     mistakes.report()
-    if without_answer is not None and (with_answer or data.answer_key != DataConfig.answer_key):
+    if answers[False] and (answers[True] or data.answer_key != DataConfig.answer_key):
         names = ", ".join(map(repr, as_columns(rows.row(without_answer), "")))
         raise ConfigError(
             f"{rows.where(without_answer)} has no field {data.answer_key!r}; it has {names[:200]}; leave the column "
@@ -162,14 +158,27 @@ def check_rows(rows: Rows, data: DataConfig, first_held_out: int) -> None:
         )
 
 
-def _hashes(rows: Rows, data: DataConfig, places: range) -> dict[bytes, int]:
-    found: dict[bytes, int] = {}
+def _checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Mapping[str, object], str, Messages]:
+    """The columns and the prompt of a row. Raises ConfigError with its place."""
+    if isinstance(row, ConfigError):
+        raise row
+    try:
+        columns = as_columns(row, "")
+        return columns, *prompt_or_messages(columns, data.prompt_key, "", prefill=data.prefill)
+    except ConfigError:  # again, with the place, which is not made for rows that are right
+        where = rows.where(index)
+        columns = as_columns(row, where)
+        return columns, *prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
+
+
+def _folded(rows: Rows, data: DataConfig, places: range) -> set[str]:
+    found: set[str] = set()
     for place in places:
         try:
-            one = problem(rows.row(place), data, "")
+            _, prompt, messages = _checked(rows.row(place), data, rows, place)
         except ConfigError:
             continue  # reported with the other mistakes
-        found.setdefault(prompt_hash(one.prompt, one.messages), place)
+        found.add(folded(prompt, messages))
     return found
 
 
