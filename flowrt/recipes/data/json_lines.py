@@ -87,6 +87,7 @@ def _opened(path: Path) -> IO[bytes]:
         with file, gzip.GzipFile(fileobj=file) as packed:
             shutil.copyfileobj(packed, unpacked, 1 << 20)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        unpacked.close()
         raise ConfigError(f"data file {path} cannot be unpacked: {error}; is the download complete?") from error
     unpacked.seek(0)
     return unpacked
