@@ -57,8 +57,8 @@ class DataConfig:
     answer_key: str = "answer"
     """Column of the reference answer; A.B is key B in column A."""
     chat_template: str = ""
-    """Chat template of prompts: none, text is the prompt as it is; chat, text is a message of the user; or a Jinja
-    file. Empty: messages take the template of the checkpoint, and text that could be either is refused."""
+    """Chat template of prompts: none (text as it is), chat (text is a message of the user), or a Jinja file; empty:
+    messages take the template of the checkpoint, and text for a checkpoint that has one is refused."""
     chat_template_kwargs: str = ""
     """Variables of the chat template, a JSON object, such as {"enable_thinking": false}."""
     system_prompt: str = ""
