@@ -127,7 +127,9 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
         "model": made.model,
         "reward": made.data.reward,
         "out": str(folder / "trl"),
-        "problems": [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems],
+        "problems": [
+            {"prompt": problem.prompt, "answer": json.loads(problem.answer)["answer"]} for problem in problems
+        ],
         "threads": os.cpu_count(),
         "compile": arguments.compile,
         "dtype": dtype,

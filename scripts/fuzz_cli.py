@@ -400,7 +400,7 @@ def draw_data(rng: random.Random, place: "Place") -> Draw:
     Path(place.cwd, name).write_bytes(data)
     changes: dict[str, Word] = {"data.path": name, "data.eval-prompts": rng.choice(["0", "2", "5", "6", "1000"])}
     if rng.random() < 0.2:
-        changes[rng.choice(["data.prompt-field", "data.answer-field"])] = rng.choice(["", "x", "nope", "[red]", "\x1b"])
+        changes[rng.choice(["data.prompt-key", "data.answer-key"])] = rng.choice(["", "x", "nope", "[red]", "\x1b"])
     if rng.random() < 0.2:
         changes.pop("data.reward", None)
         return Draw(run_words(rng, place.model, changes, "gsm8k"), "data", is_run=True)

@@ -181,6 +181,7 @@ class RolloutSetup:
         deterministic: fix batch shapes, so that results do not depend on what runs together.
         threads: CPU threads of a process that the engine starts.
         log_path: log file of a process that the engine starts.
+        chat_template: whose end of turn ends a sequence: "none", a path of a Jinja file, or empty: the checkpoint's.
     """
 
     model: Path
@@ -189,6 +190,7 @@ class RolloutSetup:
     deterministic: bool
     threads: int
     log_path: Path
+    chat_template: str = ""
 
 
 class TrainEngineDescriptor(ABC):

@@ -1,7 +1,8 @@
 """When a sequence ends: at a stop token, at a stop string, or at the length limit.
 
-- The stop tokens of a checkpoint are those of its tokenizer, of generation_config.json and of config.json together:
-  a chat model often ends its turn with another token than the one that its tokenizer calls the end.
+- The stop tokens of a checkpoint are those of its tokenizer, of generation_config.json, of config.json and the end of
+  turn of its chat template together: a chat model often ends its turn with another token than the one that its
+  tokenizer calls the end.
 - A stop string ends a sequence with the token that completes it in the decoded text. No token is removed.
 """
 
@@ -14,19 +15,23 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from flowrt.engines.hf import load_tokenizer
+from flowrt.engines.prompts import end_of_turn_ids, template_text
 from flowrt.errors import EngineError
 
 
-def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple[int, ...]:
+def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None, chat_template: str = "") -> tuple[int, ...]:
     """The token ids that end a sequence of a checkpoint, ascending.
 
     Args:
         path: directory of the checkpoint.
         tokenizer: of the checkpoint; None: it is loaded.
+        chat_template: whose end of turn is a stop token too: "none", a path of a Jinja file, or empty: the
+            checkpoint's own, if it has one.
 
     Raises EngineError if a file cannot be read, the tokenizer has no end token, or an id is not a number.
     """
-    sources = {"the tokenizer": (load_tokenizer(path) if tokenizer is None else tokenizer).eos_token_id}
+    tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+    sources = {"the tokenizer": tokenizer.eos_token_id}
     try:
         sources["config.json"] = getattr(
             AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), "eos_token_id", None
@@ -43,6 +48,7 @@ def stop_token_ids(path: str | os.PathLike[str], tokenizer: Any = None) -> tuple
         if not all(type(one) is int and one >= 0 for one in ids):
             raise EngineError(f"{name} of {path} has eos_token_id {value!r:.80}; make it a token id, or a list of them")
         found.update(ids)
+    found.update(end_of_turn_ids(tokenizer, template_text(tokenizer, chat_template)))
     return tuple(sorted(found))
 
 
@@ -61,10 +67,13 @@ class StopConditions:
     tokenizer: Any = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], strings: Sequence[str] = ()) -> "StopConditions":
-        """The stop tokens of a checkpoint, and these strings. Raises EngineError if a file cannot be read."""
+    def of(cls, path: str | os.PathLike[str], strings: Sequence[str] = (), chat_template: str = "") -> "StopConditions":
+        """The stop tokens of a checkpoint and a chat template (see `stop_token_ids`), and these strings.
+
+        Raises EngineError if a file cannot be read.
+        """
         tokenizer = load_tokenizer(path)
-        return cls(stop_token_ids(path, tokenizer), tuple(strings), tokenizer)
+        return cls(stop_token_ids(path, tokenizer, chat_template), tuple(strings), tokenizer)
 
     def complete_string(self, tokens: Sequence[int]) -> bool:
         """Whether a stop string ends in the last of these response tokens; the earlier ones contain none."""

@@ -23,9 +23,10 @@ from flowrt.engines.tiny_model import (
 )
 from flowrt.engines.tiny_model import wrap_tokenizer as wrap
 from flowrt.errors import EXIT_BAD_INPUT, FlowError
-from flowrt.launcher.model_check import check_prompts
+from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
+from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.registry import task_of
@@ -46,10 +47,15 @@ def build(config: RunConfig) -> None:
     check_prompts(
         chain(task.training_problems(), task.held_out_problems()),
         tokenizer,
-        positions=shape.max_length,
-        vocab_size=len(tokenizer),
-        max_new_tokens=config.rollout.max_new_tokens,
+        limits=PromptLimits(
+            positions=shape.max_length,
+            vocab_size=len(tokenizer),
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            overlong=config.data.overlong,
+        ),
         what="the embedded model (build.max_length)",
+        form=config.data.prompt_format,
     )
     model = build_model(
         vocab_size=len(tokenizer),

@@ -92,7 +92,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         run_dir=_absolute(config.run_dir),
         model=_absolute(config.model),
         reference=dataclasses.replace(config.reference, model=_absolute(config.reference.model)),
-        data=dataclasses.replace(config.data, path=_absolute(config.data.path), reward=_absolute(config.data.reward)),
+        data=dataclasses.replace(
+            config.data,
+            path=_absolute(config.data.path),
+            reward=_absolute(config.data.reward),
+            chat_template=_template(config.data.chat_template),
+        ),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
@@ -105,6 +110,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
+
+
+def _template(name: str) -> str:
+    return name if name in ("none", "chat") else _absolute(name)
 
 
 def run(config: RunConfig, console: Console) -> int:

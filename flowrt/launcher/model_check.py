@@ -23,11 +23,12 @@ from flowrt.engines.hf import load_tokenizer, parameter_shapes
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import stop_token_ids
 from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
+from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.model_files import weight_files
+from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir
-from flowrt.recipes.tasks.base import Example
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.runtime.logs import log_to_stderr
 
@@ -35,10 +36,6 @@ log = logging.getLogger("flowrt")
 MAX_NAMES = 3
 MAX_SCANNED_BYTES = 4 * 10**9
 """Larger weights are not searched for NaN and infinity: it would take too long."""
-SHORT_BYTES = 4
-"""A prompt of at most this size may have no token at all."""
-MAX_SPECIAL_TOKENS = 16
-"""Tokens that a tokenizer adds to a text; every other token stands for at least one byte of it."""
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
 """Exceptions of transformers for a checkpoint that it cannot load."""
 
@@ -52,17 +49,16 @@ def check_model(config: RunConfig) -> None:
         return  # built by flowrt
     model_config = check_weights(path)
     tokenizer = load_tokenizer(path)
-    stop_token_ids(path, tokenizer)  # raises for a file that no worker could read
+    stop_token_ids(path, tokenizer, config.data.chat_template)  # raises for a file that no worker could read
     text_config = model_config.get_text_config()
     check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
     task = task_of(config)
     check_prompts(
         chain(task.training_problems(), task.held_out_problems()),
         tokenizer,
-        positions=getattr(text_config, "max_position_embeddings", None),
-        vocab_size=getattr(text_config, "vocab_size", None) or sys.maxsize,
-        max_new_tokens=config.rollout.max_new_tokens,
+        limits=prompt_limits(config, text_config),
         what=f"model {path}",
+        form=config.data.prompt_format,
     )
     check_finite(path)
 
@@ -99,11 +95,10 @@ def check_reference(config: RunConfig) -> None:
     task = task_of(config)
     check_prompts(
         chain(task.training_problems(), task.held_out_problems()),
-        load_tokenizer(path),
-        positions=getattr(text_config, "max_position_embeddings", None),
-        vocab_size=sizes[1],
-        max_new_tokens=config.rollout.max_new_tokens,
+        load_tokenizer(policy),  # which makes the prompts of the run
+        limits=prompt_limits(config, text_config),
         what=f"reference.model {path}",
+        form=config.data.prompt_format,
     )
     check_finite(path)
 
@@ -147,44 +142,6 @@ def check_weights(path: Path) -> Any:
             f"{_some(found['missing_keys'])}; take both from one checkpoint"
         )
     return model_config
-
-
-def check_prompts(
-    problems: Iterable[Example],
-    tokenizer: Any,
-    *,
-    positions: int | None,
-    vocab_size: int,
-    max_new_tokens: int,
-    what: str,
-) -> None:
-    """Raises ConfigError for a prompt without tokens, with tokens outside the vocabulary, or too long for a response.
-
-    Only prompts that are short or long enough for this are tokenized.
-    """
-    eos = tokenizer.eos_token_id
-    if eos is not None and eos >= vocab_size:
-        raise ConfigError(f"{what}: the tokenizer's end token is {eos}, and vocab_size {vocab_size}; they do not match")
-    most = max(positions - max_new_tokens, 0) if positions else sys.maxsize
-    larger = len(tokenizer) > vocab_size
-    for problem in problems:
-        size = len(problem.prompt.encode())
-        if not larger and SHORT_BYTES < size <= most - MAX_SPECIAL_TOKENS:
-            continue
-        where = problem.where or f"prompt {problem.prompt[:40]!r}"
-        try:
-            tokens = tokenizer(problem.prompt)["input_ids"]
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise ConfigError(f"{where}: the tokenizer of {what} cannot take the prompt: {_sentence(error)}") from error
-        if not tokens:
-            raise ConfigError(f"{where}: the prompt has no token in the tokenizer of {what}; leave the row out")
-        if len(tokens) > most:
-            raise ConfigError(
-                f"{where}: the prompt has {len(tokens)} tokens, and with rollout.max_new_tokens {max_new_tokens} more "
-                f"than the {positions} positions of {what}; leave it out, or use fewer"
-            )
-        if max(tokens) >= vocab_size:
-            raise ConfigError(f"{where}: the prompt has token {max(tokens)}, and {what} a vocab_size of {vocab_size}")
 
 
 def check_finite(path: Path) -> None:

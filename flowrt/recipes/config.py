@@ -20,6 +20,7 @@ from flowrt.engines.options import (
     TrainOptions,
     Truncation,
 )
+from flowrt.engines.prompts import PromptFormat
 from flowrt.engines.table import RolloutEngineName, TrainEngineName
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 
@@ -48,19 +49,43 @@ class DataConfig:
     """Prompts and rewards."""
 
     path: str = ""
-    """JSON Lines or Parquet file, one problem per row (also --data FILE); recipe arithmetic generates its problems."""
-    prompt_field: str = "question"
-    """Field that holds the prompt."""
-    answer_field: str = "answer"
-    """Field that holds the reference answer."""
+    """One problem per row (also --data PATH): a JSON Lines (also gzipped) or Parquet file, or a directory that datasets
+    has saved or that is a snapshot of a data set on the Hub; recipe arithmetic generates its problems."""
+    split: str = "train"
+    """Split that is read from a directory."""
+    prompt_key: str = "question"
+    """Column of the prompt: text, or, with recipe custom, a list of messages with role and content."""
+    answer_key: str = "answer"
+    """Column of the reference answer; A.B is key B in column A."""
+    chat_template: str = ""
+    """Chat template of prompts: none (text as it is), chat (text is a message of the user), or a Jinja file; empty:
+    messages take the template of the checkpoint, and text for a checkpoint that has one is refused."""
+    chat_template_kwargs: str = ""
+    """Variables of the chat template, a JSON object, such as {"enable_thinking": false}."""
+    system_prompt: str = ""
+    """System message of conversations that begin with none."""
+    prefill: bool = False
+    """Recipe custom: whether a last message of role assistant is the beginning of the response."""
+    max_prompt_tokens: Annotated[int, Interval(ge=0, le=16_777_216)] = 0
+    """Maximum length of a prompt, in tokens; 0: what the positions of the model leave for it."""
+    overlong: Literal["error", "drop"] = "error"
+    """Prompts that are longer: refuse the data, or leave these rows out."""
+    allow_overlap: bool = False
+    """Recipe custom: whether held-out prompts may be training prompts too."""
     reward: str = ""
-    """Recipe custom: FILE.py:FUNCTION, which takes (response, answer), both text, and returns a number."""
+    """Recipe custom: FILE.py:FUNCTION, which takes (response, answer), further columns by name, and returns a
+    number."""
     reward_timeout_s: Seconds = 60.0
     """Recipe custom: deadline for loading the reward file and for each call, in seconds."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, after which the run ends early; 0: as many as the steps need."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
     """Held-out prompts, answered greedily before and after training; 0: no evaluation."""
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """How prompts become token ids. Raises ConfigError if the variables of the template are no JSON object."""
+        return PromptFormat.of(self.chat_template, self.chat_template_kwargs, self.system_prompt, prefill=self.prefill)
 
 
 @dataclass(frozen=True)

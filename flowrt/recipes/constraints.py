@@ -18,6 +18,7 @@ from flowrt.recipes.algorithms import check_algorithm, needs_reference
 from flowrt.recipes.config import (
     MAX_LIVE_SAMPLES,
     CurriculumConfig,
+    DataConfig,
     FilterConfig,
     ReferenceConfig,
     RolloutConfig,
@@ -54,6 +55,7 @@ def check(config: RunConfig) -> None:
     _check_reference(config)
     _check_controller(config)
     _check_hosts(config)
+    _check_data(config)
     if config.data.reward and not recipe(config.recipe).takes_reward:
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
     if config.model:
@@ -102,6 +104,18 @@ def _check_one_text(text: str, name: str) -> None:
                 f"{name} is {text!r}, which has bytes that are not text in this locale; "
                 "use a UTF-8 locale (LC_ALL=C.UTF-8), or another name"
             ) from None
+
+
+def _check_data(config: RunConfig) -> None:
+    """Raise ConfigError for options of the data that change nothing."""
+    data = config.data
+    data.prompt_format  # noqa: B018 (raises for unusable options)
+    if not recipe(config.recipe).takes_reward:
+        for name, value in (("prefill", data.prefill), ("allow_overlap", data.allow_overlap)):
+            if value:
+                raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
+    if data.split != DataConfig.split and data.path and Path(data.path).is_file():
+        raise ConfigError(f"data.split is {data.split!r}, and {data.path} is a file; a split is of a directory")
 
 
 def _check_filter(config: RunConfig) -> None:

@@ -59,6 +59,7 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
             deterministic=config.deterministic,
             threads=config.threads,
             log_path=Path(config.run_dir) / "logs" / f"{worker}-{config.rollout.engine}.log",
+            chat_template=config.data.chat_template,
         )
     )
 

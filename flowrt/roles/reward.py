@@ -18,7 +18,7 @@ async def run(session: Session, config: RunConfig) -> None:
     """Score responses with the run's task until the run ends; commits ``reward`` (a float a slot)."""
     with session.timeline.busy("load"):
         task = task_of(config)
-        stop = StopConditions.of(model_dir(config), config.rollout.stop)
+        stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
 
     def rewards(batch: Batch) -> list[float]:
         scores = []

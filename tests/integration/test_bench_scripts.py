@@ -25,6 +25,7 @@ ALONE = (
     "metadata",
     "objectives",
     "passes",
+    "tasks",
     "tensors",
     "weights",
 )

@@ -93,7 +93,7 @@ class SglangGeneration(RolloutEngineDescriptor):
         return SglangRollout(
             setup.settings.sglang,
             setup.model,
-            stop=StopConditions.of(setup.model, setup.settings.stop),
+            stop=StopConditions.of(setup.model, setup.settings.stop, setup.chat_template),
             rows=setup.settings.max_running_requests,
             max_new_tokens=setup.settings.max_new_tokens,
             temperature=setup.settings.temperature,

@@ -76,7 +76,7 @@ class TorchGeneration(RolloutEngineDescriptor):
         return TorchRollout(
             # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
             model if setup.deterministic else optimize_layout(model),
-            stop=StopConditions.of(setup.model, rollout.stop),
+            stop=StopConditions.of(setup.model, rollout.stop, setup.chat_template),
             rows=1 if setup.deterministic else rollout.max_running_requests,
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,

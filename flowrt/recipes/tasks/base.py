@@ -8,17 +8,20 @@ from random import Random
 from tokenizers import Tokenizer
 
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data.columns import Messages
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt, the reference answer that the reward compares with, and a worked solution for SFT."""
+    """A prompt, what the reward compares with, and a worked solution for SFT."""
 
     prompt: str
     answer: str
     solution: str
     where: str = field(default="", compare=False)
     """Data file and line of the example; empty if it is generated."""
+    messages: Messages = ()
+    """The prompt as a conversation, in place of text, if there are any."""
 
 
 class Task(ABC):

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
+from flowrt.recipes.data.mistakes import Mistakes
 from flowrt.recipes.tasks.base import Example, Recipe, Task
-from flowrt.recipes.tasks.rows import data_path, split_rows
+from flowrt.recipes.tasks.rows import Row, data_path, split_rows
 
 FINAL = re.compile(r"#### (-?(?>[\d,]*)(?:\.\d++|(?<=\d)))\s*+$")
 """A number at the end of a text. Possessive, because backtracking takes minutes on a response of many digits."""
@@ -24,11 +25,14 @@ WELL_FORMED_REWARD = 0.1
 class Gsm8k(Task):
     """Word problems; the last ``eval_problems`` rows of the file are held out."""
 
-    def __init__(self, path: Path, prompt_field: str, answer_field: str, eval_problems: int, vocab_size: int) -> None:
-        rows = split_rows(path, (prompt_field, answer_field), eval_problems)
+    def __init__(
+        self, path: Path, prompt_key: str, answer_key: str, eval_problems: int, vocab_size: int, split: str = "train"
+    ) -> None:
+        mistakes = Mistakes()
         self._training, self._held_out = (
-            [_problem(row.values[0], row.values[1], row.where) for row in part] for part in rows
+            _problems(part, mistakes) for part in split_rows(path, split, (prompt_key, answer_key), eval_problems)
         )
+        mistakes.report()
         self._vocab_size = vocab_size
 
     def training_problems(self) -> Sequence[Example]:
@@ -62,6 +66,16 @@ class Gsm8k(Task):
         return tokenizer
 
 
+def _problems(rows: Sequence[Row], mistakes: Mistakes) -> list[Example]:
+    problems = []
+    for row in rows:
+        try:
+            problems.append(_problem(row.values[0], row.values[1], row.where))
+        except ConfigError as error:
+            mistakes.add(error)
+    return problems
+
+
 def _problem(question: str, solution: str, where: str) -> Example:
     found = FINAL.search(solution)
     if found is None:
@@ -76,10 +90,11 @@ def _number(text: str) -> float:
 def _task(config: RunConfig) -> Gsm8k:
     return Gsm8k(
         path=data_path(config),
-        prompt_field=config.data.prompt_field,
-        answer_field=config.data.answer_field,
+        prompt_key=config.data.prompt_key,
+        answer_key=config.data.answer_key,
         eval_problems=config.data.eval_prompts,
         vocab_size=config.build.vocab_size,
+        split=config.data.split,
     )
 
 

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -70,29 +70,37 @@ class RewardProcess:
         self._received = b""
         self._is_closed = False
 
-    def __call__(self, response: str, answer: str) -> float:
+    def __call__(self, response: str, answer: object, columns: Mapping[str, object] | None = None) -> float:
         """Score a response; if the process dies or hangs, once more in another process.
 
         Raises ConfigError for a mistake in the function, or if its process dies or hangs twice.
         """
         try:
-            return self.call(response, answer)
+            return self.call(response, answer, columns)
         except ProcessEnded as ended:
             if self._is_closed:
                 raise FlowError("the reward function's process was closed during a call") from None
             log.warning("%s; the call is repeated once, in another process", ended)
         try:
-            return self.call(response, answer)
+            return self.call(response, answer, columns)
         except ProcessEnded as ended:
             raise ConfigError(f"{ended}, twice; {FIX}") from None
 
-    def call(self, response: str, answer: str) -> float:
-        """Score a response. Raises ConfigError for a mistake in the function, ProcessEnded if its process ends."""
+    def call(self, response: str, answer: object, columns: Mapping[str, object] | None = None) -> float:
+        """Score a response.
+
+        Args:
+            response: decoded text.
+            answer: the reference answer, any JSON value.
+            columns: what the function may take by name.
+
+        Raises ConfigError for a mistake in the function, ProcessEnded if its process ends.
+        """
         connection = self._connection or self.load()
         with contextlib.suppress(OSError):  # the process has ended: the answer describes how
             connection.settimeout(self._timeout_s + GRACE_S)
-            connection.sendall(json.dumps([response, answer]).encode() + b"\n")
-        doing = f"on the response {_cut(response)} to the answer {_cut(answer)}"
+            connection.sendall(json.dumps([response, answer, columns or {}]).encode() + b"\n")
+        doing = f"on the response {_cut(response)} to the answer {_cut(as_text(answer))}"
         reward: float = self._answer(connection, doing, log.info)["reward"]
         return reward
 
@@ -183,7 +191,18 @@ class RewardProcess:
         return f"reward function {self._function} ({self._path}{f':{line}' if line else ''})"
 
 
-def check_reward(name: str, timeout_s: float, answer: str, progress: Callable[[str], None]) -> None:
+def as_text(answer: object) -> str:
+    """A reference answer as text: itself, or its JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer)
+
+
+def check_reward(
+    name: str,
+    timeout_s: float,
+    answer: object,
+    progress: Callable[[str], None],
+    columns: Mapping[str, object] | None = None,
+) -> None:
     """Load the function and call it once, with an answer as the response to itself.
 
     Raises ConfigError for whatever goes wrong. The function's output is discarded.
@@ -191,7 +210,7 @@ def check_reward(name: str, timeout_s: float, answer: str, progress: Callable[[s
     process = RewardProcess(name, timeout_s, subprocess.DEVNULL)
     try:
         process.load(progress)
-        process.call(answer, answer)
+        process.call(as_text(answer), answer, columns)
     except ProcessEnded as ended:
         raise ConfigError(f"{ended}; {FIX}") from None
     finally:

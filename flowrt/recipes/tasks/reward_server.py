@@ -8,7 +8,8 @@ all processes that it has started.
 |---|---|
 | none: the file is loaded at once | ``{"ready": true}``, or ``{"failed": what, "line": number}``, or, for a function \
 that cannot be called, ``{"refused": what, "line": number}`` |
-| ``[response, answer]`` | ``{"reward": number}``, or ``{"failed": what, "line": number}`` |
+| ``[response, answer, {column: value}]`` | ``{"reward": number}``, or \
+``{"failed": what, "line": number}``, or ``{"refused": …}`` for a parameter that is no column |
 | any, and the child has ended | ``{"ended": exit code, "hung": bool, "line": number}`` from the parent |
 
 ``line`` is the innermost line of the user's file, 0 if it is unknown.
@@ -81,7 +82,7 @@ def serve(connection: socket.socket, path: Path, function: str, timeout_s: float
             lines.write(json.dumps(report) + "\n")
             lines.flush()
 
-        loaded: list[Callable[[str, str], object]] = []
+        loaded: list[Callable[..., object]] = []
 
         def load() -> dict[str, Any]:
             loaded.append(_load(path, function))
@@ -89,11 +90,11 @@ def serve(connection: socket.socket, path: Path, function: str, timeout_s: float
 
         answer(load)
         for line in lines:
-            response, wanted = json.loads(line)
-            answer(lambda: {"reward": _number(loaded[0], response, wanted)})  # noqa: B023 (called at once)
+            response, wanted, columns = json.loads(line)
+            answer(lambda: {"reward": _number(loaded[0], response, wanted, columns)})  # noqa: B023 (called at once)
 
 
-def _load(path: Path, function: str) -> Callable[[str, str], object]:
+def _load(path: Path, function: str) -> Callable[..., object]:
     loader = _Uncached(MODULE, str(path))
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(MODULE, loader, origin=str(path)))
     module.__file__ = str(path)
@@ -109,17 +110,46 @@ def _load(path: Path, function: str) -> Callable[[str, str], object]:
         )
     try:
         signature = inspect.signature(found)
-        signature.bind("response", "answer")
+        signature.bind("response", "answer", **dict.fromkeys(_by_name(found)[0]))
     except TypeError as error:
         raise _Unusable(f"{function}{signature} cannot be called as {CALLED_AS}: {error}", line) from None
     except ValueError:  # a function written in C without a signature
         pass
-    reward: Callable[[str, str], object] = found
+    reward: Callable[..., object] = found
     return reward
 
 
-def _number(function: Callable[[str, str], object], response: str, answer: str) -> float:
-    value = function(response, answer)
+def _by_name(function: Callable[..., object]) -> tuple[list[str], list[str], bool]:
+    """Parameters that are passed by name: those that must be given, those with a default, whether it takes any name.
+
+    The first two positional parameters are the response and the answer, whatever their names are.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a function written in C without a signature
+        return [], [], False
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    further = [one for one in positional[2:] if one.kind is not one.POSITIONAL_ONLY]
+    further += [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    required = [one.name for one in further if one.default is one.empty]
+    optional = [one.name for one in further if one.default is not one.empty]
+    return required, optional, any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _further(function: Callable[..., object], columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns that the function takes by name."""
+    required, optional, takes_any = _by_name(function)
+    missing = [name for name in required if name not in columns]
+    if missing:
+        raise _Unusable(
+            f"it takes {missing[0]!r}, and the row has no such column; it has {_cut(', '.join(columns))}",
+            _defined_at(function),
+        )
+    return columns if takes_any else {name: columns[name] for name in [*required, *optional] if name in columns}
+
+
+def _number(function: Callable[..., object], response: str, answer: object, columns: dict[str, Any]) -> float:
+    value = function(response, answer, **_further(function, columns))
     if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
         raise _Unusable(
             f"it returned {_cut(repr(value))} ({type(value).__name__}), not a number", _defined_at(function)

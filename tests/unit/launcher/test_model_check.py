@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from flowrt.engines.hf import load_model
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.errors import ConfigError
-from flowrt.launcher.model_check import check_finite, check_prompts, check_reference, check_sampling, check_weights
+from flowrt.launcher.model_check import check_finite, check_reference, check_sampling, check_weights
+from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import INDEX, check_model_files
+from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.recipes.tasks.base import Example
 from tests.decoders import DECODERS
@@ -230,8 +232,9 @@ def test_a_weight_that_is_no_number_is_named(model: Path, value: float, dtype: t
 def test_a_prompt_that_a_tokenizer_has_no_word_for_is_named() -> None:
     words = Tokenizer(WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    limits = PromptLimits(positions=9, vocab_size=2, max_new_tokens=4)
     with pytest.raises(ConfigError, match=r"line 2: the tokenizer of the model cannot take the prompt: .*WordLevel"):
-        check_prompts(prompts("known", "new"), tokenizer, positions=9, vocab_size=2, max_new_tokens=4, what="the model")
+        check_prompts(prompts("known", "new"), tokenizer, limits=limits, what="the model")
 
 
 def prompts(*texts: str) -> list[Example]:
@@ -259,10 +262,10 @@ def test_prompts_that_a_model_cannot_take_are_named(text: str, limits: dict[str,
     tokenizer = wrap_tokenizer(Arithmetic(0, 1).tokenizer())
     requests = {"positions": 64, "vocab_size": len(tokenizer), "max_new_tokens": 16} | limits
     if not said:
-        check_prompts(prompts("1+1", text), tokenizer, what="the model", **requests)
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**requests))
         return
     with pytest.raises(ConfigError, match=said):
-        check_prompts(prompts("1+1", text), tokenizer, what="the model", **requests)
+        check_prompts(prompts("1+1", text), tokenizer, what="the model", limits=PromptLimits(**requests))
 
 
 @pytest.mark.parametrize(

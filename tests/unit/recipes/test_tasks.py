@@ -108,7 +108,7 @@ def test_a_parquet_file_without_pyarrow_says_what_to_install(tmp_path: Path, mon
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'flowrt\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'flowrt\[data\]'"):
         read_rows(path, ("question",))
 
 

@@ -1,0 +1,236 @@
+"""Prompts as token ids: plain text, or a conversation in a chat template.
+
+- A conversation is rendered once, to ids, by the tokenizer's `apply_chat_template`; ids travel from here on, no text.
+- A template writes its own start token; a prompt has one at most.
+- Plain text for a checkpoint with a chat template is refused until it is said whether the template applies.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError, suggested
+
+NONE, CHAT = "none", "chat"
+ROLE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables of a template that are not the user's."""
+MAX_TEMPLATE_BYTES = 1_000_000
+PROBE = "flowrt-probe"
+"""A response whose end is looked for in a rendered conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How prompts become token ids.
+
+    Attributes:
+        template: "none", "chat", a path of a Jinja file, or empty: messages take the checkpoint's template.
+        variables: further variables of the template.
+        system_prompt: system message of conversations that begin with none; empty: none.
+        prefill: whether a last message of role assistant is the beginning of the response.
+    """
+
+    template: str = ""
+    variables: Mapping[str, object] = field(default_factory=dict)
+    system_prompt: str = ""
+    prefill: bool = False
+
+    @classmethod
+    def of(cls, template: str, variables: str, system_prompt: str, *, prefill: bool) -> "PromptFormat":
+        """From the configuration. Raises ConfigError if ``variables`` is not the JSON of an object."""
+        try:
+            table = json.loads(variables) if variables else {}
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"data.chat_template_kwargs is {variables!r:.80}, which is not JSON: {error}") from None
+        if not isinstance(table, dict):
+            raise ConfigError(f"data.chat_template_kwargs is {variables!r:.80}; make it a JSON object")
+        if template == NONE and (system_prompt or table):
+            name = "data.system_prompt" if system_prompt else "data.chat_template_kwargs"
+            raise ConfigError(f"{name} is set, and data.chat_template is none: there is no conversation; leave one out")
+        return cls(template, table, system_prompt, prefill)
+
+
+def template_text(tokenizer: Any, template: str) -> str:
+    """The text of a chat template; empty if there is none.
+
+    Args:
+        tokenizer: of the checkpoint.
+        template: "none", "chat", a path, or empty, as `PromptFormat.template`.
+
+    Raises ConfigError if the file cannot be read, or the checkpoint has several templates and no default.
+    """
+    if template == NONE:
+        return ""
+    if template in ("", CHAT):
+        if not tokenizer.chat_template:
+            return ""
+        try:
+            return str(tokenizer.get_chat_template())
+        except ValueError as error:
+            raise ConfigError(f"the chat template of the checkpoint cannot be used: {_sentence(error)}") from None
+    path = Path(template)
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES or not path.is_file():
+            raise ConfigError(f"data.chat_template {template} is not a file of at most {MAX_TEMPLATE_BYTES:,} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"data.chat_template is {template!r}, which cannot be read: {reason}; use none, chat, or a Jinja file"
+        ) from None
+
+
+class PromptEncoder:
+    """Converts prompts to token ids."""
+
+    def __init__(self, tokenizer: Any, form: PromptFormat) -> None:
+        """Raises ConfigError if the template cannot be read, or does not use one of the variables."""
+        self._tokenizer = tokenizer
+        self._form = form
+        self._template = template_text(tokenizer, form.template)
+        if form.template == CHAT and not self._template:
+            raise ConfigError("data.chat_template is chat, and the checkpoint has none; give a Jinja file, or none")
+        if form.variables:
+            _check_variables(self._template, form.variables)
+
+    def __call__(self, prompt: str, messages: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            prompt: text, if there are no messages.
+            messages: role and content of each.
+
+        Raises ConfigError if the prompt and the template do not fit together, or the template raises.
+        """
+        if not self.applies_template(bool(messages)):
+            return self._plain(prompt)
+        options = self._options(messages)
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                self.conversation(prompt, messages), tokenize=True, return_dict=False, **options
+            )
+        except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
+            raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
+        return ids
+
+    def applies_template(self, has_messages: bool) -> bool:
+        """Whether the template is applied to such a prompt. Raises ConfigError if that is not said, or impossible."""
+        if has_messages:
+            if self._form.template == NONE:
+                raise ConfigError("the prompt is messages, and data.chat_template is none; use chat, or a Jinja file")
+            if not self._template:
+                raise ConfigError(
+                    "the prompt is messages, and the checkpoint has no chat template; give one with "
+                    "--data.chat-template FILE.jinja"
+                )
+            return True
+        if self._form.template == "" and self._template:
+            raise ConfigError(
+                "the prompt is plain text, and the checkpoint has a chat template: --data.chat-template chat makes it "
+                "a message of the user, none leaves it as it is"
+            )
+        if self._form.system_prompt and not self._template:
+            raise ConfigError("data.system_prompt is set, and there is no chat template; leave it out, or give one")
+        return bool(self._template)
+
+    def conversation(self, prompt: str, messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+        """The messages that the template gets."""
+        pairs = list(messages) or [("user", prompt)]
+        if self._form.system_prompt and pairs[0][0] not in ("system", "developer"):
+            pairs.insert(0, ("system", self._form.system_prompt))
+        return [{"role": role, "content": content} for role, content in pairs]
+
+    def encode_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[list[int]]:
+        """The token ids of many prompts, as `__call__` has them, in a fraction of the time."""
+        texts, plain = [], []
+        for prompt, messages in prompts:
+            is_plain = not self.applies_template(bool(messages))
+            plain.append(is_plain)
+            texts.append(prompt if is_plain else self.render(prompt, messages))
+        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return [
+            self._plain(text) if is_plain else [int(one) for one in row]
+            for text, is_plain, row in zip(texts, plain, ids, strict=True)
+        ]
+
+    def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
+        """The text that the template makes of a prompt. Raises ConfigError if the template raises."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    self.conversation(prompt, messages), tokenize=False, **self._options(messages)
+                )
+            )
+        except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
+            raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
+
+    def _options(self, messages: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        is_prefill = self._form.prefill and bool(messages) and messages[-1][0] == "assistant"
+        return {
+            **self._form.variables,
+            "chat_template": self._template,
+            "add_generation_prompt": not is_prefill,
+            "continue_final_message": is_prefill,
+        }
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        start = self._tokenizer.bos_token_id
+        # The text may begin with the start token, as the output of a template does, and the tokenizer adds another.
+        while start is not None and ids[:2] == [start, start]:
+            del ids[0]
+        return ids
+
+
+def end_of_turn_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
+    """The token with which a chat template ends a response: the special token that follows an assistant's message.
+
+    Args:
+        tokenizer: of the checkpoint.
+        template: text of the template; empty: there is none.
+
+    Returns:
+        Its id, or nothing if no special token follows, or the template cannot be rendered.
+    """
+    if not template:
+        return ()
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except Exception:  # noqa: BLE001 (a template that fails on a prompt is reported with that prompt)
+        return ()
+    rest = str(text).rpartition(PROBE)[2]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for token in tokenizer(rest, add_special_tokens=False)["input_ids"]:
+        if token in special:
+            return (int(token),)
+        if str(tokenizer.decode([token])).strip():
+            break
+    return ()
+
+
+def _check_variables(template: str, variables: Mapping[str, object]) -> None:
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if not template:
+        raise ConfigError("data.chat_template_kwargs is set, and there is no chat template; leave it out")
+    try:
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        used = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateSyntaxError:
+        return  # of a dialect that only transformers knows; an error in it is reported with the first prompt
+    for name in variables:
+        if name not in used or name in ROLE_VARIABLES:
+            own = sorted(used - set(ROLE_VARIABLES))
+            raise ConfigError(
+                f"data.chat_template_kwargs has {name!r}, which the chat template does not use{suggested(name, own)}"
+            )
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200].rstrip(". ")

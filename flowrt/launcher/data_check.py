@@ -1,0 +1,222 @@
+"""``flowrt data check``: what a run would make of a data set, without a process or a model in memory.
+
+It reads the rows, and of the model the tokenizer and the configuration; the weights are not touched.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.recipes.config import DataConfig, RunConfig
+from flowrt.recipes.config_io import defaults
+from flowrt.recipes.constraints import check_bounds, check_text
+from flowrt.recipes.data.files import open_rows
+from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
+from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.custom import CustomProblems, check_rows, folded
+from flowrt.recipes.tasks.rows import first_held_out
+
+BATCH = 512
+QUANTILES = (0.5, 0.9, 0.99)
+MAX_SHOWN_TOKENS = 64
+"""Token ids of a prompt that are printed."""
+MAX_SHOWN_TEXT = 2_000
+"""Characters of a prompt that are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What was found in the prompts of a data set."""
+
+    lengths: list[int]
+    """Tokens of each, ascending."""
+    longest: str
+    """File and line of the longest."""
+    overlong: int
+    """Number of prompts above the limit."""
+    first_overlong: str
+    double_starts: int
+    """Prompts with two start tokens."""
+    duplicates: int
+    """Training rows whose prompt an earlier training row has."""
+    first_duplicate: str
+    shared: int
+    """Training rows whose prompt is held out."""
+    first_shared: str
+
+
+def check_data(model: Path, data: DataConfig, max_new_tokens: int, show: int, console: Console) -> int:
+    """Print a data set's rows, lengths, stop tokens and duplicates, and its first prompts.
+
+    Args:
+        model: directory with a tokenizer and config.json.
+        data: how the rows are read; the last ``eval_prompts`` of them are held out.
+        max_new_tokens: of a response.
+        show: number of prompts to print.
+        console: receives the report.
+
+    Returns:
+        The exit code: `EXIT_BAD_INPUT` if a run would refuse the data.
+
+    Raises ConfigError for rows that cannot be used, and a model that has no tokenizer.
+    """
+    config = replace(defaults("custom"), data=data)
+    config = replace(config, rollout=replace(config.rollout, max_new_tokens=max_new_tokens))
+    check_text(config)
+    check_bounds(config)
+    rows = open_rows(Path(data.path), data.split)
+    first = first_held_out(len(rows), data.eval_prompts, Path(data.path))
+    check_rows(rows, replace(data, allow_overlap=True), first)
+    training, held_out = (CustomProblems(rows, data, places) for places in (range(first), range(first, len(rows))))
+    return _report(config, model, training, held_out, show, console)
+
+
+def _report(
+    config: RunConfig,
+    model: Path,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    show: int,
+    console: Console,
+) -> int:
+    from flowrt.engines.prompts import PromptEncoder, template_text
+
+    tokenizer, model_config = _model(model)
+    encoder = PromptEncoder(tokenizer, config.data.prompt_format)
+    limits = prompt_limits(config, model_config)
+    found = _read(encoder, tokenizer.bos_token_id, limits, training, held_out)
+
+    def line(name: str, text: str) -> None:
+        console.print(f"{name:<14}{text}", soft_wrap=True)
+
+    line("rows", f"{len(training) + len(held_out):,}: {len(training):,} to train on, {len(held_out):,} held out")
+    has_template = bool(template_text(tokenizer, config.data.chat_template))
+    line("template", (config.data.chat_template or "of the checkpoint") if has_template else "none: text as it is")
+    quantiles = ", ".join(f"{share:.0%} {_quantile(found.lengths, share):,}" for share in QUANTILES)
+    line("tokens", f"shortest {found.lengths[0]:,}, {quantiles}, longest {found.lengths[-1]:,} ({found.longest})")
+    if found.overlong:
+        outcome = "left out (data.overlong drop)" if limits.overlong == "drop" else "refused by a run"
+        line(
+            "too long",
+            f"{found.overlong:,} prompts over {limits.most:,} tokens, {outcome}; first: {found.first_overlong}",
+        )
+    if found.double_starts:
+        line("start token", f"twice in {found.double_starts:,} prompts: the template or the text has one of its own")
+    line("stop tokens", _stop_tokens(model, tokenizer, config.data.chat_template))
+    if found.duplicates:
+        line("duplicates", f"{found.duplicates:,} training rows repeat a prompt; first: {found.first_duplicate}")
+    if found.shared:
+        outcome = "allowed (data.allow_overlap)" if config.data.allow_overlap else "refused by a run"
+        line(
+            "held out", f"{found.shared:,} training rows have a held-out prompt, {outcome}; first: {found.first_shared}"
+        )
+    for problem in training[:show]:
+        _show(problem, encoder, tokenizer, console)
+    is_refused = (found.overlong and limits.overlong == "error") or (found.shared and not config.data.allow_overlap)
+    return EXIT_BAD_INPUT if is_refused else EXIT_OK
+
+
+def _model(path: Path) -> tuple[Any, Any]:
+    """The tokenizer and the configuration of a checkpoint. Raises ConfigError if it has none."""
+    import transformers
+
+    from flowrt.engines.hf import load_tokenizer
+
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model {path} has no config.json; is it a Hugging Face checkpoint?")
+    tokenizer = load_tokenizer(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{path} has a configuration that transformers cannot load: {first}") from error
+    return tokenizer, config
+
+
+def _read(
+    encoder: Any, start: int | None, limits: PromptLimits, training: Sequence[Example], held_out: Sequence[Example]
+) -> Prompts:
+    """Tokenize all prompts, and look for those that occur twice."""
+    overlong, shared, duplicates = [], [], []
+    double_starts = 0
+    evaluated = {folded(problem.prompt, problem.messages) for problem in held_out}
+    trained: set[int] = set()
+    """Hashes: the prompts of a large data set would take its size in memory."""
+    longest = (0, "")
+    lengths = []
+    for index, (problem, ids) in enumerate(_encoded(encoder, chain(training, held_out))):
+        lengths.append(len(ids))
+        longest = max(longest, (len(ids), problem.where), key=lambda one: one[0])
+        if len(ids) > limits.most:
+            overlong.append(problem.where)
+        double_starts += start is not None and ids[:2] == [start, start]
+        if index >= len(training):
+            continue
+        own = folded(problem.prompt, problem.messages)
+        if own in evaluated:
+            shared.append(problem.where)
+        if hash(own) in trained:
+            duplicates.append(problem.where)
+        trained.add(hash(own))
+    return Prompts(
+        lengths=sorted(lengths),
+        longest=longest[1],
+        overlong=len(overlong),
+        first_overlong=next(iter(overlong), ""),
+        double_starts=double_starts,
+        duplicates=len(duplicates),
+        first_duplicate=next(iter(duplicates), ""),
+        shared=len(shared),
+        first_shared=next(iter(shared), ""),
+    )
+
+
+def _encoded(encoder: Any, problems: Iterator[Example]) -> Iterator[tuple[Example, list[int]]]:
+    """Problems and their token ids. Raises ConfigError with the place of a prompt that cannot be encoded."""
+    while batch := list(islice(problems, BATCH)):
+        prompts = [(problem.prompt, problem.messages) for problem in batch]
+        try:
+            yield from zip(batch, encoder.encode_all(prompts), strict=True)
+        except ConfigError:
+            for problem in batch:
+                try:
+                    encoder(problem.prompt, problem.messages)
+                except ConfigError as error:
+                    raise ConfigError(f"{problem.where}: {error}") from None
+            raise
+
+
+def _quantile(ascending: Sequence[int], share: float) -> int:
+    return ascending[round(share * (len(ascending) - 1))]
+
+
+def _stop_tokens(model: Path, tokenizer: Any, chat_template: str) -> str:
+    """The stop tokens by name, and whether only the template has one of them."""
+    from flowrt.engines.prompts import end_of_turn_ids, template_text
+    from flowrt.engines.stopping import stop_token_ids
+
+    ids = stop_token_ids(model, tokenizer, chat_template)
+    of_checkpoint = stop_token_ids(model, tokenizer, "none")
+    names = ", ".join(f"{one} {tokenizer.convert_ids_to_tokens(one)!r}" for one in ids)
+    own = [
+        one for one in end_of_turn_ids(tokenizer, template_text(tokenizer, chat_template)) if one not in of_checkpoint
+    ]
+    note = f"; {own[0]} is the template's end of turn alone, generation_config.json does not name it" if own else ""
+    return names + note
+
+
+def _show(problem: Example, encoder: Any, tokenizer: Any, console: Console) -> None:
+    """Print a prompt as token ids and as text."""
+    ids = encoder(problem.prompt, problem.messages)
+    text = str(tokenizer.decode(ids, skip_special_tokens=False))
+    more = f" … ({len(ids):,} in all)" if len(ids) > MAX_SHOWN_TOKENS else ""
+    cut = f"… ({len(text):,} characters)" if len(text) > MAX_SHOWN_TEXT else ""
+    console.print(f"\n{problem.where}", soft_wrap=True)
+    console.print(f"ids  {' '.join(map(str, ids[:MAX_SHOWN_TOKENS]))}{more}", soft_wrap=True)
+    console.print(f"text {text[:MAX_SHOWN_TEXT]!r}{cut}", soft_wrap=True)

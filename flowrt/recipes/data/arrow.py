@@ -1,0 +1,88 @@
+"""Parquet and Arrow files, through pyarrow: mapped into memory, rows converted when they are read.
+
+A Parquet file is unpacked once, batch by batch, into a temporary Arrow file without a name ($TMPDIR): its row groups
+can only be decompressed whole, which is too slow for rows in random order.
+"""
+
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.data.base import Rows
+
+BATCH_ROWS = 1024
+
+
+class ArrowRows(Rows):
+    """The rows of record batches."""
+
+    def __init__(self, path: Path, batches: list[Any]) -> None:
+        """
+        Args:
+            path: the file, for messages.
+            batches: pyarrow.RecordBatch objects.
+        """
+        self._path = path
+        self._batches = batches
+        self._starts = [0, *accumulate(batch.num_rows for batch in batches)]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def row(self, index: int) -> object:
+        batch = bisect_right(self._starts, index) - 1
+        found: list[object] = self._batches[batch].slice(index - self._starts[batch], 1).to_pylist()
+        return found[0]
+
+    def where(self, index: int) -> str:
+        return f"data file {self._path}, row {index + 1}"
+
+    def scan(self) -> Iterator[object]:
+        for batch in self._batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from batch.slice(start, BATCH_ROWS).to_pylist()
+
+
+def parquet_rows(path: Path) -> ArrowRows:
+    """The rows of a Parquet file. Raises ConfigError if it is none, or pyarrow is not installed."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"data file {path} is parquet, which needs pyarrow: pip install 'flowrt[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file, tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
+            with pa.OSFile(unpacked.name, "wb") as sink, pa.ipc.new_stream(sink, file.schema_arrow) as writer:
+                for batch in file.iter_batches(BATCH_ROWS):
+                    writer.write_batch(batch)
+            return ArrowRows(path, _batches(unpacked.name))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"data file {path} is not a Parquet file: {_first_line(error)}") from error
+
+
+def arrow_rows(path: Path) -> ArrowRows:
+    """The rows of an Arrow file (stream format, as `datasets` writes it). Raises ConfigError if it cannot be read."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ConfigError(f"data file {path} is Arrow, which needs pyarrow: pip install 'flowrt[data]'") from error
+    try:
+        return ArrowRows(path, _batches(str(path)))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"data file {path} is not an Arrow stream: {_first_line(error)}") from error
+
+
+def _batches(name: str) -> list[Any]:
+    """The record batches of an Arrow stream, whose data stays in the file until it is read."""
+    import pyarrow as pa
+
+    with pa.memory_map(name) as source:
+        return list(pa.ipc.open_stream(source))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

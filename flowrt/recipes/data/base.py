@@ -1,0 +1,59 @@
+"""The interface of a data set: rows that are read on demand."""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from flowrt.errors import ConfigError
+
+
+class Rows(ABC):
+    """The rows of a data set. A row is what its JSON says: a dict with the columns, if the row is right."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def row(self, index: int) -> object:
+        """Read a row. Raises ConfigError if it cannot be read."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """File and line of a row, with which an error message begins."""
+
+    def scan(self) -> Iterator[object]:
+        """All rows in order; in place of a row that cannot be read, its ConfigError."""
+        for index in range(len(self)):
+            try:
+                yield self.row(index)
+            except ConfigError as error:
+                yield error
+
+
+class Shards(Rows):
+    """Several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, index: int) -> object:
+        part, place = self._find(index)
+        return part.row(place)
+
+    def where(self, index: int) -> str:
+        part, place = self._find(index)
+        return part.where(place)
+
+    def scan(self) -> Iterator[object]:
+        for part in self._parts:
+            yield from part.scan()
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]

@@ -1,0 +1,144 @@
+"""From a path to the rows of a data set.
+
+| path | read as |
+|---|---|
+| file `*.parquet` | Parquet |
+| file `*.arrow` | Arrow stream |
+| any other file | JSON Lines, gzipped if it begins like gzip |
+| directory with `dataset_dict.json` | the split's directory, written by `datasets` (`save_to_disk`) |
+| directory with `state.json` | the Arrow files that it names (`save_to_disk`) |
+| other directory | files of the split, in it or in its `data/` (a snapshot of a data set on the Hub), or all files if \
+none is named after a split |
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.data.arrow import arrow_rows, parquet_rows
+from flowrt.recipes.data.base import Rows, Shards
+from flowrt.recipes.data.json_lines import JsonLines
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".arrow")
+"""Endings of the files of rows in a directory."""
+SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+"""Names of splits by which files are recognised."""
+MAX_NAMES = 8
+
+
+def open_rows(path: Path, split: str = "train") -> Rows:
+    """The rows of a data file or directory.
+
+    Args:
+        path: file or directory.
+        split: which files of a directory.
+
+    Raises ConfigError if there is nothing to read.
+    """
+    try:
+        if not path.exists():
+            raise ConfigError(f"data file {path} does not exist; give one with --data.path")
+        if path.is_dir():
+            files = _files(path, split)
+        elif path.is_file():
+            files = [path]
+        else:
+            raise ConfigError(
+                f"data file {path} is not a regular file; each worker reads it, so it must be a file of rows"
+            )
+        parts = [_open(file) for file in files]
+    except OSError as error:
+        raise ConfigError(f"data file {path} cannot be read: {error.strerror or error}") from error
+    rows = parts[0] if len(parts) == 1 else Shards(parts)
+    if not len(rows):
+        raise ConfigError(f"data file {path} is empty; it needs at least one row")
+    return rows
+
+
+def _open(file: Path) -> Rows:
+    if file.suffix == ".parquet":
+        return parquet_rows(file)
+    if file.suffix == ".arrow":
+        return arrow_rows(file)
+    return JsonLines(file)
+
+
+def _files(directory: Path, split: str) -> list[Path]:
+    """The files of rows of a directory, in order."""
+    if (directory / "dataset_dict.json").is_file():
+        splits = _json(directory / "dataset_dict.json").get("splits")
+        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        if split not in names or not (directory / split).is_dir():
+            raise ConfigError(f"data file {directory} has no split {split!r} (data.split); it has {_some(names)}")
+        return _files(directory / split, split)
+    if (directory / "state.json").is_file():
+        return _saved_files(directory)
+    for folder in (directory, directory / "data"):
+        found = sorted(file for file in folder.glob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+        if found:
+            return _of_split(folder, found, split)
+    configurations = sorted(
+        child.name
+        for child in directory.iterdir()
+        if child.is_dir() and any(_is_rows(file) for file in child.iterdir())
+    )
+    if configurations:
+        raise ConfigError(
+            f"data file {directory} is a directory of several data sets ({_some(configurations)}); name one"
+        )
+    raise ConfigError(
+        f"data file {directory} is a directory without files of rows ({', '.join(SUFFIXES)}); name a file, a directory "
+        "that datasets has saved, or a snapshot of a data set"
+    )
+
+
+def _saved_files(directory: Path) -> list[Path]:
+    """The files of a directory that `datasets.Dataset.save_to_disk` has written."""
+    state = _json(directory / "state.json")
+    entries = state.get("_data_files")
+    names = (
+        [entry.get("filename") for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+    )
+    if state.get("_indices_files") or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"data file {directory / 'state.json'} does not list the files of the rows; save it again")
+    files = [directory / Path(str(name)).name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"data file {file} does not exist, and state.json names it; is the copy complete?")
+    return files
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Those of the split; all of them if none is named after a split."""
+    own = [file for file in files if _is_named(file, split)]
+    others = [name for name in SPLITS if any(_is_named(file, name) for file in files)]
+    if not own and others:
+        raise ConfigError(f"data file {folder} has no files of split {split!r} (data.split); it has {_some(others)}")
+    chosen = own or files
+    kinds = {next(suffix for suffix in SUFFIXES if file.name.endswith(suffix)) for file in chosen}
+    if len(kinds) > 1:
+        raise ConfigError(f"data file {folder} has files of several kinds ({', '.join(sorted(kinds))}); name one file")
+    return chosen
+
+
+def _is_named(file: Path, split: str) -> bool:
+    return re.match(rf"{re.escape(split)}[-._]", file.name) is not None
+
+
+def _is_rows(file: Path) -> bool:
+    return file.name.endswith(SUFFIXES) and file.is_file()
+
+
+def _json(file: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"data file {file} is not JSON; save the data set again") from error
+    return value if isinstance(value, Mapping) else {}
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:MAX_NAMES]) or "none"
+    return shown + (", …" if len(names) > MAX_NAMES else "")

@@ -1,0 +1,93 @@
+"""JSON Lines, also gzipped: an index of offsets (16 bytes a row), and rows that are parsed when they are read.
+
+A gzipped file is unpacked once into a temporary file without a name ($TMPDIR), for random access.
+"""
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.data.base import Rows
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class JsonLines(Rows):
+    """The lines of a file that are not blank; one JSON value in each."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if a gzipped file cannot be unpacked, OSError if the file cannot be read."""
+        self._path = path
+        self._file = _opened(path)
+        weakref.finalize(self, self._file.close)
+        self._starts = array("q")
+        self._numbers = array("q")
+        offset = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.isspace():
+                self._starts.append(offset)
+                self._numbers.append(number)
+            offset += len(line)
+        self._starts.append(offset)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def row(self, index: int) -> object:
+        start, end = self._starts[index], self._starts[index + 1]
+        return self._parse(index, os.pread(self._file.fileno(), end - start, start))
+
+    def where(self, index: int) -> str:
+        return f"data file {self._path}, line {self._numbers[index]}"
+
+    def scan(self) -> Iterator[object]:
+        self._file.seek(0)
+        index = 0
+        for line in self._file:
+            if line.isspace():
+                continue
+            try:
+                yield self._parse(index, line)
+            except ConfigError as error:
+                yield error
+            index += 1
+
+    def _parse(self, index: int, line: bytes) -> object:
+        try:
+            text = line.decode("utf-8-sig" if self._numbers[index] == 1 else "utf-8")
+            row: object = json.loads(text)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.where(index)} is not UTF-8 text: {error.reason}") from error
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{self.where(index)} is not JSON: {error.msg} at column {error.colno}") from error
+        except RecursionError:
+            raise ConfigError(f"{self.where(index)} is nested too deeply to be read") from None
+        except ValueError as error:  # a number of thousands of digits
+            raise ConfigError(f"{self.where(index)} cannot be read: {error}") from error
+        return row
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = path.open("rb")
+    magic = file.read(len(GZIP_MAGIC))
+    file.seek(0)
+    if magic != GZIP_MAGIC:
+        return file
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as its rows are read)
+    try:
+        with file, gzip.GzipFile(fileobj=file) as packed:
+            shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        unpacked.close()
+        raise ConfigError(f"data file {path} cannot be unpacked: {error}; is the download complete?") from error
+    unpacked.seek(0)
+    return unpacked

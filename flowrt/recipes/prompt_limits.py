@@ -1,0 +1,57 @@
+"""How long a prompt may be."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowrt.recipes.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """What a prompt must fit into.
+
+    Attributes:
+        positions: of the model, for prompt and response together; None: unlimited.
+        vocab_size: of the model.
+        max_new_tokens: of a response.
+        max_prompt_tokens: of a prompt; 0: what the positions leave.
+        overlong: what is done with prompts that are longer.
+    """
+
+    positions: int | None
+    vocab_size: int
+    max_new_tokens: int
+    max_prompt_tokens: int = 0
+    overlong: Literal["error", "drop"] = "error"
+
+    @property
+    def most(self) -> int:
+        """Maximum number of tokens of a prompt."""
+        left = max(self.positions - self.max_new_tokens, 0) if self.positions else sys.maxsize
+        return min(left, self.max_prompt_tokens or sys.maxsize)
+
+    def refusal(self, tokens: int, what: str) -> str:
+        """Why a prompt of so many tokens is too long; what the message goes on with after its place."""
+        if self.max_prompt_tokens and tokens > self.max_prompt_tokens == self.most:
+            return f"the prompt has {tokens} tokens, more than data.max_prompt_tokens ({self.max_prompt_tokens})"
+        return (
+            f"the prompt has {tokens} tokens, and with rollout.max_new_tokens {self.max_new_tokens} more than the "
+            f"{self.positions} positions of {what}"
+        )
+
+
+def prompt_limits(config: RunConfig, model_config: Any) -> PromptLimits:
+    """What the prompts of a run must fit into.
+
+    Args:
+        config: of the run.
+        model_config: transformers' configuration of the model (of its text part).
+    """
+    return PromptLimits(
+        positions=getattr(model_config, "max_position_embeddings", None),
+        vocab_size=getattr(model_config, "vocab_size", None) or sys.maxsize,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong=config.data.overlong,
+    )

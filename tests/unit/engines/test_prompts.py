@@ -1,0 +1,160 @@
+"""Prompts as token ids: chat templates of six families, against transformers' own rendering."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common.chat_models import FAMILIES, Family, chat_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.engines.hf import save_model
+from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
+from flowrt.engines.stopping import StopConditions, stop_token_ids
+from flowrt.engines.tiny_model import build_model
+from flowrt.errors import ConfigError
+
+TOKENIZERS = {name: chat_tokenizer(family) for name, family in FAMILIES.items()}
+SYSTEM, USER = "You are terse.", "What is one and one?"
+each_family = pytest.mark.parametrize(("name", "family"), FAMILIES.items(), ids=FAMILIES)
+
+
+def question(family: Family) -> tuple[tuple[str, str], ...]:
+    return (("system", SYSTEM), ("user", USER)) if family.takes_system else (("user", USER),)
+
+
+@each_family
+def test_messages_are_rendered_as_the_template_says_with_one_start_token(name: str, family: Family) -> None:
+    tokenizer = TOKENIZERS[name]
+    form = PromptFormat(variables=family.variables)
+    ids = PromptEncoder(tokenizer, form)("", question(family))
+    text = family.rendered.format(s=SYSTEM, u=USER)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    conversation = [{"role": role, "content": content} for role, content in question(family)]
+    own = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, tokenize=True, return_dict=False, **family.variables
+    )
+    assert ids == own
+    assert ids.count(tokenizer.bos_token_id) == bool(family.start)
+
+
+@each_family
+def test_text_and_a_system_prompt_make_the_same_conversation(name: str, family: Family) -> None:
+    tokenizer, system = TOKENIZERS[name], SYSTEM if family.takes_system else ""
+    form = PromptFormat("chat", variables=family.variables, system_prompt=system)
+    assert PromptEncoder(tokenizer, form)(USER) == PromptEncoder(tokenizer, PromptFormat("chat", family.variables))(
+        "", question(family)
+    )
+
+
+@each_family
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(max_size=20), min_size=1, max_size=5))
+def test_many_prompts_at_once_have_the_ids_of_each_alone(name: str, family: Family, texts: list[str]) -> None:
+    encoder = PromptEncoder(TOKENIZERS[name], PromptFormat("chat"))
+    prompts: list[Any] = [(text, ()) for text in texts] + [("", (("user", text),)) for text in texts]
+    prompts = [one for one in prompts if one[0] or one[1]]
+    assert encoder.encode_all(prompts) == [encoder(*one) for one in prompts]
+
+
+@each_family
+def test_the_end_of_turn_of_a_template_is_found(name: str, family: Family) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert end_of_turn_ids(tokenizer, family.template) == (tokenizer.convert_tokens_to_ids(family.turn),)
+
+
+@each_family
+def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_template(name: str, family: Family, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    tokenizer = TOKENIZERS[name]
+    model = build_model(
+        vocab_size=len(tokenizer), hidden_size=8, layers=1, heads=2, intermediate_size=8, max_length=64, seed=0
+    )
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    save_model(model, tokenizer, tmp_path / "model")
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in (family.end, family.turn)}
+    assert set(stop_token_ids(tmp_path / "model")) == expected
+    assert set(StopConditions.of(tmp_path / "model").token_ids) == expected
+    assert stop_token_ids(tmp_path / "model", None, "none") == (tokenizer.eos_token_id,)
+
+
+@each_family
+def test_a_last_message_of_the_assistant_begins_the_response(name: str, family: Family) -> None:
+    tokenizer = TOKENIZERS[name]
+    encoder = PromptEncoder(tokenizer, PromptFormat(prefill=True))
+    ids = encoder("", (("user", USER), ("assistant", "The answer")))
+    assert tokenizer.decode(ids).endswith("The answer")
+    assert ids.count(tokenizer.bos_token_id) == bool(family.start)
+
+
+@each_family
+def test_text_for_a_model_with_a_template_is_refused_until_it_is_said_which(name: str, family: Family) -> None:
+    tokenizer = TOKENIZERS[name]
+    with pytest.raises(ConfigError, match=r"plain text.* --data\.chat-template chat .*, none leaves it"):
+        PromptEncoder(tokenizer, PromptFormat())(USER)
+    assert PromptEncoder(tokenizer, PromptFormat("none"))(USER) == tokenizer(USER)["input_ids"]
+
+
+def test_text_that_has_a_start_token_gets_no_second_one() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    ids = PromptEncoder(tokenizer, PromptFormat("none"))(f"{tokenizer.bos_token}{USER}")
+    assert ids == tokenizer(USER)["input_ids"]
+    assert tokenizer(f"{tokenizer.bos_token}{USER}")["input_ids"][:2] == [tokenizer.bos_token_id] * 2
+
+
+def test_a_template_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:")
+    tokenizer = TOKENIZERS["phi"]
+    ids = PromptEncoder(tokenizer, PromptFormat(str(path)))(USER)
+    assert tokenizer.decode(ids) == f"Q: {USER}\nA:"
+    path.write_text("{% for m in messages %}{{ m.content }}<|user|>{% endfor %}")
+    assert end_of_turn_ids(tokenizer, path.read_text()) == (tokenizer.convert_tokens_to_ids("<|user|>"),)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "messages", "said"),
+    [
+        ("gemma", PromptFormat(), (("system", "s"), ("user", "u")), "refuses the prompt: no role system here"),
+        ("mistral", PromptFormat(), (("user", "u"), ("user", "u")), "refuses the prompt: roles must alternate"),
+        ("phi", PromptFormat("none"), (("user", "u"),), r"is messages, and data\.chat_template is none"),
+        ("phi", PromptFormat("/nowhere.jinja"), (), "cannot be read: No such file"),
+        ("phi", PromptFormat("/tmp"), (), "is not a file"),
+    ],
+)
+def test_prompts_and_templates_that_do_not_fit(family: str, form: PromptFormat, messages: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PromptEncoder(TOKENIZERS[family], form)("", messages)
+
+
+def test_a_checkpoint_without_a_template() -> None:
+    tokenizer = chat_tokenizer(FAMILIES["phi"])
+    tokenizer.chat_template = None
+    assert PromptEncoder(tokenizer, PromptFormat())(USER) == tokenizer(USER)["input_ids"]
+    with pytest.raises(ConfigError, match="the checkpoint has no chat template"):
+        PromptEncoder(tokenizer, PromptFormat())("", (("user", USER),))
+    with pytest.raises(ConfigError, match=r"data\.chat_template is chat, and the checkpoint has none"):
+        PromptEncoder(tokenizer, PromptFormat("chat"))
+    with pytest.raises(ConfigError, match="system_prompt is set, and there is no chat template"):
+        PromptEncoder(tokenizer, PromptFormat(system_prompt="s"))(USER)
+
+
+def test_a_template_that_is_no_jinja(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% for m in messages %}{{ m.content ")
+    with pytest.raises(ConfigError, match=r"the chat template refuses the prompt: .+"):
+        PromptEncoder(TOKENIZERS["phi"], PromptFormat(str(path)))(USER)
+
+
+def test_variables_are_those_of_the_template() -> None:
+    with pytest.raises(
+        ConfigError, match="'enable_thinkin', which the chat template does not use; did you mean 'enable_"
+    ):
+        PromptEncoder(TOKENIZERS["qwen"], PromptFormat(variables={"enable_thinkin": False}))
+    with pytest.raises(ConfigError, match="is not JSON"):
+        PromptFormat.of("", "{", "", prefill=False)
+    with pytest.raises(ConfigError, match="make it a JSON object"):
+        PromptFormat.of("", "[1]", "", prefill=False)
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is set, and data\.chat_template is none"):
+        PromptFormat.of("none", "", "s", prefill=False)
