@@ -4,8 +4,8 @@
 - Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns: CPU
   time of one thread, so that other processes on the same cores do not count. A CPU without bfloat16 instructions is
   slow with whole logits of that type, so the float32 figure is the one that compares the two ways.
-- Values and gradients in bfloat16 against float64 on the same inputs. Logits are rounded to the type of the model on
-  both sides, as rollout engines do.
+- Values and gradients in bfloat16 against float64 on the same inputs. Logits are sums in float32, rounded to the type
+  of the model on both sides, as in rollout engines; from exact sums, one in thousands would be rounded the other way.
 """
 
 import multiprocessing
@@ -91,7 +91,8 @@ def narrow_errors(predictions: int, words: int, way: Way = fused) -> tuple[float
     exact = hidden_UD.detach().double().requires_grad_(), weight_VD.detach().double().requires_grad_()
     logits_UV = exact[0] @ exact[1].T
     # The value of rounded logits, and the gradient of exact ones: rounding has no slope.
-    logits_UV = logits_UV + (logits_UV.bfloat16().double() - logits_UV).detach()
+    rounded_UV = (hidden_UD.detach().float() @ weight_VD.detach().float().T).bfloat16()
+    logits_UV = logits_UV + (rounded_UV.double() - logits_UV).detach()
     expected_T = logits_UV.log_softmax(-1)[rows_T, target_T]
     (slope_T.double() * expected_T).sum().backward()
     errors = [
