@@ -427,8 +427,8 @@ def _staleness_of(measured: dict[str, float]) -> list[str]:
         return f"{measured[key]:.2f} ({measured[f'{key}_least']:.2f} to {measured[f'{key}_most']:.2f})"
 
     return [
-        f"Held-out accuracy after {measured['staleness_steps']:.0f} steps on samples of one staleness (versions), mean and "
-        f"range over {measured['staleness_seeds']:.0f} seed(s).",
+        f"Held-out accuracy after {measured['staleness_steps']:.0f} steps on samples of one staleness (versions), "
+        f"mean and range over {measured['staleness_seeds']:.0f} seed(s).",
         "",
         "| objective | " + " | ".join(map(str, lags)) + " |",
         "|---" * (len(lags) + 1) + "|",
