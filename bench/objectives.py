@@ -1,6 +1,7 @@
 """The proofs of the RL objectives: one table of figures, each with the bound that it must keep.
 
-    python bench/objectives.py [ROW ...] [--json PATH] [--quick] [--trl-python PYTHON]
+    python bench/objectives.py [ROW ...] [--json PATH] [--quick] [--seeds N]
+        [--trl-python PYTHON] [--against DIR]
 
 Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/objectives.md says what they show):
 
@@ -21,6 +22,7 @@ Exits with 1 if a figure misses its bound.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common.report import write
+from common.report import commit, write
 from objectives_rows import (
     bandit,
     closed_form,
@@ -114,7 +116,7 @@ def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
-    parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
+    parser.add_argument("--json", type=Path, help="write {metrics, machine} here, and keep what other rows wrote to it")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--trl-python", default="", help="a Python that has TRL; default: none, and no row trl")
     parser.add_argument(
@@ -134,6 +136,7 @@ def main() -> int:
     torch.set_num_threads(1)
     console, measured = Console(), rows(arguments.trl_python, arguments.against, arguments.seeds)
     metrics: dict[str, float] = {}
+    trees: dict[str, str] = {}
     table = Table("figure", "value", "bound", "seconds", title="objectives")
     for name in arguments.rows or ROWS:
         if name not in measured:
@@ -146,13 +149,23 @@ def main() -> int:
             table.add_row(figure, f"{value:.3g}", bound_of(figure), seconds)
             seconds = ""
         metrics |= found
+        trees[name] = commit()
     console.print(table)
-    write(arguments.json, metrics, threads=1)
+    others, their_trees = earlier(arguments.json)
+    write(arguments.json, others | metrics, threads=1, row_commits=their_trees | trees)
     broken = [figure for figure, bound in BOUNDS.items() if not metrics.get(figure, bound) <= bound]
     broken += [figure for figure, bound in LOWER_BOUNDS.items() if not metrics.get(figure, bound) >= bound]
     for figure in broken:
         console.print(f"{figure} is {metrics[figure]:.3g}, its bound is {bound_of(figure)}")
     return int(bool(broken))
+
+
+def earlier(path: Path | None) -> tuple[dict[str, float], dict[str, str]]:
+    """The metrics of a file, and the tree that each row was measured on; empty if there is no such file."""
+    if path is None or not path.is_file():
+        return {}, {}
+    written = json.loads(path.read_text())
+    return written["metrics"], written["machine"].get("row_commits", {})
 
 
 def bound_of(figure: str) -> str:

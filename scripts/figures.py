@@ -1,6 +1,7 @@
 """Write the measured figures into the documents, each between its two markers, from the files in bench/results.
 
-Run without arguments; it rewrites README.md and docs/benchmarks.md. A test compares the documents with its output.
+Run without arguments; it rewrites README.md, docs/benchmarks.md and docs/objectives.md. A test compares the documents
+with its output.
 """
 
 import argparse
@@ -344,6 +345,98 @@ def passes(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+OBJECTIVES: tuple[tuple[str, str, str], ...] = (
+    ("closed_form_max", "every part against a scalar formula, value and gradient, 1,000 cases", "<= 1e-12"),
+    ("trl_gradient_max", "gradient against TRL's", "<= 1e-6"),
+    ("trl_loss_max", "loss against TRL's", "<= 1e-6"),
+    ("invariance_max", "gradient, however a step is cut, packed or spread", "<= 1e-11"),
+    ("enumeration_exact_max", "expected gradient where theory says exact", "<= 1e-12"),
+    ("enumeration_biased_max", "expected gradient against its own closed bias", "<= 1e-9"),
+    ("bandit_tv_max", "total variation from the fixed point, 8 runs", "<= 0.005"),
+    ("lm_head_gb", "memory of the fused LM head, 8,192 x 151,936, bfloat16, GB", "<= 0.3"),
+    ("lm_head_speed_ratio", "its speed over whole logits, float32 on a CPU", ">= 1"),
+    ("lm_head_value_error", "its log-probabilities in bfloat16 against float64, nats", "<= 1e-5"),
+    ("lm_head_gradient_error", "its gradients in bfloat16 against float64, relative", "<= 2e-3"),
+    ("c3po_cv_ratio", "spread of tokens a step, without a token budget over with", ">= 10"),
+    ("c3po_length_bias", "mean length of what is trained with it over that of all (goal 0.97 to 1.03)", ">= 0.97"),
+    ("staleness16_best", "accuracy with samples 16 versions old over 0, best objective", ">= 0.95"),
+    ("retention_dpo_64", "gain kept if a generation serves 64 updates, online DPO", ">= 0.95"),
+    ("retention_ppo_64", "the same, PPO clip", "<= 0.8"),
+    ("dynamic_steps_ratio", "steps to accuracy 0.8, dynamic sampling over without", "<= 0.8"),
+    ("dynamic_equal_groups_trained", "groups of equal rewards trained with it", "<= 0"),
+    ("curriculum_ratio", "tokens to accuracy 0.8, half of the prompts impossible, over uniform", "<= 0.75"),
+    ("presets_failed", "presets that end below reward 0.9 on the default job", "<= 0"),
+    ("bound4_over_bound0_min", "least reward at bound 4 over bound 0", ">= 0.98"),
+    ("default_speed_ratio", "samples/s of the default job over the tree before objectives", ">= 0.98"),
+)
+"""Figure, what it is, and its bound."""
+
+
+def objectives() -> str:
+    """The table of docs/objectives.md."""
+    measured = result("objectives")["metrics"]
+    lines = ["| figure | what it is | bound | measured | |", "|---|---|---|---|---|"]
+    for figure, what, bound in OBJECTIVES:
+        if figure not in measured:
+            lines.append(f"| `{figure}` | {what} | {bound} | not measured | |")
+            continue
+        value, (sense, limit) = measured[figure], bound.split()
+        is_kept = value <= float(limit) if sense == "<=" else value >= float(limit)
+        lines.append(f"| `{figure}` | {what} | {bound} | {value:.3g} | {'' if is_kept else 'missed'} |")
+    return "\n".join([*lines, "", *_runs_of(measured), *_staleness_of(measured)])
+
+
+def _runs_of(measured: dict[str, float]) -> list[str]:
+    """The reward of each preset, and over how many seeds."""
+    at = {
+        bound: [key for key in measured if key.endswith(f"_bound_{bound}") and key[:7] == "reward_"] for bound in (0, 4)
+    }
+    names = sorted({key[7:-8] for keys in at.values() for key in keys})
+    if not names:
+        return []
+    cells = [
+        f"| `{name}` | "
+        + " | ".join(
+            f"{measured[key]:.3f}" if (key := f"reward_{name}_bound_{bound}") in measured else "" for bound in at
+        )
+        + " |"
+        for name in names
+    ]
+    return [
+        f"Presets on the default job, reward of the last ten of {measured['runs_steps']:.0f} steps, "
+        f"{measured['runs_seeds']:.0f} seed(s); {len(at[0])} presets were run at bound 0 and {len(at[4])} at bound 4.",
+        "",
+        "| preset | bound 0 | bound 4 |",
+        "|---|---|---|",
+        *cells,
+        "",
+    ]
+
+
+def _staleness_of(measured: dict[str, float]) -> list[str]:
+    """Accuracy of each objective at each staleness: mean, least and most over seeds."""
+    lags = (0, 1, 2, 4, 8, 16)
+    names = [key[10:-3] for key in measured if key.startswith("staleness_") and key.endswith("_16")]
+    if not names:
+        return []
+
+    def cell(name: str, lag: int) -> str:
+        key = f"staleness_{name}_{lag}"
+        if key not in measured:
+            return ""
+        return f"{measured[key]:.2f} ({measured[f'{key}_least']:.2f} to {measured[f'{key}_most']:.2f})"
+
+    return [
+        f"Held-out accuracy after {measured['staleness_steps']:.0f} steps on samples of one staleness (versions), "
+        f"mean and range over {measured['staleness_seeds']:.0f} seed(s).",
+        "",
+        "| objective | " + " | ".join(map(str, lags)) + " |",
+        "|---" * (len(lags) + 1) + "|",
+        *(f"| {name} | " + " | ".join(cell(name, lag) for lag in lags) + " |" for name in names),
+        "",
+    ]
+
+
 SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...] = (
     ("Default job", main_job, "main_job.py --other-seeds 2"),
     ("GSM8K", gsm8k, "gsm8k.py --data problems.jsonl"),
@@ -362,7 +455,11 @@ SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...
         "compare_trl.py --baseline-python PYTHON --no-compile --dtypes float32",
     ),
 )
-PAGES: dict[str, Callable[[], str]] = {"README.md": headline, "docs/benchmarks.md": tables}
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": headline,
+    "docs/benchmarks.md": tables,
+    "docs/objectives.md": objectives,
+}
 
 
 def rendered(text: str, figures: str) -> str:

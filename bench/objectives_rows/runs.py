@@ -21,12 +21,17 @@ QUICK = ("reinforce", "dapo", "decoupled")
 
 
 def rewards(folder: Path, model: Path, name: str, seeds: int, bound: int) -> list[float]:
-    """The mean reward of the last ten steps of each seed."""
-    flags = ["--algorithm", name, "--model", str(model), "--data.eval-prompts", "0", "--trainer.save", "False"]
+    """The mean reward of the last ten steps of each seed.
+
+    With a group filter the rewards of a step are those of groups that are not all right, so then it is the mean reward
+    of held-out problems, answered greedily, after training.
+    """
+    figure = "eval_last" if PRESETS[name].filter.zero_variance else "reward_last"
+    flags = ["--algorithm", name, "--model", str(model), "--trainer.save", "False"]
     found = []
     for seed in range(seeds):
         result = run_job(folder / f"{name}-{bound}-{seed}", seed, bound, STEPS, *flags)
-        found.append(float(result["reward_last"]))
+        found.append(float(result[figure]))
     sys.stdout.write(f"{name}, bound {bound}: {', '.join(f'{value:.3f}' for value in found)}\n")
     sys.stdout.flush()
     return found
