@@ -104,7 +104,7 @@ class LossPasses:
     def forward(self, model: Any, batch: TrainingBatch, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities [T] of these samples under the present policy, and entropies if needed; on the CPU."""
         responses = [batch.responses[row] for row in rows]
-        computed = self._predict(model, batch, rows, [recorded_logprobs(batch, row) for row in rows])
+        computed = self._predict(model, batch, rows, all_recorded_logprobs(batch, rows))
         lengths = [len(response) for response in responses]
         entropies = [] if computed.entropy_T is None else list(computed.entropy_T.cpu().split(lengths))
         return list(computed.logprobs_T.cpu().split(lengths)), entropies
@@ -114,7 +114,7 @@ class LossPasses:
     ) -> Tensor:
         """Scalar loss of these samples, differentiable: the sum of a streamed step, the share of a deferred one."""
         responses = [batch.responses[row] for row in rows]
-        recorded = [recorded_logprobs(batch, row) for row in rows]
+        recorded = all_recorded_logprobs(batch, rows)
         computed = self._predict(model, batch, rows, recorded)
         logprobs_T = computed.logprobs_T
         device = logprobs_T.device
@@ -275,6 +275,24 @@ def recorded_logprobs(batch: TrainingBatch, row: int) -> Recorded | None:
     if reference is not None and (len(reference) != length or not bool(reference.isfinite().all())):
         return None
     return rollout, reference
+
+
+def all_recorded_logprobs(batch: TrainingBatch, rows: Sequence[int]) -> list[Recorded | None]:
+    """`recorded_logprobs` of these samples. One look at all of them is enough if all are usable, as nearly always."""
+    rollout = [batch.rollout_logprobs[row] for row in rows]
+    reference = None if batch.reference_logprobs is None else [batch.reference_logprobs[row] for row in rows]
+    lengths = [len(batch.responses[row]) for row in rows]
+    usable = batch.supports is None and sum(lengths) > 0 and list(map(len, rollout)) == lengths
+    if usable and reference is not None:
+        usable = list(map(len, reference)) == lengths and bool(torch.cat(reference).isfinite().all())
+    if usable:
+        low, high = torch.cat(rollout).aminmax()  # NaN if one of them is
+        usable = bool((low > MIN_LOGPROB) & (high < MAX_LOGPROB))
+    if not usable:
+        return [recorded_logprobs(batch, row) for row in rows]
+    if reference is None:
+        return [(one, None) for one in rollout]
+    return list(zip(rollout, reference, strict=True))
 
 
 def _columns(
