@@ -30,7 +30,7 @@ NAME = "flowrt_rows"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DecodeRows:
     """Keys and values [R, K, capacity, D] of each layer, and the position of each sequence's new token."""
 
     keys: Sequence[torch.Tensor]
@@ -40,7 +40,7 @@ class Rows:
 
 
 def replace_attention(model: Any) -> None:
-    """Make a model accept `Rows`. Raises EngineError if its attention cannot be replaced."""
+    """Make a model accept `DecodeRows`. Raises EngineError if its attention cannot be replaced."""
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
         return
@@ -57,7 +57,7 @@ def unsupported(model: Any, reason: str) -> str:
     return f"a decode step of {type(model).__name__} cannot be compiled: {reason}; leave out --rollout.compile"
 
 
-def decode_step(model: Any, tokens_R: torch.Tensor, rows: Rows) -> torch.Tensor:
+def decode_step(model: Any, tokens_R: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
     """Logits [R, V] after these tokens [R] int64, whose keys and values are written to the cache."""
     out = model(
         input_ids=tokens_R.unsqueeze(1),
@@ -88,7 +88,7 @@ def step_compiled(model: Any, cache: RowCache, tokens_R: torch.Tensor) -> torch.
     if count == 1 and cache.rows > 1:  # a single row would be recompiled: add a free one
         tokens_R, positions_R = tokens_R.repeat(2), positions_R * torch.tensor([1, 0])
     cache.reserve(cache.longest + 1)  # never the full capacity: without gaps between rows the step is recompiled
-    rows = Rows(*cache.slabs(len(tokens_R)), positions_R, cache.longest)
+    rows = DecodeRows(*cache.slabs(len(tokens_R)), positions_R, cache.longest)
     logits_RV: torch.Tensor = _compiled(model, tokens_R, rows)
     return logits_RV[:count]
 
@@ -100,7 +100,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    decoding: Rows | None = None,
+    decoding: DecodeRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `sdpa_attention_forward`; with ``decoding``, attention of one new token per row over its cached ones."""
