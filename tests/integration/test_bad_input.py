@@ -227,4 +227,4 @@ def test_unknown_command_names_the_right_one() -> None:
     assert ended.returncode == 2
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
-    assert said.endswith("there is: config, doctor, drain, keys, ledger, resume, run, slurm, status, worker")
+    assert said.endswith("there is: config, data, doctor, drain, keys, ledger, resume, run, slurm, status, worker")

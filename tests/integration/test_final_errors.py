@@ -1,6 +1,7 @@
 """A worker that says why it fails and is gone at once: its words are heard, also where its end is noticed first."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -45,16 +46,18 @@ def join_and_fail(address: str) -> None:
 async def test_final_error_of_a_worker_is_processed_before_its_disconnect(controller: tuple[api.Server, str]) -> None:
     server, address = controller
     connections = server._connections
-    failing = asyncio.create_task(asyncio.to_thread(join_and_fail, address))
+    failing = threading.Thread(target=join_and_fail, args=(address,))
+    failing.start()
     while WorkerId("trainer") not in connections:  # noqa: ASYNC110
         await asyncio.sleep(0)
     # From here on the controller reads nothing: it is busy, and meanwhile all of this comes, and the connection ends.
+    failing.join(DEADLINE_S)
+    assert not failing.is_alive()
     end_s = time.monotonic() + DEADLINE_S
     while not connections._disconnected:
         connections.send_now(WorkerId("trainer"), m.Heartbeat())
         assert time.monotonic() < end_s
     server._process_disconnects()
-    await failing
     async with asyncio.timeout(DEADLINE_S):
         while server.ended is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
