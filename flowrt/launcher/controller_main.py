@@ -113,7 +113,7 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
     except (FlowError, OSError) as error:
         with contextlib.suppress(OSError):
             partial_path(Path(config.run_dir) / "summary.json").unlink(missing_ok=True)
-        log.error("the summary cannot be written: %s", error)
+        log.log(logging.WARNING if ended.code else logging.ERROR, "the summary cannot be written: %s", error)
         return ended.code or EXIT_FAILED
     server.ledger.close()
     return ended.code
