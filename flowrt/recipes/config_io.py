@@ -154,7 +154,9 @@ def from_file(path: Path) -> RunConfig:
     Raises ConfigError if the file cannot be read or is not a configuration.
     """
     table = read_toml(path)
-    config = merge(defaults(str(table.get("recipe", "")), _algorithm(table)), table, str(path))
+    if "recipe" not in table:
+        raise ConfigError(f"config file {path} has no key 'recipe': it is empty or damaged; restore it from a copy")
+    config = merge(defaults(str(table["recipe"]), _algorithm(table)), table, str(path))
     return config if config.run_dir else dataclasses.replace(config, run_dir=str(path.absolute().parent))
 
 

@@ -78,9 +78,12 @@ def missing_steps(last: int | None, steps: int) -> str:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open and check the whole file. Raises sqlite3.Error, and FlowError for another schema version."""
+    """Open and check the whole file. Raises sqlite3.Error, and FlowError if it is empty or of another schema version."""
+    wal = wal_path(path)
+    if not path.stat().st_size and wal.exists() and wal.stat().st_size:
+        raise FlowError("it is empty, and its write-ahead log is not")  # SQLite would delete the log
     # A writer has a WAL next to the file. Without one there is no writer, and `immutable` leaves no files behind.
-    immutable = "" if wal_path(path).exists() else "&immutable=1"
+    immutable = "" if wal.exists() else "&immutable=1"
     uri = f"file:{quote(str(path.absolute()))}?mode=ro{immutable}"
     database = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     try:

@@ -87,3 +87,9 @@ def test_another_seed_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.Ca
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"flowrt: seed is 0 in {tmp_path}, and stays that")
     assert from_file(tmp_path / "config.toml") == RUN
+
+
+def test_an_empty_configuration_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"config file \S+/config\.toml has no key 'recipe': it is empty or damaged"):
+        from_file(tmp_path / "config.toml")

@@ -74,6 +74,11 @@ def short_file(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2 // PAGE * PAGE)
 
 
+def empty_file(path: Path) -> None:
+    """SQLite would delete the log of an empty file."""
+    os.truncate(path, 0)
+
+
 def short_log(path: Path) -> None:
     """What is left of it is in order, and ends long before the checkpoint."""
     os.truncate(log(path), HEADER + 20 * FRAME + 100)
@@ -110,6 +115,7 @@ SPOILS = [
     garbage_in_the_midst,
     zeros_in_the_midst,
     short_file,
+    empty_file,
     short_log,
     no_log,
     garbage_in_the_log,
