@@ -78,7 +78,10 @@ def missing_steps(last: int | None, steps: int) -> str:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open and check the whole file. Raises sqlite3.Error, and FlowError if it is empty or of another schema version."""
+    """Open and check the whole file.
+
+    Raises sqlite3.Error, and FlowError if it is empty and its log is not, or if it has another schema version.
+    """
     wal = wal_path(path)
     if not path.stat().st_size and wal.exists() and wal.stat().st_size:
         raise FlowError("it is empty, and its write-ahead log is not")  # SQLite would delete the log
