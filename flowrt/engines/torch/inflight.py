@@ -10,6 +10,7 @@ V vocabulary.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class CachedModel:
         self.cache = RowCache(model.config.num_hidden_layers, rows)
         self.step = step
         config = model.config.get_text_config()
+        # The name of the cache's argument since transformers 5.24, and before.
+        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._adds_mask = (
             model.config._attn_implementation == "eager"
         )  # adds the mask to the scores, so it must be float
@@ -50,9 +53,9 @@ class CachedModel:
             input_ids=tokens,
             attention_mask=self._masks(mask, positions),
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=kept_U,
+            **{self._cache_argument: self.cache},
         )
         logits: torch.Tensor = out.logits
         return logits
