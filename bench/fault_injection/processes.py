@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ MOST_BYTES = 256
 
 
 class Forked(Children):
-    """As those of a run; made before there is a loop or a thread.
+    """As those of a run; made before there is a thread.
 
     ``table`` gets a line "NAME PID" for each process; ``links`` gives the names of the workers whose connection can be
     cut, by what comes in through ``orders``: "hang up NAME", "hush NAME", "relent NAME".
@@ -40,6 +41,7 @@ class Forked(Children):
         pid = os.fork()
         if pid == 0:
             ours.close()
+            signal.set_wakeup_fd(-1)  # that of the launcher's event loop
             die_with_parent()
             serve(theirs)
         theirs.close()

@@ -129,15 +129,22 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
     check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
-    return asyncio.run(LocalRun(with_own_needs(config), console).run())
+    return asyncio.run(_run(with_own_needs(config), console))
+
+
+async def _run(config: RunConfig, console: Console) -> int:
+    signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
+    signals.install()  # before anything is written or started
+    return await LocalRun(config, console, signals).run()
 
 
 class LocalRun:
     """One run and its processes."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
+    def __init__(self, config: RunConfig, console: Console, signals: Signals) -> None:
         self._config = config
         self._console = console
+        self._signals = signals
         self._run_dir = Path(config.run_dir)
         self._created_dir = not self._run_dir.exists()
         private_directory(self._run_dir)
@@ -159,7 +166,6 @@ class LocalRun:
         )
         keys = config.controller.keys
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
-        self._signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
         self._failure = ""
         self._end_reason = ""  # as the controller gave it
         self._controller: Child | None = None
@@ -170,7 +176,6 @@ class LocalRun:
     async def run(self) -> int:
         """Run to the end; returns the exit code. Raises ConfigError for bad input that a process of the run found."""
         code: int
-        self._signals.install()
         try:
             with LiveView(self._console) as view:
                 view.report(f"run directory {self._run_dir}")
