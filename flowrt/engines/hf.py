@@ -76,7 +76,7 @@ def disable_dropout(model: Any) -> Any:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         # Functional attention reads its dropout from an attribute.
-        elif isinstance(getattr(module, "attention_dropout", None), float):
+        elif isinstance(getattr(module, "attention_dropout", None), int | float):
             module.attention_dropout = 0.0
     return model
 
