@@ -34,7 +34,8 @@ import json, random, sys, time
 from pathlib import Path
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.files import open_rows
-from flowrt.recipes.tasks.custom import CustomProblems, check_rows
+from flowrt.recipes.tasks.problems import Problems, ProblemSet
+from flowrt.recipes.tasks.row_check import check_rows
 
 def peak_mb():
     status = Path("/proc/self/status").read_text()  # ru_maxrss would include the parent, before exec
@@ -43,13 +44,13 @@ def peak_mb():
 data, before_mb, start_s = DataConfig(prompt_key="prompt", eval_prompts=int(sys.argv[2])), peak_mb(), time.monotonic()
 rows = open_rows(Path(sys.argv[1]))
 first = len(rows) - data.eval_prompts
-problems = CustomProblems(rows, data, range(first))
+problems = Problems(rows, data, range(first))
 order = list(range(len(problems)))
 random.Random("order 0 0").shuffle(order)
 assert problems[order[0]].messages
 found = {"rows_start_s": time.monotonic() - start_s}
 start_s = time.monotonic()
-check_rows(rows, data, first)
+check_rows([ProblemSet("", 1.0, rows, data, first)], data)
 found["rows_check_s"] = time.monotonic() - start_s
 found["rows_mb"] = peak_mb() - before_mb
 print(json.dumps(found))

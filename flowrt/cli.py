@@ -127,7 +127,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
-    parser.add_argument("--prompt", type=_whole_number, metavar="N", help="print the history of this prompt")
+    parser.add_argument(
+        "--prompt", default="", metavar="N", help="print the history of this prompt: its number, or NAME:ROW"
+    )
     parser.add_argument("--epoch", type=_whole_number, metavar="E", help="only of this epoch")
 
 
@@ -251,51 +253,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(options, console())
 
 
-def _data_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], metavar="check", help="check a data set against a model")
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a directory with a tokenizer")
-    parser.add_argument("--data", required=True, metavar="PATH", help="a file or a directory of rows")
-    parser.add_argument("--show", type=_whole_number, default=0, metavar="N", help="print the first N prompts")
-    whole: dict[str, Any] = {"type": _whole_number, "metavar": "N"}
-    parser.add_argument("--rollout.max-new-tokens", dest="max_new_tokens", default=256, help="as in a run", **whole)
-    parser.add_argument("--data.eval-prompts", dest="eval_prompts", default=64, help="rows that are held out", **whole)
-    parser.add_argument(
-        "--data.max-prompt-tokens", dest="max_prompt_tokens", default=0, help="0: no own limit", **whole
-    )
-    for name, default in (
-        ("split", "train"),
-        ("prompt_key", "prompt"),
-        ("answer_key", "answer"),
-        ("chat_template", ""),
-        ("chat_template_kwargs", ""),
-        ("system_prompt", ""),
-    ):
-        flag = f"--data.{name.replace('_', '-')}"
-        parser.add_argument(flag, dest=name, default=default, metavar="TEXT", help="as in a run")
-    parser.add_argument("--data.overlong", dest="overlong", choices=["error", "drop"], default="error")
-    parser.add_argument("--data.prefill", dest="prefill", choices=["True", "False"], default="False")
-    parser.add_argument("--data.allow-overlap", dest="allow_overlap", choices=["True", "False"], default="False")
-
-
 def _data(arguments: argparse.Namespace) -> int:
-    from flowrt.launcher.data_check import check_data
-    from flowrt.recipes.config import DataConfig
+    from flowrt.launcher.data_check import check_data, read_arguments
 
-    data = DataConfig(
-        path=arguments.data,
-        split=arguments.split,
-        prompt_key=arguments.prompt_key,
-        answer_key=arguments.answer_key,
-        chat_template=arguments.chat_template,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-        system_prompt=arguments.system_prompt,
-        prefill=arguments.prefill == "True",
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        overlong=arguments.overlong,
-        eval_prompts=arguments.eval_prompts,
-        allow_overlap=arguments.allow_overlap == "True",
-    )
-    return check_data(arguments.model, data, arguments.max_new_tokens, arguments.show, console())
+    action, *words = arguments.words or [""]
+    if action in HELP_FLAGS:
+        words = [action]
+    elif action != "check":
+        raise ConfigError(f"flowrt data takes check, not {action!r}: flowrt data check --model DIR --data PATH")
+    return check_data(*read_arguments(words), console())
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
@@ -321,9 +287,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),
     "doctor": Subcommand("check this machine, or all nodes of a job, before a run", _doctor, _doctor_arguments),
-    "data": Subcommand(
-        "check a data set: flowrt data check --model DIR --data PATH [--show N]", _data, _data_arguments
-    ),
+    "data": Subcommand("check a data set: flowrt data check --model DIR --data PATH [--show N]", _data),
     "slurm": Subcommand("write SLURM templates with the values of a site", _slurm),
 }
 

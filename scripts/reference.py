@@ -13,8 +13,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from flowrt.recipes.config import GuardConfig
-from flowrt.recipes.config_io import RECIPE_NAMES, defaults
+from flowrt.recipes.config import DataSetConfig, GuardConfig
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults, table_of
 from flowrt.recipes.resume_overrides import may_change
 from flowrt.runtime.bounds import MAX_TIMEOUT_S, TIMEOUT, interval_of, span
 
@@ -42,6 +42,7 @@ def page() -> str:
     lines += _section("The run", "", base)
     for name, table in _tables("", base):
         lines += _section(f"`[{name}]`", f"{name}.", table)
+    lines += _section("`[[data.sets]]`", "data.sets.", DataSetConfig(name="", path=""))
     lines += _section("`[[guard]]`", "guard.", GuardConfig(metric=""))
     lines += [
         "## Defaults of the recipes",
@@ -107,7 +108,7 @@ def _meanings(kind: type) -> dict[str, str]:
 def _kind(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return _kind(get_args(hint)[0])
-    if get_args(hint)[:1] == (GuardConfig,):
+    if table_of(hint) is not None:
         return "tables"
     if get_origin(hint) is UnionType:
         return _kind(get_args(hint)[0])

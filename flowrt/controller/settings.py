@@ -161,6 +161,8 @@ class Settings:
     steps: int = 0
     """Optimiser steps of the run."""
     groups_per_step: int = 1
+    data_sets: tuple[str, ...] = ()
+    """Names of the data sets by their index in prompt numbers; with two or more, metrics are kept of each."""
     completing_roles: tuple[str, ...] = ()
     """The run is complete when all workers of these roles have completed theirs; none: it does not complete."""
     critical_roles: tuple[str, ...] = ()

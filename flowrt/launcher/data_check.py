@@ -12,15 +12,20 @@ from typing import Any
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
-from flowrt.recipes.config import DataConfig, RunConfig
-from flowrt.recipes.config_io import defaults
-from flowrt.recipes.constraints import check_bounds, check_text
-from flowrt.recipes.data.files import open_rows
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import read, take
+from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example
-from flowrt.recipes.tasks.custom import CustomProblems, check_rows, folded
-from flowrt.recipes.tasks.rows import first_held_out
+from flowrt.recipes.tasks.problems import Concatenated, folded, open_sets
+from flowrt.recipes.tasks.registry import recipe
+from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.recipes.tasks.rows import data_path
 
+ABOUT = (
+    "Checks the data sets of flowrt run custom against its model, without a process or a model in memory. Takes every "
+    "flag of that command, of which those listed here have an effect, and --show N: print the first N prompts."
+)
 BATCH = 512
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_SHOWN_TOKENS = 64
@@ -50,13 +55,33 @@ class Prompts:
     first_shared: str
 
 
-def check_data(model: Path, data: DataConfig, max_new_tokens: int, show: int, console: Console) -> int:
-    """Print a data set's rows, lengths, stop tokens and duplicates, and its first prompts.
+def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int]:
+    """The configuration of the run that is checked, from the flags of ``flowrt run custom``, and the value of --show.
+
+    Raises ConfigError for invalid values. Exits with code 2 on unknown flags, and after printing --help.
+    """
+    show, rest = take("--show", list(words))
+    if show and not (show.isascii() and show.isdecimal()):
+        raise ConfigError(f"--show {show!r:.40} is not a whole number")
+    config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed)
+    if not recipe(config.recipe).takes_reward:
+        raise ConfigError(f"flowrt data check reads data as recipe custom does, not as {config.recipe}")
+    if not config.model:
+        raise ConfigError("flowrt data check needs --model DIRECTORY, with a tokenizer and config.json")
+    if not config.data.sets:
+        data_path(config)
+    return config, int(show or "0")
+
+
+def _is_listed(name: str) -> bool:
+    return name in ("model", "rollout.max_new_tokens") or (name.startswith("data.") and "reward" not in name)
+
+
+def check_data(config: RunConfig, show: int, console: Console) -> int:
+    """Print the data sets' rows, lengths, stop tokens and duplicates, and their first prompts.
 
     Args:
-        model: directory with a tokenizer and config.json.
-        data: how the rows are read; the last ``eval_prompts`` of them are held out.
-        max_new_tokens: of a response.
+        config: of the run; its model needs a tokenizer and config.json alone.
         show: number of prompts to print.
         console: receives the report.
 
@@ -65,27 +90,22 @@ def check_data(model: Path, data: DataConfig, max_new_tokens: int, show: int, co
 
     Raises ConfigError for rows that cannot be used, and a model that has no tokenizer.
     """
-    config = replace(defaults("custom"), data=data)
-    config = replace(config, rollout=replace(config.rollout, max_new_tokens=max_new_tokens))
     check_text(config)
     check_bounds(config)
-    rows = open_rows(Path(data.path), data.split)
-    first = first_held_out(len(rows), data.eval_prompts, Path(data.path))
-    check_rows(rows, replace(data, allow_overlap=True), first)
-    training, held_out = (CustomProblems(rows, data, places) for places in (range(first), range(first, len(rows))))
-    return _report(config, model, training, held_out, show, console)
+    check_data_options(config)
+    sets = open_sets(config.data)
+    check_rows(sets, replace(config.data, allow_overlap=True))
+    training = Concatenated([one.training for one in sets])
+    held_out = Concatenated([one.held_out for one in sets])
+    return _report(config, training, held_out, show, console)
 
 
 def _report(
-    config: RunConfig,
-    model: Path,
-    training: Sequence[Example],
-    held_out: Sequence[Example],
-    show: int,
-    console: Console,
+    config: RunConfig, training: Sequence[Example], held_out: Sequence[Example], show: int, console: Console
 ) -> int:
     from flowrt.engines.prompts import PromptEncoder, template_text
 
+    model = Path(config.model)
     tokenizer, model_config = _model(model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)

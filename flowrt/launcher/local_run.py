@@ -95,6 +95,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         data=dataclasses.replace(
             config.data,
             path=_absolute(config.data.path),
+            sets=tuple(dataclasses.replace(one, path=_absolute(one.path)) for one in config.data.sets),
             reward=_absolute(config.data.reward),
             chat_template=_template(config.data.chat_template),
         ),

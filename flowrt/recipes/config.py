@@ -45,12 +45,30 @@ Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
 @dataclass(frozen=True)
+class DataSetConfig:
+    """One of several data sets.
+
+    In a file a table `[[data.sets]]` each, as a flag `--data NAME=PATH:WEIGHT`.
+    """
+
+    name: str
+    """Name in metrics and in the ledger: letters, digits, - and _."""
+    path: str
+    """File or directory of rows, as data.path."""
+    weight: Annotated[float, Interval(gt=0, le=1_000_000)] = 1.0
+    """Share of the prompts of each step, relative to the weights of the other sets."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Prompts and rewards."""
 
     path: str = ""
     """One problem per row (also --data PATH): a JSON Lines (also gzipped) or Parquet file, or a directory that datasets
     has saved or that is a snapshot of a data set on the Hub; recipe arithmetic generates its problems."""
+    sets: tuple[DataSetConfig, ...] = ()
+    """Recipe custom: several data sets in place of the path, mixed by weight: tables `[[data.sets]]`, or flags
+    `--data NAME=PATH:WEIGHT`."""
     split: str = "train"
     """Split that is read from a directory."""
     prompt_key: str = "question"
@@ -78,9 +96,11 @@ class DataConfig:
     reward_timeout_s: Seconds = 60.0
     """Recipe custom: deadline for loading the reward file and for each call, in seconds."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
-    """Passes over the data, after which the run ends early; 0: as many as the steps need."""
+    """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
+    steps need."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
-    """Held-out prompts, answered greedily before and after training; 0: no evaluation."""
+    """Held-out prompts, the last rows, of several sets in proportion to the weights; answered greedily before and after
+    training; 0: no evaluation."""
 
     @property
     def prompt_format(self) -> PromptFormat:

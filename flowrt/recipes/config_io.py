@@ -16,8 +16,9 @@ import tomli_w
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.algorithms import preset
-from flowrt.recipes.config import GuardConfig, RunConfig
+from flowrt.recipes.config import DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
 from flowrt.runtime.bounds import interval_of, span
@@ -33,30 +34,52 @@ def defaults(name: str, algorithm: str = "") -> RunConfig:
 
 
 def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
-    """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
-    algorithm's preset, and that the defaults of the recipe.
+    """The configuration of a command line, checked.
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
     """
+    parsed = read(arguments, command)
+    check(parsed)
+    return parsed
+
+
+def read(
+    arguments: Sequence[str],
+    command: str,
+    *,
+    default: str = RECIPE_NAMES[0],
+    about: str = "",
+    is_listed: Callable[[str], bool] = lambda _: True,
+) -> RunConfig:
+    """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
+    algorithm's preset, and that the defaults of the recipe.
+
+    Args:
+        arguments: the words.
+        command: the command's name in messages.
+        default: the recipe if none is named.
+        about: what --help begins with; empty: the recipe.
+        is_listed: whether --help lists the field of this dotted name, and all below it.
+
+    Raises ConfigError for values of the wrong type. Exits with code 2 on unknown flags, with suggestions.
+    """
     rest = list(arguments)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-    file, rest = _take("--config", rest)
-    flag, rest = _take("--recipe", rest)
-    algorithm, rest = _take("--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", one) for one in rest])
+    file, rest = take("--config", rest)
+    flag, rest = take("--recipe", rest)
+    algorithm, rest = take("--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", one) for one in rest])
     if name and flag and name != flag:
         raise ConfigError(f"recipe {name!r} or {flag!r}? Name only one of them")
     name = name or flag
     table = read_toml(Path(file)) if file else {}
     if algorithm and isinstance(own := table.get("algorithm"), Mapping):
         table["algorithm"] = {key: value for key, value in own.items() if key != "name"}
-    base = defaults(name or str(table.get("recipe", RECIPE_NAMES[0])), algorithm or _algorithm(table))
+    base = defaults(name or str(table.get("recipe", default)), algorithm or _algorithm(table))
     if name and table.get("recipe", name) != name:
         raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {name!r}; name only one of them")
     base = merge(base, table, file)
-    description = f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml."
-    parsed = read_flags(command, description, rest, base)
-    check(parsed)
-    return parsed
+    about = about or f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml."
+    return read_flags(command, about, rest, base, is_listed)
 
 
 def read_flags(
@@ -77,8 +100,9 @@ def read_flags(
     """
     import tyro  # late: workers read configurations, but no flags
 
-    words = [re.sub(r"^--data(?==|$)", "--data.path", word) for word in words]
-    base, words = _with_guards(base, words)
+    data, words = _take_all("--data", words)
+    guards, words = _take_all("--guard", words)
+    base = _with_data(_with_guards(base, guards), data)
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
@@ -86,18 +110,33 @@ def read_flags(
     return tyro.cli(RunConfig, prog=command, description=description, args=words, default=base, config=config)
 
 
-def _with_guards(base: RunConfig, words: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The configuration with the guards of ``--guard`` flags after its own, and the remaining flags."""
-    rules: list[GuardConfig] = []
+def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of a flag that may be repeated, and the remaining words."""
+    values: list[str] = []
     rest: list[str] = []
     remaining = iter(words)
     for word in remaining:
         name, equals, value = word.partition("=")
-        if name == "--guard":
-            rules += _guards([parse_guard(value if equals else next(remaining, ""))], "guard", "flags")
+        if name == flag:
+            values.append(value if equals else next(remaining, ""))
         else:
             rest.append(word)
-    return (dataclasses.replace(base, guard=(*base.guard, *rules)) if rules else base), rest
+    return values, rest
+
+
+def _with_guards(base: RunConfig, flags: Sequence[str]) -> RunConfig:
+    """The configuration with the guards of ``--guard`` flags after its own."""
+    rules = _of_tables(GuardConfig, [parse_guard(flag) for flag in flags], "guard", "flags")
+    return dataclasses.replace(base, guard=(*base.guard, *rules)) if rules else base
+
+
+def _with_data(base: RunConfig, flags: Sequence[str]) -> RunConfig:
+    """The configuration with the path or the data sets of ``--data`` flags in place of its own."""
+    if not flags:
+        return base
+    path, tables = parse_data(flags)
+    sets = _of_tables(DataSetConfig, tables, "data.sets", "flags")
+    return dataclasses.replace(base, data=dataclasses.replace(base.data, path=path, sets=sets))
 
 
 def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:
@@ -115,7 +154,7 @@ def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -
             values[field.name], types[field.name] = _documented(values[field.name], is_listed, f"{name}.")
         elif not is_listed(name):
             types[field.name] = hidden[hint]
-        elif get_args(hint)[:1] == (GuardConfig,):  # the form of the flag, which `_with_guards` parses
+        elif table_of(hint) is not None:  # the form of the flag, which `read_flags` parses
             values[field.name], types[field.name] = (), tuple[str, ...]
         elif (interval := interval_of(hint)) is not None:
             # tyro puts the default where the braces are.
@@ -164,6 +203,7 @@ def to_toml(config: RunConfig) -> str:
     """The configuration as TOML, which has no value for a limit that is not set."""
     table = dataclasses.asdict(config)
     table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
+    table["data"]["sets"] = list(table["data"]["sets"])
     return tomli_w.dumps(table)
 
 
@@ -192,7 +232,7 @@ def _algorithm(table: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
+def take(flag: str, arguments: list[str]) -> tuple[str, list[str]]:
     """The value of a flag that is parsed before the others, and the remaining arguments."""
     rest, value = [], ""
     remaining = iter(arguments)
@@ -220,8 +260,8 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
         if value not in get_args(expected):
             raise ConfigError(f"{source}: {where!r} takes one of {', '.join(get_args(expected))}, not {value!r:.80}")
         return value
-    if get_args(expected)[:1] == (GuardConfig,):
-        return tuple(_guards(value, where, source))
+    if (kind := table_of(expected)) is not None:
+        return _of_tables(kind, value, where, source)
     if get_origin(expected) is UnionType:  # a number, or None, which no file can name
         return _typed(value, float, where, source)
     if get_origin(expected) is tuple:
@@ -233,13 +273,22 @@ def _typed(value: Any, expected: type, where: str, source: str) -> Any:
     return value
 
 
-def _guards(tables: Any, where: str, source: str) -> list[GuardConfig]:
-    """Guards from their tables."""
+def table_of(hint: Any) -> type[Any] | None:
+    """The dataclass of a list of tables; None for a field of another type."""
+    kind = next(iter(get_args(hint)), None)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _of_tables(kind: Any, tables: Any, where: str, source: str) -> tuple[Any, ...]:
+    """One value of this dataclass for each table."""
     if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
         raise ConfigError(f"{source}: {where!r} takes tables [[{where}]] with keys, not {tables!r:.80}")
-    if any("metric" not in one for one in tables):
-        raise ConfigError(f"{source}: a table [[{where}]] has no key 'metric'; name a field of metrics.jsonl")
-    return [merge(GuardConfig(metric=""), one, source, f"{where}.") for one in tables]
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    for one in tables:
+        if missing := next((name for name in required if name not in one), ""):
+            raise ConfigError(f"{source}: a table [[{where}]] has no key {missing!r}; every one needs it")
+    base = kind(**dict.fromkeys(required, ""))
+    return tuple(merge(base, one, source, f"{where}.") for one in tables)
 
 
 def _first_line(error: Exception) -> str:

@@ -25,6 +25,7 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
 )
+from flowrt.recipes.data_sets import check_sets
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -55,7 +56,7 @@ def check(config: RunConfig) -> None:
     _check_reference(config)
     _check_controller(config)
     _check_hosts(config)
-    _check_data(config)
+    check_data_options(config)
     if config.data.reward and not recipe(config.recipe).takes_reward:
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
     if config.model:
@@ -106,7 +107,7 @@ def _check_one_text(text: str, name: str) -> None:
             ) from None
 
 
-def _check_data(config: RunConfig) -> None:
+def check_data_options(config: RunConfig) -> None:
     """Raise ConfigError for options of the data that change nothing."""
     data = config.data
     data.prompt_format  # noqa: B018 (raises for unusable options)
@@ -114,8 +115,10 @@ def _check_data(config: RunConfig) -> None:
         for name, value in (("prefill", data.prefill), ("allow_overlap", data.allow_overlap)):
             if value:
                 raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
-    if data.split != DataConfig.split and data.path and Path(data.path).is_file():
-        raise ConfigError(f"data.split is {data.split!r}, and {data.path} is a file; a split is of a directory")
+    check_sets(data, config.recipe, mixes=recipe(config.recipe).takes_reward)
+    paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
+    if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
+        raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
 
 
 def _check_filter(config: RunConfig) -> None:

@@ -31,6 +31,7 @@ from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
+from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
 
 POLICY = "policy"
@@ -154,6 +155,7 @@ def settings(config: RunConfig) -> Settings:
     return Settings(
         steps=config.steps,
         groups_per_step=config.prompts_per_step,
+        data_sets=set_names(config.data),
         completing_roles=(SOURCE, TRAINER),
         critical_roles=(TRAINER,),
         replaceable_roles=(SOURCE, ROLLOUT, REWARD, *([REFERENCE] if needs_reference(config.algorithm) else [])),

@@ -4,6 +4,7 @@ What the training engines report is named here too, because nothing that checks 
 compares the names with those of every preset's step.
 """
 
+from flowrt.controller.transitions.training import GROUPS_OF, REWARD_OF
 from flowrt.recipes.algorithms import DPO, is_own
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
 
@@ -41,6 +42,8 @@ def metric_names(config: RunConfig) -> frozenset[str]:
         names.add("skipped_prompts")
     if config.rollout.truncation.is_active:
         names.add("support_size")
+    if len(config.data.sets) > 1:
+        names |= {f"{of}{one.name}" for one in config.data.sets for of in (REWARD_OF, GROUPS_OF)}
     return frozenset(names if is_own(config.algorithm.name) else names | _of_objective(config))
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import DataSetConfig, RunConfig
 from flowrt.recipes.config_io import read_flags
 from flowrt.recipes.constraints import check
+from flowrt.recipes.data_sets import described
 
 FREE = (
     "steps",
@@ -50,9 +51,9 @@ def apply_overrides(config: RunConfig, words: Sequence[str]) -> RunConfig:
     changed = read_flags("flowrt resume RUN", description, words, config, may_change)
     for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
         if not may_change(name):
-            was, now = attrgetter(name)(config), attrgetter(name)(changed)
+            was, now = (_shown(attrgetter(name)(one)) for one in (config, changed))
             raise ConfigError(
-                f"{name} is {was!r} in {config.run_dir}, and stays that when the run is resumed, not {now!r}: where a "
+                f"{name} is {was} in {config.run_dir}, and stays that when the run is resumed, not {now}: where a "
                 f"run is, and on how much, may change ({', '.join(FREE)}), but not what it computes; for that start "
                 "another one, which can have this one's model with --model"
             )
@@ -61,6 +62,13 @@ def apply_overrides(config: RunConfig, words: Sequence[str]) -> RunConfig:
         changed = dataclasses.replace(changed, controller=controller)
     check(changed)
     return changed
+
+
+def _shown(value: object) -> str:
+    """A value in a message."""
+    if isinstance(value, tuple) and all(isinstance(one, DataSetConfig) for one in value):
+        return described(value)
+    return repr(value)
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any], path: str = "") -> Iterator[str]:

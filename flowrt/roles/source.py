@@ -1,10 +1,10 @@
 """The source role: offers the task's prompts as groups, and evaluates before and after training."""
 
 import asyncio
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
@@ -13,12 +13,14 @@ from flowrt.client.session import Session
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.prompts import PromptEncoder
 from flowrt.ids import SOURCE
+from flowrt.protocol.prompt_numbers import prompt_number
 from flowrt.protocol.records import unpack
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data.mixture import Place, SetSize, mixture
 from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir
-from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.base import Example, TrainingSet
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.roles.main import main
 
@@ -34,7 +36,7 @@ async def run(session: Session, config: RunConfig) -> None:
     known = dict(session.welcome.position.numbers)
     if held_out and "eval_first" not in known:
         session.report({"eval_first": await evaluate(session, columns, held_out, min_version=0, epoch=0)})
-    await offer_all(session, config, columns, task.training_problems())
+    await offer_all(session, config, columns, task.training_sets())
     if held_out:
         session.report({"eval_last": await evaluate(session, columns, held_out, min_version=LATEST, epoch=1)})
     session.finished()
@@ -65,44 +67,53 @@ class PromptColumns:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A prompt of the order, and what is offered of it; None if a resumed run has consumed it."""
+
+    number: int
+    epoch: int
+    made: dict[str, torch.Tensor] | None
+
+
 async def offer_all(
     session: Session,
     config: RunConfig,
     columns: Callable[[Example], dict[str, torch.Tensor] | None],
-    problems: Sequence[Example],
+    sets: Sequence[TrainingSet],
 ) -> None:
     """Offer prompts until the run needs no more, with ``prompts_per_step`` offers always pending at the controller.
 
-    Prompts for which ``columns`` has nothing are left out.
+    Prompts for which ``columns`` has nothing are left out, and the next one of their set takes their place.
 
     A resumed run skips the prompts it has consumed and offers the others in their original order.
     """
     consumed = unpack(session.welcome.position.passed)
+
+    def offer(place: Place) -> _Offer | None:
+        number = prompt_number(place.data_set, place.row)
+        if number in consumed.get(place.epoch, ()):
+            return _Offer(number, place.epoch, None)
+        made = columns(sets[place.data_set].problems[place.row])
+        return None if made is None else _Offer(number, place.epoch, made)
+
+    sizes = [SetSize(one.name, one.weight, len(one.problems)) for one in sets]
     pending: deque[asyncio.Task[int | None]] = deque()
-    epoch = 0
     try:
-        while config.data.epochs == 0 or epoch < config.data.epochs:
-            order = list(range(len(problems)))
-            random.Random(f"order {config.seed} {epoch}").shuffle(order)
-            done = consumed.get(epoch, frozenset())
-            for prompt in order:
-                if prompt in done:
-                    continue
-                made = columns(problems[prompt])
-                if made is None:
-                    continue
-                offer = session.offer(TRAIN, prompt, epoch, config.group_size, made)
-                pending.append(asyncio.create_task(offer))
-                while len(pending) >= config.prompts_per_step:
-                    if await pending.popleft() is None:
-                        return
-            epoch += 1
+        for one in mixture(sizes, config.seed, config.data.epochs, offer):
+            if one.made is None:
+                continue
+            accepted = session.offer(TRAIN, one.number, one.epoch, config.group_size, one.made)
+            pending.append(asyncio.create_task(accepted))
+            while len(pending) >= config.prompts_per_step:
+                if await pending.popleft() is None:
+                    return
         while pending:
             await pending.popleft()
         # All prompts are open. One more offer returns when the last step has been trained.
         session.exhausted(TRAIN)
-        spare = next(made for problem in problems if (made := columns(problem)) is not None)
-        await session.offer(TRAIN, 0, epoch, config.group_size, spare)
+        spare = next(made for one in sets for problem in one.problems if (made := columns(problem)) is not None)
+        await session.offer(TRAIN, 0, config.data.epochs, config.group_size, spare)
     finally:
         for task in pending:
             task.cancel()

@@ -12,7 +12,7 @@ from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, S
 from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.grpo import POLICY
-from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.base import Example, TrainingSet
 from flowrt.roles.algorithm import algorithm
 from flowrt.roles.rollout import RolloutLoop
 from flowrt.roles.source import offer_all
@@ -33,7 +33,7 @@ async def source(session: Session, play: Play) -> None:
         return {"prompt": prompt, "answer": torch.zeros(8, dtype=torch.uint8)}
 
     problems = [Example(str(number), "", "") for number in range(workload.prompts)]
-    await offer_all(session, play.config(), columns, problems)
+    await offer_all(session, play.config(), columns, [TrainingSet("", 1.0, problems)])
     session.finished()
 
 

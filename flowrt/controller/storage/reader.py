@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from flowrt.controller.storage.integrity import open_read_only, wal_corruption, with_pending_writes
 from flowrt.errors import ConfigError, FlowError
+from flowrt.protocol.prompt_numbers import ROW_BITS
 
 
 class PromptEvent(NamedTuple):
@@ -57,6 +58,11 @@ class LedgerReader:
     def states(self) -> dict[str, int]:
         """Number of prompts in each state; a prompt that was never offered is not counted."""
         return dict(self.query("SELECT state, COUNT(*) FROM prompts GROUP BY state"))
+
+    def states_of_sets(self) -> dict[tuple[int, str], int]:
+        """Number of prompts in each state by the index of their data set."""
+        rows = self.query("SELECT prompt >> ?, state, COUNT(*) FROM prompts GROUP BY 1, 2", ROW_BITS)
+        return {(data_set, state): count for data_set, state, count in rows}
 
     def reasons(self) -> dict[str, int]:
         """Number of dropped prompts by reason."""

@@ -19,6 +19,7 @@ from flowrt.controller.transitions import filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import CheckpointWritten, StepCompleted
+from flowrt.protocol.prompt_numbers import data_set_of
 from flowrt.protocol.records import KEPT_TOKENS, Values
 
 # Fields of metrics.jsonl that count what is trained, and what the group filter and the curriculum leave out.
@@ -26,6 +27,8 @@ ZERO_VARIANCE = "zero_variance_groups"
 FILTERED_GROUPS = "filtered_groups"
 REFUSED_TRAINED = "refused_groups_trained"
 SKIPPED_PROMPTS = "skipped_prompts"
+REWARD_OF, GROUPS_OF = "reward_of/", "groups_of/"
+"""What the names of a data set's metrics begin with."""
 
 # ---- micro-batches
 
@@ -199,6 +202,15 @@ def _step_closed(
         counts += [(FILTERED_GROUPS, filtered), (REFUSED_TRAINED, refused)]
     if env.policies.curriculum.history:
         counts.append((SKIPPED_PROMPTS, skipped))
+    rewards: list[tuple[str, float]] = []
+    if len(env.settings.data_sets) > 1:
+        of_set = [
+            [one for one in trained if data_set_of(one.prompt) == at] for at in range(len(env.settings.data_sets))
+        ]
+        for name, groups in zip(env.settings.data_sets, of_set, strict=True):
+            counts.append((f"{GROUPS_OF}{name}", len(groups)))
+            if groups and REWARD in env.flow.train_inline:
+                rewards.append((f"{REWARD_OF}{name}", _mean(REWARD, groups)))
     slots = [slot for group in trained for slot in group.slots]
     columns = sorted({column for slot in slots for column in slot.inline})
     return StepClosed(
@@ -207,10 +219,16 @@ def _step_closed(
         samples=len(slots),
         tokens=sum(map(env.sizes.tokens, trained)),
         lags=tuple(message.step - (slot.oldest_version() or 0) for slot in slots),
-        inline_means=tuple((name, sum(slot.inline[name] for slot in slots) / len(slots)) for name in columns),
+        inline_means=(*((name, _mean(name, trained)) for name in columns), *rewards),
         metrics=message.metrics,
         counts=tuple(counts),
     )
+
+
+def _mean(column: str, groups: Sequence[Group]) -> float:
+    """The mean of an inline column over the samples of these groups."""
+    values = [slot.inline[column] for group in groups for slot in group.slots]
+    return sum(values) / len(values)
 
 
 def _publish_checkpoint(state: State, worker: WorkerId, message: CheckpointWritten) -> list[Command]:

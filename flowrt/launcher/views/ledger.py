@@ -8,7 +8,11 @@ from rich.table import Table
 from flowrt.controller.storage.integrity import LEDGER, missing_steps
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
-from flowrt.recipes.run_dir import checkpoint_steps
+from flowrt.protocol.prompt_numbers import MAX_ROWS, prompt_name, prompt_number
+from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.recipes.config_io import from_file
+from flowrt.recipes.data_sets import set_names
+from flowrt.recipes.run_dir import CONFIG, checkpoint_steps
 
 STATES = {
     "unread": "to be offered again after a rollback (prompts never offered are not listed)",
@@ -20,45 +24,82 @@ STATES = {
 }
 
 
-def show(run_dir: Path, prompt: int | None, epoch: int | None, console: Console) -> None:
-    """Print the states of all prompts, or the history of one. Raises ConfigError if there is none."""
+def show(run_dir: Path, prompt: str, epoch: int | None, console: Console) -> None:
+    """Print the states of all prompts, or the history of one.
+
+    Args:
+        run_dir: of the run.
+        prompt: the number of a prompt, or NAME:ROW with several data sets; empty: all.
+        epoch: of the history; None: all.
+        console: receives the table.
+
+    Raises ConfigError if there is none.
+    """
     with LedgerReader(run_dir / LEDGER) as ledger:
         if missing := missing_steps(ledger.last_step(), max(checkpoint_steps(run_dir), default=0)):
             raise ConfigError(f"ledger {run_dir / LEDGER} {missing}")
-        if prompt is not None:
-            console.print(history(ledger, prompt, epoch))
+        names = _set_names(run_dir)
+        if prompt:
+            console.print(history(ledger, _number(prompt, names), epoch, names))
         elif epoch is not None:
             raise ConfigError("flowrt ledger takes --epoch together with --prompt")
         else:
-            console.print(states_table(ledger, run_dir))
+            console.print(states_table(ledger, run_dir, names))
 
 
-def states_table(ledger: LedgerReader, run_dir: Path) -> Table:
-    """The number of prompts in each state."""
+def _set_names(run_dir: Path) -> tuple[str, ...]:
+    """The names of the run's data sets; none if its configuration cannot be read."""
+    try:
+        return set_names(from_file(run_dir / CONFIG).data)
+    except ConfigError:
+        return ()
+
+
+def _number(prompt: str, names: tuple[str, ...]) -> int:
+    """The number of a prompt that is given as such, or as NAME:ROW. Raises ConfigError if it is neither."""
+    name, colon, row = prompt.rpartition(":")
+    if not (row.isascii() and row.isdecimal() and int(row) <= LARGEST_PROMPT):
+        raise ConfigError(f"--prompt {prompt!r:.80} is not a whole number" + (", or NAME:ROW" if names else ""))
+    if not colon:
+        return int(row)
+    if name not in names or int(row) >= MAX_ROWS:
+        there = ", ".join(names) or "one, without a name"
+        raise ConfigError(f"--prompt {prompt!r:.80}: the run has no data set {name!r:.80}; it has {there}")
+    return prompt_number(names.index(name), int(row))
+
+
+def states_table(ledger: LedgerReader, run_dir: Path, names: tuple[str, ...]) -> Table:
+    """The number of prompts in each state, with several data sets of each."""
     states, last = ledger.states(), ledger.last_step()
+    of_sets = ledger.states_of_sets() if len(names) > 1 else {}
+    sets = range(len(names)) if len(names) > 1 else range(0)
     trained = "no step is trained" if last is None else f"trained up to step {last}"
     table = Table(title=f"ledger of {run_dir.absolute().name}: {trained}")
     table.add_column("state", style="bold")
     table.add_column("prompts", justify="right")
+    for at in sets:
+        table.add_column(names[at], justify="right")
     table.add_column("meaning", style="dim")
     for state in [*STATES, *sorted(states.keys() - STATES.keys())]:
-        table.add_row(state, str(states.get(state, 0)), STATES.get(state, ""))
+        counts = [str(of_sets.get((at, state), 0)) for at in sets]
+        table.add_row(state, str(states.get(state, 0)), *counts, STATES.get(state, ""))
     for reason, count in ledger.reasons().items():
-        table.add_row("", str(count), f"dropped: {reason}")
+        table.add_row("", str(count), *[""] * len(sets), f"dropped: {reason}")
     table.add_section()
-    table.add_row("all", str(sum(states.values())), "each in one state for each epoch in which it was offered")
+    totals = [str(sum(count for (at, _), count in of_sets.items() if at == one)) for one in sets]
+    table.add_row("all", str(sum(states.values())), *totals, "each in one state for each epoch in which it was offered")
     return table
 
 
-def history(ledger: LedgerReader, prompt: int, epoch: int | None) -> Table:
+def history(ledger: LedgerReader, prompt: int, epoch: int | None, names: tuple[str, ...]) -> Table:
     """All state changes of a prompt. Raises ConfigError if it was never offered."""
-    events = ledger.history(prompt, epoch)
+    events, name = ledger.history(prompt, epoch), prompt_name(prompt, names)
     if not events:
         when = "" if epoch is None else f" in epoch {epoch}"
-        raise ConfigError(f"prompt {prompt} has not been offered{when}: it is unread")
+        raise ConfigError(f"prompt {name} has not been offered{when}: it is unread")
     present = ledger.states_of(prompt)
     states = ", ".join(f"{present[one]} in epoch {one}" for one in sorted({event.epoch for event in events}))
-    table = Table(title=f"prompt {prompt}: {states}")
+    table = Table(title=f"prompt {name}: {states}")
     for name in ("epoch", "life", "seconds", "step"):
         table.add_column(name, justify="right")
     table.add_column("state", style="bold")

@@ -24,6 +24,16 @@ class Example:
     """The prompt as a conversation, in place of text, if there are any."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSet:
+    """A data set to train on, and its share of the prompts."""
+
+    name: str
+    """Empty if it is the only one."""
+    weight: float
+    problems: Sequence[Example]
+
+
 class Task(ABC):
     """Prompts and their reward; every worker that makes a task from the same configuration has the same one."""
 
@@ -34,7 +44,11 @@ class Task(ABC):
 
     @abstractmethod
     def training_problems(self) -> Sequence[Example]:
-        """The prompts to train on."""
+        """The prompts to train on, of all data sets."""
+
+    def training_sets(self) -> Sequence[TrainingSet]:
+        """The data sets whose prompts are mixed; one by default. Their indices are part of the numbers of prompts."""
+        return (TrainingSet("", 1.0, self.training_problems()),)
 
     @abstractmethod
     def held_out_problems(self) -> Sequence[Example]:

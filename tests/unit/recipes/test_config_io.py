@@ -20,7 +20,7 @@ import torch
 
 from flowrt.engines.base import sample_seed
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import AlgorithmConfig, GuardConfig, RunConfig
+from flowrt.recipes.config import AlgorithmConfig, DataSetConfig, GuardConfig, RunConfig
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml, merge, parse, to_toml
 from flowrt.recipes.constraints import check
 from flowrt.recipes.tasks.registry import task_of
@@ -152,6 +152,8 @@ def _change(config: Any) -> Any:
             changes[field.name] = value + " other"
         elif field.name == "guard":
             changes[field.name] = (*value, GuardConfig("a", above=-0.5, steps=2), GuardConfig("b", below=1e-9))
+        elif field.name == "sets":
+            changes[field.name] = (*value, DataSetConfig("a", "a b/c", 0.25), DataSetConfig("b", "é:=", 1.0))
         elif isinstance(value, tuple):
             changes[field.name] = (*value, "\n\n", 'a "quoted" é')
         else:

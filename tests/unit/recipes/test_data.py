@@ -15,15 +15,22 @@ from pyarrow import parquet
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.config_io import parse
+from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.tasks.custom import CustomProblems, check_rows, problem
+from flowrt.recipes.tasks.problems import Problems, ProblemSet, problem
+from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import read_rows
 
 DATA = DataConfig(prompt_key="prompt", eval_prompts=0)
 ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1), "level": n % 3} for n in range(40)
 ]
+
+
+def check(rows: Rows, data: DataConfig, first_held_out: int) -> None:
+    """Check a run's only data set."""
+    check_rows([ProblemSet("", 1.0, rows, data, first_held_out)], data)
 
 
 def lines(rows: list[Any]) -> bytes:
@@ -91,8 +98,8 @@ def test_every_format_has_the_same_rows_in_order_and_at_random(kind: str, tmp_pa
     rows = open_rows(write(kind, tmp_path))
     assert list(rows.scan()) == ROWS
     assert [rows.row(index) for index in reversed(range(len(rows)))] == ROWS[::-1]
-    check_rows(rows, DATA, len(rows))
-    problems = CustomProblems(rows, DATA, range(len(rows)))
+    check(rows, DATA, len(rows))
+    problems = Problems(rows, DATA, range(len(rows)))
     assert list(problems) == [problems[index] for index in range(len(ROWS))]
     assert problems[3].messages == (("user", "3 + 1?"),)
     assert json.loads(problems[3].answer) == {"answer": "4", "prompt": ROWS[3]["prompt"], "level": 0}
@@ -200,14 +207,14 @@ def test_a_row_that_cannot_be_a_prompt_is_named(tmp_path: Path, row: object, sai
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "fine"}, row, {"prompt": "fine too"}]))
     with pytest.raises(ConfigError, match=f"^data file {path}, {said}"):
-        check_rows(open_rows(path), DATA, 3)
+        check(open_rows(path), DATA, 3)
 
 
 @pytest.mark.parametrize(("wrong", "counted"), [(3, "3 mistakes"), (9, "9 mistakes"), (25, "at least 10 mistakes")])
 def test_the_first_ten_mistakes_are_reported_together(tmp_path: Path, wrong: int, counted: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "fine", "answer": "1"}, *[{"prompt": n, "answer": n} for n in range(wrong)]]))
-    for read in (lambda: check_rows(open_rows(path), DATA, 1), lambda: read_rows(path, ("prompt", "answer"))):
+    for read in (lambda: check(open_rows(path), DATA, 1), lambda: read_rows(path, ("prompt", "answer"))):
         with pytest.raises(ConfigError) as refused:
             read()
         said = str(refused.value)
@@ -219,15 +226,15 @@ def test_the_first_ten_mistakes_are_reported_together(tmp_path: Path, wrong: int
 def test_an_answer_is_optional_but_not_in_some_rows_only(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines([{"prompt": "a"}, {"prompt": "b"}]))
-    check_rows(open_rows(path), DATA, 2)
+    check(open_rows(path), DATA, 2)
     assert json.loads(problem({"prompt": "a"}, DATA, "").answer) == {"prompt": "a", "answer": None}
     with pytest.raises(ConfigError, match="line 1 has no field 'gold'; it has 'prompt'"):
-        check_rows(open_rows(path), DataConfig(prompt_key="prompt", answer_key="gold"), 2)
+        check(open_rows(path), DataConfig(prompt_key="prompt", answer_key="gold"), 2)
     path.write_bytes(lines([{"prompt": "a", "answer": 1}, {"prompt": "b"}]))
     with pytest.raises(
         ConfigError, match="line 2 has no field 'answer'; it has 'prompt'; leave the column out of every"
     ):
-        check_rows(open_rows(path), DATA, 2)
+        check(open_rows(path), DATA, 2)
 
 
 def test_a_nested_answer_and_further_columns(tmp_path: Path) -> None:
@@ -241,9 +248,9 @@ def test_held_out_prompts_are_no_training_prompts(tmp_path: Path) -> None:
     path.write_bytes(lines([{"prompt": "a  b"}, {"prompt": "c"}, {"prompt": "c"}, {"prompt": "a b "}]))
     said = r"line 1: the prompt is also held out for the evaluation, as 1 training prompts are \(the last 1 rows"
     with pytest.raises(ConfigError, match=said):
-        check_rows(open_rows(path), DATA, 3)
-    check_rows(open_rows(path), DataConfig(prompt_key="prompt", allow_overlap=True), 3)
-    check_rows(open_rows(path), DATA, 4)
+        check(open_rows(path), DATA, 3)
+    check(open_rows(path), DataConfig(prompt_key="prompt", allow_overlap=True), 3)
+    check(open_rows(path), DATA, 4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""A mixture of data sets: whose prompt is next, and the order of the prompts of each set.
+
+The sets alternate by the chairman assignment of R. Tijdeman (Discrete Mathematics 32, 1980): after any number of
+prompts, each set has had its share of them to within one prompt. In any window of prompts, and so of steps, the count
+is within one of the share for two sets, and within two for more; for some weights of three sets no order is closer.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import TypeVar
+
+from flowrt.errors import ConfigError
+
+Taken = TypeVar("Taken")
+
+
+@dataclass(frozen=True, slots=True)
+class SetSize:
+    """A data set to draw from: its name (empty if it is the only one), weight and number of training rows."""
+
+    name: str
+    weight: float
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A prompt of the order: the index of its set, the pass over the set, and the row, all from 0."""
+
+    data_set: int
+    epoch: int
+    row: int
+
+
+def mixture(sets: Sequence[SetSize], seed: int, epochs: int, take: Callable[[Place], Taken | None]) -> Iterator[Taken]:
+    """What ``take`` makes of each prompt, in the order of a run; sets that end are repeated.
+
+    Args:
+        sets: the data sets.
+        seed: of the order of the rows in each pass over a set.
+        epochs: passes over a set, at the end of which the order ends for all; 0: it does not end.
+        take: called with each prompt; None leaves it out, and the next prompt of its set takes its place.
+
+    Raises ConfigError if all prompts of a set are left out.
+    """
+    streams = [_of_set(at, one, seed, epochs, take) for at, one in enumerate(sets)]
+    for chosen in alternate([one.weight for one in sets]):
+        taken = next(streams[chosen], None)
+        if taken is None:
+            return
+        yield taken
+
+
+def _of_set(at: int, one: SetSize, seed: int, epochs: int, take: Callable[[Place], Taken | None]) -> Iterator[Taken]:
+    epoch = 0
+    while epochs == 0 or epoch < epochs:
+        is_empty = True
+        for row in row_order(seed, one.name, epoch, one.rows):
+            taken = take(Place(at, epoch, row))
+            if taken is not None:
+                is_empty = False
+                yield taken
+        if is_empty:
+            raise ConfigError(f"data set {one.name or 'of the run'} has no prompt that can be used; leave it out")
+        epoch += 1
+
+
+def row_order(seed: int, name: str, epoch: int, rows: int) -> list[int]:
+    """The rows of a data set in the order of a pass over it; the order of sets of other names is another one."""
+    order = list(range(rows))
+    random.Random(f"order {seed} {epoch}{' ' if name else ''}{name}").shuffle(order)
+    return order
+
+
+def alternate(weights: Sequence[float]) -> Iterator[int]:
+    """The index of the set of each prompt, without end: the chairman assignment.
+
+    Args:
+        weights: of the sets, above 0; a decimal fraction is taken as it is written.
+    """
+    parts = _integers(weights)
+    total, bound = sum(parts), 2 * len(parts) - 2
+    if bound == 0:
+        while True:
+            yield 0
+    scale = [lcm(*parts) // part for part in parts]
+    owed = [0] * len(parts)
+    """By how much each set is behind its share, in prompts times ``total``."""
+    while True:
+        owed = [behind + part for behind, part in zip(owed, parts, strict=True)]
+        # Of those that may have the prompt, the one that can wait the shortest for it.
+        chosen = min(
+            (at for at, behind in enumerate(owed) if bound * behind >= total),
+            key=lambda at: ((bound - 1) * total - bound * owed[at]) * scale[at],
+        )
+        owed[chosen] -= total
+        yield chosen
+
+
+def largest_remainder(count: int, weights: Sequence[float]) -> list[int]:
+    """Divide a number in proportion to weights: each share is rounded up or down, and the largest remainders up.
+
+    Args:
+        count: what is divided.
+        weights: above 0.
+
+    Returns:
+        The shares; their sum is ``count``.
+    """
+    parts = _integers(weights)
+    shares = [count * part // sum(parts) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: -(count * parts[at] % sum(parts)))
+    for at in by_remainder[: count - sum(shares)]:
+        shares[at] += 1
+    return shares
+
+
+def _integers(weights: Sequence[float]) -> list[int]:
+    """Integers in the same proportions."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    denominator = lcm(*(one.denominator for one in exact))
+    return [int(one * denominator) for one in exact]

@@ -1,0 +1,147 @@
+"""Problems of a user's own task: rows of a data set that become prompts when they are read."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import overload
+
+from flowrt.errors import ConfigError
+from flowrt.protocol.prompt_numbers import MAX_ROWS
+from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.files import open_rows
+from flowrt.recipes.data.mixture import largest_remainder
+from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.rows import first_held_out
+
+
+class Problems(Sequence[Example]):
+    """A range of the rows of a data set, as problems that are made when they are read."""
+
+    def __init__(self, rows: Rows, data: DataConfig, places: range) -> None:
+        self._rows = rows
+        self._data = data
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        """A problem. Raises ConfigError if its row cannot be used."""
+        if isinstance(index, slice):
+            return Problems(self._rows, self._data, self._places[index])
+        place = self._places[index]
+        return problem(self._rows.row(place), self._data, self._rows.where(place))
+
+    def __iter__(self) -> Iterator[Example]:
+        if self._places.start != 0 or self._places.step != 1:
+            yield from super().__iter__()
+            return
+        for place, row in zip(self._places, self._rows.scan(), strict=False):
+            if isinstance(row, ConfigError):
+                raise row
+            yield problem(row, self._data, self._rows.where(place))
+
+
+class Concatenated(Sequence[Example]):
+    """The problems of several data sets, one set after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        place = range(len(self))[index]
+        part = bisect_right(self._starts, place) - 1
+        return self._parts[part][place - self._starts[part]]
+
+    def __iter__(self) -> Iterator[Example]:
+        for part in self._parts:
+            yield from part
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """A data set of the user's.
+
+    Attributes:
+        name: empty if it is the only one.
+        weight: share of the prompts, relative to the other sets.
+        rows: all rows.
+        data: how they are read.
+        first_held_out: index of the first row that is held out; the rows before are trained on.
+    """
+
+    name: str
+    weight: float
+    rows: Rows
+    data: DataConfig
+    first_held_out: int
+
+    @property
+    def training(self) -> Problems:
+        """The problems to train on."""
+        return Problems(self.rows, self.data, range(self.first_held_out))
+
+    @property
+    def held_out(self) -> Problems:
+        """The problems of the evaluation."""
+        return Problems(self.rows, self.data, range(self.first_held_out, len(self.rows)))
+
+
+def open_sets(data: DataConfig) -> list[ProblemSet]:
+    """The data sets of a configuration, which has a path or sets.
+
+    Raises ConfigError if one cannot be read, or has too few rows for its share of the held-out prompts.
+    """
+    if not data.sets:
+        rows = open_rows(Path(data.path), data.split)
+        return [ProblemSet("", 1.0, rows, data, first_held_out(len(rows), data.eval_prompts, Path(data.path)))]
+    shares = largest_remainder(data.eval_prompts, [one.weight for one in data.sets])
+    sets = []
+    for one, held_out in zip(data.sets, shares, strict=True):
+        try:
+            rows = open_rows(Path(one.path), data.split)
+        except ConfigError as error:
+            raise ConfigError(f"data set {one.name!r}: {error}") from error
+        if not held_out < len(rows) <= MAX_ROWS:
+            raise ConfigError(
+                f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
+                f"of data.eval_prompts={data.eval_prompts}; use fewer"
+            )
+        sets.append(ProblemSet(one.name, one.weight, rows, data, len(rows) - held_out))
+    return sets
+
+
+def problem(row: object, data: DataConfig, where: str) -> Example:
+    """The problem of a row. Raises ConfigError if it has no prompt."""
+    columns = as_columns(row, where)
+    prompt, messages = prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
+    answer = find(columns, data.answer_key)
+    named = {key: value for key, value in columns.items() if key not in (data.prompt_key, data.answer_key)}
+    named["prompt"] = [{"role": role, "content": content} for role, content in messages] or prompt
+    named["answer"] = None if answer is MISSING else answer
+    # Values that JSON does not have (dates, bytes) come from Arrow only.
+    return Example(prompt, json.dumps(named, default=str), "", where, messages)
+
+
+def folded(prompt: str, messages: Messages) -> str:
+    """A prompt in which runs of white space are one space: equal for prompts that count as the same."""
+    return " ".join((prompt or "\0".join(part for message in messages for part in message)).split())

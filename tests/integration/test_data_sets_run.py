@@ -1,0 +1,113 @@
+"""Two weighted data sets in a run that is killed and resumed: each prompt is trained when the seeded order says."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.cli import main
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.protocol.prompt_numbers import prompt_number
+from flowrt.recipes.data.mixture import SetSize, mixture
+
+STEPS, PROMPTS, EVERY, HELD_OUT, SEED = 16, 4, 3, 4, 3
+ROWS = {"sevens": (17, 0.7), "nines": (5, 0.3)}
+KEPT = {"sevens": 14, "nines": 4}
+"""Rows to train on: without 3 and 1 held-out ones."""
+REWARD = """
+def reward(response, answer, source):
+    assert answer == {"sevens": "7", "nines": "9"}[source], (answer, source)
+    return (source == "nines") + response.count(answer) / 8
+"""
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture
+def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
+    words = []
+    for name, (rows, weight) in ROWS.items():
+        path = tmp_path / f"{name}.jsonl"
+        digit = {"sevens": "7", "nines": "9"}[name]
+        lines = [{"prompt": f"{name[0]}{n}=", "gold": {"is": digit}, "source": name} for n in range(rows)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        words += ["--data", f"{name}={path}:{weight}"]
+    reward = tmp_path / "mine.py"
+    reward.write_text(REWARD)
+    return [
+        *("--recipe", "custom", *words, "--data.answer-key", "gold.is", "--model", str(untrained_model)),
+        *("--data.reward", str(reward), "--data.eval-prompts", str(HELD_OUT), "--seed", str(SEED)),
+        *("--prompts-per-step", str(PROMPTS), "--group-size", "2", "--rollout.max-new-tokens", "6"),
+        *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--max-staleness", "0"),
+        *("--steps", str(STEPS), "--checkpoint.every", str(EVERY)),
+    ]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
+    launch: Callable[..., Any], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = launch(*flags)
+    killed.wait_for(lambda: len(metrics(killed.run_dir)) >= 2 * EVERY + 2, "steps", 120.0)
+    killed.kill_all()
+    run_dir = killed.run_dir
+    resumed = launch(resume=run_dir)
+    assert resumed.wait(180.0) == 0, resumed.output
+
+    sizes = [SetSize(name, weight, KEPT[name]) for name, (_, weight) in ROWS.items()]
+    order = list(islice(mixture(sizes, SEED, 0, lambda place: place), STEPS * PROMPTS))
+    expected = [
+        sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order[step * PROMPTS :][:PROMPTS])
+        for step in range(STEPS)
+    ]
+    with LedgerReader(run_dir / "ledger.sqlite") as ledger:
+        trained = ledger.query("SELECT step, epoch, prompt FROM prompts WHERE state = 'trained'")
+    found = [sorted((epoch, prompt) for of, epoch, prompt in trained if of == step) for step in range(STEPS)]
+    assert found == expected
+    assert max(one.epoch for one in order if one.data_set == 1) >= 3  # the small set was repeated
+    assert max(one.epoch for one in order if one.data_set == 0) >= 2
+    assert len(set(trained)) == len(trained) == STEPS * PROMPTS
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
+    assert summary["resumed_from"] >= EVERY
+
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    for step, line in enumerate(lines):
+        counts = Counter(one.data_set for one in order[step * PROMPTS :][:PROMPTS])
+        assert [line[f"groups_of/{name}"] for name in ROWS] == [counts[0], counts[1]]
+        means = [line.get(f"reward_of/{name}", 0.0) for name in ROWS]
+        mixed = sum(counts[at] * mean for at, mean in enumerate(means)) / PROMPTS
+        assert line["reward"] == pytest.approx(mixed, abs=1e-5)
+        assert means[0] < 1
+        assert not counts[1] or means[1] >= 1
+
+    assert main(["ledger", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "sevens" in said
+    assert "nines" in said
+    first = order[0]
+    name = list(ROWS)[first.data_set]
+    assert main(["ledger", str(run_dir), "--prompt", f"{name}:{first.row}"]) == 0
+    assert f"prompt {name}:{first.row}: trained in epoch 0" in capsys.readouterr().out
+    assert main(["ledger", str(run_dir), "--prompt", "eights:1"]) == 2
+    assert "the run has no data set 'eights'; it has sevens, nines" in capsys.readouterr().err
+
+
+def test_other_sets_are_refused_when_a_run_is_resumed(
+    launch: Callable[..., Any], flags: list[str], tmp_path: Path
+) -> None:
+    run = launch(*flags, "--steps", "2")
+    assert run.wait(120.0) == 0, run.output
+    resumed = launch("--data", f"sevens={tmp_path / 'sevens.jsonl'}:1", resume=run.run_dir)
+    assert resumed.wait(60.0) == 2
+    assert "data.sets is sevens=" in resumed.words
+    assert "stays that when the run is resumed" in resumed.words
