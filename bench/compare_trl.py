@@ -125,7 +125,7 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
     problems = task_of(made).training_problems()[: made.steps * made.prompts_per_step]
     orders = {
         "model": made.model,
-        "reward": made.data.reward,
+        "reward": made.reward.functions[0],
         "out": str(folder / "trl"),
         "problems": [
             {"prompt": problem.prompt, "answer": json.loads(problem.answer)["answer"]} for problem in problems

@@ -79,6 +79,7 @@ def read_flags(
 
     words = [re.sub(r"^--data(?==|$)", "--data.path", word) for word in words]
     base, words = _with_guards(base, words)
+    base, words = _with_rewards(base, words)
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
@@ -98,6 +99,25 @@ def _with_guards(base: RunConfig, words: Sequence[str]) -> tuple[RunConfig, list
         else:
             rest.append(word)
     return (dataclasses.replace(base, guard=(*base.guard, *rules)) if rules else base), rest
+
+
+def _with_rewards(base: RunConfig, words: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """The configuration with the functions of ``--reward`` flags in place of its own, and the remaining flags."""
+    functions: list[str] = []
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--reward":
+            function = value if equals else next(remaining, "")
+            if not function:
+                raise ConfigError("--reward needs a value: FILE.py:FUNCTION, or a built-in function")
+            functions.append(function)
+        else:
+            rest.append(word)
+    if functions:
+        base = dataclasses.replace(base, reward=dataclasses.replace(base.reward, functions=tuple(functions)))
+    return base, rest
 
 
 def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:

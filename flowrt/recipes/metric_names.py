@@ -6,6 +6,7 @@ compares the names with those of every preset's step.
 
 from flowrt.recipes.algorithms import DPO, is_own
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
+from flowrt.rewards.scoring import reward_columns
 
 CLOCK = ("step", "wall_s", "samples_per_s")
 """Fields that only count steps or read the clock."""
@@ -41,6 +42,7 @@ def metric_names(config: RunConfig) -> frozenset[str]:
         names.add("skipped_prompts")
     if config.rollout.truncation.is_active:
         names.add("support_size")
+    names |= {*reward_columns(config.reward)}
     return frozenset(names if is_own(config.algorithm.name) else names | _of_objective(config))
 
 

@@ -1,13 +1,14 @@
 """Built-in reward functions that are computed from the response and the answer; they run in a child process."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.functions import RewardFunction
-from flowrt.rewards.user_file import Unusable, as_text, outcome_of
 from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.user_file import Unusable, as_text, outcome_of
 
 Scorer = Callable[[str, object, Mapping[str, object]], RewardOutcome]
 """Takes the response, the answer and the columns of the row."""
@@ -45,10 +46,8 @@ def _regex(pattern: str) -> Scorer:
     compiled = re.compile(pattern)
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
-        last = None
-        for last in compiled.finditer(response):
-            pass
-        found = None if last is None else last[min(compiled.groups, 1)]
+        matches = deque(compiled.finditer(response), maxlen=1)
+        found = matches[0][min(compiled.groups, 1)] if matches else None
         return outcome_of(float(found is not None and found.strip() == as_text(answer).strip()), 0)
 
     return score

@@ -7,8 +7,7 @@ Messages are msgpack, on a stream socket:
 | child | ``["ready"]``, or ``["unusable", function, what, line]`` | the functions are loaded, once |
 | pool | ``[[call, function, response, row], …]`` | calls; the row is JSON of its columns, with the answer |
 | child | ``["began", call]`` | the deadline of the call starts |
-| child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; whether the child should be \
-replaced |
+| child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; whether the child is worn |
 """
 
 import json
@@ -66,15 +65,17 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory
     while data := blocking(lambda: connection.recv(RECV_BYTES), POOL, "calls", "the pool"):
         unpacker.feed(data)
         for calls in unpacker:
+            last = b""  # an outcome travels with the beginning of the next call
             for call, function_index, response, row in calls:
-                connection.sendall(packed(["began", call]))
+                connection.sendall(last + packed(["began", call]))
                 path = functions[function_index].path
                 one = _called(scorers[function_index], path, response, row)
                 if os.getpid() != process:
                     os._exit(0)  # a copy of this process that the function has made
                 worn = one.result is Result.MEMORY and _address_space() > first_bytes + memory_bytes // 2
                 done = ["done", call, one.result, one.value, dict(one.parts), one.detail, one.line, worn]
-                connection.sendall(packed(done))
+                last = packed(done)
+            connection.sendall(last)
 
 
 def _loaded(function: RewardFunction, index: int) -> Scorer:

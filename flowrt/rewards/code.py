@@ -57,7 +57,12 @@ def bwrap_words() -> list[str]:
 
 
 def sandboxed(
-    response: str, answer: object, columns: Mapping[str, object], *, sandbox: str, timeout_s: float  # noqa: ARG001
+    response: str,
+    answer: object,  # noqa: ARG001
+    columns: Mapping[str, object],
+    *,
+    sandbox: str,
+    timeout_s: float,
 ) -> RewardOutcome:
     """Run the program of a response against the tests of its row. Raises Unusable if the row has none."""
     tests = columns.get(TESTS)

@@ -15,6 +15,7 @@ NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http"
 BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
 REMOTE = ("http", "judge")
 """Functions that are requests; all others run in a child process."""
+LOCAL = ("file", *(kind for kind in BUILT_IN if kind not in REMOTE))
 OPEN_ENDED = ("regex", "format", "http")
 """Functions whose argument may end in anything, so that their weight stands in front."""
 FORM = "FILE.py:FUNCTION"
@@ -111,7 +112,9 @@ def with_paths(text: str, absolute: Callable[[str], str]) -> str:
 def check_file(function: RewardFunction) -> None:
     """Raises ConfigError if the file of a function does not exist."""
     if function.path and not Path(function.path).is_file():
-        raise ConfigError(f"reward.functions has {function.argument!r}, and there is no file {function.path!r}; correct it")
+        raise ConfigError(
+            f"reward.functions has {function.argument!r}, and there is no file {function.path!r}; correct it"
+        )
 
 
 def _without_weight(argument: str) -> tuple[str, str]:
@@ -138,7 +141,9 @@ def _check_argument(kind: str, argument: str, text: str) -> None:
             re.compile(argument)
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"reward.functions has {text!r}, and its pattern is wrong: {error}; correct it") from None
-    elif kind == "length" and not (argument.isdecimal() and 0 < int(argument[:12]) and len(argument) <= 12):
+    elif kind == "length" and not (argument.isdecimal() and int(argument[:12]) > 0 and len(argument) <= 12):
         raise ConfigError(f"reward.functions has {text!r}; length:N takes a number of characters above 0")
     elif kind == "http" and not re.match(r"https?://[^/]+", argument):
-        raise ConfigError(f"reward.functions has {text!r}; http:URL takes an address that begins with http:// or https://")
+        raise ConfigError(
+            f"reward.functions has {text!r}; http:URL takes an address that begins with http:// or https://"
+        )

@@ -185,10 +185,11 @@ class RewardPool:
                     process = None
                 calls = []
         except FlowError as error:
+            self._fail(error)
+        finally:  # also when the pool is closed
             for one in calls:
                 if not one.outcome.done():
-                    one.outcome.set_exception(error)
-            self._fail(error)
+                    one.outcome.set_exception(self._failure or FlowError("the processes of reward functions failed"))
 
     def _take(self) -> list[RewardCall]:
         """Calls for one message: few when little is left, so that no child has all of it."""
@@ -269,7 +270,9 @@ class RewardPool:
             self._starts += 1
             if self._starts >= MAX_STARTS:
                 function = self._functions[0]
-                raise ConfigError(f"{function.described}: {_ended(ended)}, outside of a call, {MAX_STARTS} times; {FIX}")
+                raise ConfigError(
+                    f"{function.described}: {_ended(ended)}, outside of a call, {MAX_STARTS} times; {FIX}"
+                )
         elif not hung and call.attempts < self._options.retries:
             call.attempts += 1
             self._waiting.appendleft(call)
@@ -286,8 +289,7 @@ class RewardPool:
         if self._spare is None:
             return await self._start(log.info)
         spare, self._spare = self._spare, None
-        process = await wait_until(spare, self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
-        return process
+        return await wait_until(spare, self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
 
     def _prepare(self) -> None:
         """Have a child ready in place of one that is lost."""
@@ -304,26 +306,7 @@ class RewardPool:
     async def _start(self, progress: Callable[[str], None]) -> RewardProcess:
         """Start a child and wait until it has loaded the functions. Raises ConfigError if it cannot."""
         options = self._options
-        data, of_child = socket.socketpair()
-        control, of_guard = socket.socketpair()
-        with of_child, of_guard:
-            fds = (of_child.fileno(), of_guard.fileno())
-            words = [sys.executable, "-m", "flowrt.rewards.guard", "--data", str(fds[0]), "--control", str(fds[1])]
-            words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
-            words += ["--timeout-s", str(options.timeout_s)]
-            environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
-            guard = subprocess.Popen(
-                [*words, json.dumps([[one.name, one.kind, one.argument] for one in self._functions])],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                pass_fds=fds,
-                start_new_session=True,
-                env=environment,
-            )
-        for connection in (data, control):
-            connection.setblocking(False)
-        process = RewardProcess(guard, data, control)
+        process = self._spawn()
         self._processes.add(process)
         try:
             messages = await self._loaded(process, progress)
@@ -344,6 +327,30 @@ class RewardPool:
             at = functions[0].at(lines.get(functions[0].path, 0))
             raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")
         return process
+
+    def _spawn(self) -> RewardProcess:
+        """Start a guard, which starts a child."""
+        options = self._options
+        data, of_child = socket.socketpair()
+        control, of_guard = socket.socketpair()
+        with of_child, of_guard:
+            fds = (of_child.fileno(), of_guard.fileno())
+            words = [sys.executable, "-m", "flowrt.rewards.guard", "--data", str(fds[0]), "--control", str(fds[1])]
+            words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
+            words += ["--timeout-s", str(options.timeout_s)]
+            environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
+            guard = subprocess.Popen(
+                [*words, json.dumps([[one.name, one.kind, one.argument] for one in self._functions])],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=fds,
+                start_new_session=True,
+                env=environment,
+            )
+        for connection in (data, control):
+            connection.setblocking(False)
+        return RewardProcess(guard, data, control)
 
     async def _drop(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
         """End a child that has not loaded the functions."""
@@ -377,5 +384,3 @@ def _ended(ended: dict[str, Any]) -> str:
     if code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     return f"it ended its process with exit code {code}"
-
-

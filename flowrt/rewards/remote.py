@@ -19,3 +19,11 @@ class RemoteRewards:
 
     async def close(self) -> None:
         raise NotImplementedError
+
+
+def check_remote(options: RewardOptions) -> None:
+    """Raises ConfigError for options of requests that are wrong."""
+
+
+def check_key(options: RewardOptions) -> None:
+    """Raises ConfigError if the API key is named and not set."""

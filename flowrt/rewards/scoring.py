@@ -7,7 +7,7 @@ row, and the weights of the others are scaled up so that their sum stays the sam
 import asyncio
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,22 +37,26 @@ class SampleReward:
 
     reward: float
     numbers: Mapping[str, float]
-    """The further columns, see `columns`."""
+    """The further columns, see `reward_columns`."""
     failure: str
     """Which function failed, and how; empty if none did."""
+    reason: str
+    """The result of the call that failed; empty if none did."""
 
 
-def columns(functions: Sequence[RewardFunction], parts: Sequence[str]) -> tuple[str, ...]:
+def reward_columns(options: RewardOptions) -> tuple[str, ...]:
     """The columns that scoring makes in addition to the reward."""
-    names = [f"{REWARD}/{one.name}" for one in functions]
-    names += [f"{REWARD}/{part}" for part in parts]
+    functions = parse_functions(options.functions)
+    if not functions:
+        return ()
+    names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *options.parts)]
     names += [f"{APPLIES}/{one.name}" for one in functions] if len(functions) > 1 else []
-    kinds = {one.is_remote for one in functions}
-    remote_only = (Result.HTTP, Result.INVALID, Result.TIMEOUT)
-    local = (*(one for one in FAILURES if one is not Result.HTTP),)
-    failures = {*(remote_only if True in kinds else ()), *(local if False in kinds else ())}
-    names += [f"{FAILED}/{one}" for one in (*FAILURES, Result.NOT_APPLICABLE) if one in {*failures, Result.NOT_APPLICABLE}]
-    return tuple(names)
+    can_fail = {Result.NOT_APPLICABLE}
+    if any(one.is_remote for one in functions):
+        can_fail |= {Result.HTTP, Result.INVALID, Result.TIMEOUT}
+    if not all(one.is_remote for one in functions):
+        can_fail |= {*FAILURES} - {Result.HTTP}
+    return (*names, *(f"{FAILED}/{one}" for one in Result if one in can_fail))
 
 
 def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> float:
@@ -88,7 +92,7 @@ class RewardScorer:
         self.functions = parse_functions(options.functions)
         self._options = options
         self._is_deterministic = is_deterministic
-        self._columns = columns(self.functions, options.parts)
+        self._columns = reward_columns(options)
         local = [one for one in self.functions if not one.is_remote]
         self._numbers = {one.name: index for index, one in enumerate(local)}
         self._pool = RewardPool(local, options, output) if local else None
@@ -113,14 +117,16 @@ class RewardScorer:
         return list(await asyncio.gather(*calls))
 
     async def score(self, response: str, row: bytes) -> SampleReward:
-        """The reward of a response. Raises ConfigError if the run has to end for a failure, or for the share of them."""
+        """The reward of a response. Raises ConfigError if a failure, or the share of failures, ends the run."""
         outcomes = await self.outcomes(response, row)
-        failures = list(self._failures(outcomes, response, row))
+        failures = self.failures(outcomes, response, row, self.functions)
         self._count(outcomes, failures)
         failure = failures[0] if failures else ""
         if failure and (self._options.on_failure == "stop" or self._stops(outcomes)):
             raise ConfigError(f"{failure}; {FIX}")
-        return SampleReward(combined(self.functions, outcomes), self._numbers_of(outcomes), failure)
+        numbers = self._numbers_of(outcomes)
+        reasons = [name.partition("/")[2] for name, one in numbers.items() if one and name.startswith(f"{FAILED}/")]
+        return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]))
 
     async def close(self) -> None:
         """End the processes and the connections."""
@@ -132,14 +138,19 @@ class RewardScorer:
     def _stops(self, outcomes: Sequence[RewardOutcome]) -> bool:
         return self._is_deterministic and any(one.result is Result.TIMEOUT for one in outcomes)
 
-    def _failures(self, outcomes: Sequence[RewardOutcome], response: str, row: bytes) -> Iterator[str]:
-        for function, outcome in zip(self.functions, outcomes, strict=True):
+    def failures(
+        self, outcomes: Sequence[RewardOutcome], response: str, row: bytes, functions: Sequence[RewardFunction]
+    ) -> list[str]:
+        """Which of these functions failed, and how: a sentence each."""
+        found = []
+        for function, outcome in zip(functions, outcomes, strict=True):
             wrong = self._wrong_parts(function, outcome)
             if outcome.is_failure or wrong:
-                yield f"{function.at(outcome.line)}: {outcome.detail or wrong}, {on(response, row)}"
+                found.append(f"{function.at(outcome.line)}: {outcome.detail or wrong}, {on(response, row)}")
         if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
             what = "it returned None" if len(outcomes) == 1 else "no function applies to the row"
-            yield f"{self.functions[0].described}: {what}, {on(response, row)}"
+            found.append(f"{functions[0].described}: {what}, {on(response, row)}")
+        return found
 
     def _wrong_parts(self, function: RewardFunction, outcome: RewardOutcome) -> str:
         """How the parts of a function differ from those that it had when the run started."""
