@@ -63,7 +63,8 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
         steps=arguments.steps,
         run_dir=str(folder / f"run-{dtype}"),
         model=str(folder / "model"),
-        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
+        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), eval_prompts=0),
+        reward=dataclasses.replace(base.reward, functions=(str(REWARD),)),
         algorithm=dataclasses.replace(base.algorithm, kl=dataclasses.replace(base.algorithm.kl, coef=0.0)),
         rollout=dataclasses.replace(
             base.rollout,
@@ -125,7 +126,7 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
     problems = task_of(made).training_problems()[: made.steps * made.prompts_per_step]
     orders = {
         "model": made.model,
-        "reward": made.data.reward,
+        "reward": made.reward.functions[0],
         "out": str(folder / "trl"),
         "problems": [
             {"prompt": problem.prompt, "answer": json.loads(problem.answer)["answer"]} for problem in problems

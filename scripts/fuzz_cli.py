@@ -169,7 +169,7 @@ ADDRESSES = (
 )
 PATH_KEYS = {
     "data.path",
-    "data.reward",
+    "reward",
     "model",
     "run_dir",
     "trainer.final_dir",
@@ -261,7 +261,7 @@ def run_words(rng: random.Random, model: Path, changes: Mapping[str, Word], reci
 def own(rng: random.Random, model: Path, changes: Mapping[str, Word]) -> list[Word]:
     given: dict[str, Word] = {
         "data.path": "rows.jsonl",
-        "data.reward": "reward.py:reward",
+        "reward": "reward.py:reward",
         "rollout.max-new-tokens": "8",
     }
     return run_words(rng, model, {**given, **changes}, "custom")
@@ -402,7 +402,7 @@ def draw_data(rng: random.Random, place: "Place") -> Draw:
     if rng.random() < 0.2:
         changes[rng.choice(["data.prompt-key", "data.answer-key"])] = rng.choice(["", "x", "nope", "[red]", "\x1b"])
     if rng.random() < 0.2:
-        changes.pop("data.reward", None)
+        changes.pop("reward", None)
         return Draw(run_words(rng, place.model, changes, "gsm8k"), "data", is_run=True)
     return Draw(own(rng, place.model, changes), "data", is_run=True)
 
@@ -454,7 +454,7 @@ def draw_reward(rng: random.Random, place: "Place") -> Draw:
         ["reward.py:reward", "reward.py", "reward.py:nope", "reward.py:", "reward.py:reward:x", "reward.py:__x"]
     )
     name = "reward.py:reward" if rng.random() < 0.7 else name
-    return Draw(own(rng, place.model, {"data.reward": name, "data.reward-timeout-s": "3"}), "reward", is_run=True)
+    return Draw(own(rng, place.model, {"reward": name, "reward.load-timeout-s": "3"}), "reward", is_run=True)
 
 
 OBJECTIVES = (

@@ -108,7 +108,7 @@ def curriculum(quick: bool) -> dict[str, float]:
             for number, one in enumerate(problems)
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files = ["--recipe", "custom", "--data", str(data), "--data.reward", f"{reward}:reward", "--data.epochs", "0"]
+        files = ["--recipe", "custom", "--data", str(data), "--reward", f"{reward}:reward", "--data.epochs", "0"]
         shape = ["--prompts-per-step", "16", "--group-size", "8", "--rollout.max-new-tokens", "16"]
         shape += training_flags()
         for seed in SEEDS[:1] if quick else SEEDS:

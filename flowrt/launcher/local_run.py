@@ -46,6 +46,7 @@ from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
 from flowrt.recipes.tasks.registry import check_task
+from flowrt.rewards.functions import with_paths
 from flowrt.runtime.files import atomic_write, private_directory
 from flowrt.runtime.waits import pause
 
@@ -96,8 +97,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             config.data,
             path=_absolute(config.data.path),
             sets=tuple(dataclasses.replace(one, path=_absolute(one.path)) for one in config.data.sets),
-            reward=_absolute(config.data.reward),
             chat_template=_template(config.data.chat_template),
+        ),
+        reward=dataclasses.replace(
+            config.reward, functions=tuple(with_paths(one, _absolute) for one in config.reward.functions)
         ),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
@@ -129,7 +132,7 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
-    check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    config = check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
     return asyncio.run(_run(with_own_needs(config), console))
 
 

@@ -22,6 +22,7 @@ from flowrt.engines.options import (
 )
 from flowrt.engines.prompts import PromptFormat
 from flowrt.engines.table import RolloutEngineName, TrainEngineName
+from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.bounds import MAX_INT64, MAX_TIMEOUT_S, Seconds
 
 MAX_LIVE_SAMPLES = 1_000_000
@@ -61,7 +62,7 @@ class DataSetConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts and rewards."""
+    """Prompts."""
 
     path: str = ""
     """One problem per row (also --data PATH): a JSON Lines (also gzipped) or Parquet file, or a directory that datasets
@@ -90,11 +91,6 @@ class DataConfig:
     """Prompts that are longer: refuse the data, or leave these rows out."""
     allow_overlap: bool = False
     """Recipe custom: whether held-out prompts may be training prompts too."""
-    reward: str = ""
-    """Recipe custom: FILE.py:FUNCTION, which takes (response, answer), further columns by name, and returns a
-    number."""
-    reward_timeout_s: Seconds = 60.0
-    """Recipe custom: deadline for loading the reward file and for each call, in seconds."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
@@ -625,7 +621,9 @@ class RunConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Prompts and rewards."""
+    """Prompts."""
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    """Reward functions."""
     build: BuildConfig = field(default_factory=BuildConfig)
     """The embedded model."""
     sft: SftConfig = field(default_factory=SftConfig)

@@ -102,7 +102,8 @@ def read_flags(
 
     data, words = _take_all("--data", words)
     guards, words = _take_all("--guard", words)
-    base = _with_data(_with_guards(base, guards), data)
+    rewards, words = _take_all("--reward", words)
+    base = _with_rewards(_with_data(_with_guards(base, guards), data), rewards)
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
@@ -137,6 +138,15 @@ def _with_data(base: RunConfig, flags: Sequence[str]) -> RunConfig:
     path, tables = parse_data(flags)
     sets = _of_tables(DataSetConfig, tables, "data.sets", "flags")
     return dataclasses.replace(base, data=dataclasses.replace(base.data, path=path, sets=sets))
+
+
+def _with_rewards(base: RunConfig, functions: Sequence[str]) -> RunConfig:
+    """The configuration with the functions of ``--reward`` flags in place of its own."""
+    if "" in functions:
+        raise ConfigError("--reward needs a value: FILE.py:FUNCTION, or a built-in function")
+    if not functions:
+        return base
+    return dataclasses.replace(base, reward=dataclasses.replace(base.reward, functions=tuple(functions)))
 
 
 def _documented(config: Any, is_listed: Callable[[str], bool], path: str = "") -> tuple[Any, type[Any]]:

@@ -29,6 +29,9 @@ from flowrt.recipes.data_sets import check_sets
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
+from flowrt.rewards.functions import LOCAL, REMOTE, parse_functions
+from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.remote import check_remote
 from flowrt.runtime.bounds import advice, contains, interval_of
 
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
@@ -57,8 +60,7 @@ def check(config: RunConfig) -> None:
     _check_controller(config)
     _check_hosts(config)
     check_data_options(config)
-    if config.data.reward and not recipe(config.recipe).takes_reward:
-        raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
+    _check_reward(config)
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens)
 
@@ -119,6 +121,30 @@ def check_data_options(config: RunConfig) -> None:
     paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
     if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
         raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
+
+
+def _check_reward(config: RunConfig) -> None:
+    """Raise ConfigError for unusable reward functions, and for options of them that change nothing."""
+    options = config.reward
+    if options != RewardOptions() and not recipe(config.recipe).takes_reward:
+        raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
+    kinds = {one.kind for one in parse_functions(options.functions)}
+    default = RewardOptions()
+    for name, needed in (
+        ("judge", ("judge",)),
+        ("code_sandbox", ("code",)),
+        ("concurrency", REMOTE),
+        ("key_variable", REMOTE),
+        ("memory_mb", LOCAL),
+        ("workers", LOCAL),
+        ("load_timeout_s", LOCAL),
+    ):
+        if getattr(options, name) != getattr(default, name) and not kinds & set(needed):
+            raise ConfigError(
+                f"reward.{name} is set and changes nothing without a reward function of {', '.join(needed)}; "
+                "leave it out"
+            )
+    check_remote(options)
 
 
 def _check_filter(config: RunConfig) -> None:

@@ -13,7 +13,8 @@
 response that was cut at the length limit, else 0. With top-k, top-p or min-p sampling the rollout stage also makes
 ``support``, ``support_counts`` (the tokens that could be drawn at each position, which the trainer needs) and
 ``support_size`` (their mean number, a metric). With ``reference.refresh`` the reference stage also makes
-``reference_version``, the step of the weights that scored the sample (a metric).
+``reference_version``, the step of the weights that scored the sample (a metric). With ``reward.functions`` the reward
+stage also makes the value of each function and how calls failed (metrics).
 """
 
 from flowrt.controller.policies.admission import StrictLag
@@ -33,6 +34,7 @@ from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.guards import guard_rules
+from flowrt.rewards.scoring import reward_columns
 
 POLICY = "policy"
 TRAIN, EVAL = "train", "eval"
@@ -57,7 +59,7 @@ def dataflow(config: RunConfig) -> Dataflow:
         train_needs += ["support", "support_counts"]
     stages = [
         Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
-        Stage("reward", needs=("response", "answer", "truncated"), makes=("reward",)),
+        Stage("reward", needs=("response", "answer", "truncated"), makes=("reward", *reward_columns(config.reward))),
         Stage("evaluate", needs=("reward",), makes=(), flow=EVAL),
     ]
     if with_reference:

@@ -7,6 +7,7 @@ compares the names with those of every preset's step.
 from flowrt.controller.transitions.training import GROUPS_OF, REWARD_OF
 from flowrt.recipes.algorithms import DPO, is_own
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
+from flowrt.rewards.scoring import reward_columns
 
 CLOCK = ("step", "wall_s", "samples_per_s")
 """Fields that only count steps or read the clock."""
@@ -44,6 +45,7 @@ def metric_names(config: RunConfig) -> frozenset[str]:
         names.add("support_size")
     if len(config.data.sets) > 1:
         names |= {f"{of}{one.name}" for one in config.data.sets for of in (REWARD_OF, GROUPS_OF)}
+    names |= {*reward_columns(config.reward)}
     return frozenset(names if is_own(config.algorithm.name) else names | _of_objective(config))
 
 

@@ -42,6 +42,11 @@ def final_dir(config: RunConfig) -> Path:
     return Path(config.trainer.final_dir) if config.trainer.final_dir else Path(config.run_dir) / "final"
 
 
+def judge_file(run_dir: Path) -> Path:
+    """The file of judges' answers, which a resumed run does not ask for again."""
+    return run_dir / "judge.sqlite"
+
+
 def address_file(run_dir: Path) -> Path:
     """The file with the address of a listening controller; removed when the run ends."""
     return run_dir / "address"

@@ -1,43 +1,139 @@
-"""The reward role: decodes responses and scores them with the run's task."""
+"""The reward role: decodes responses and scores them, with the run's task or with reward functions of the user's."""
 
 import asyncio
+import logging
+from pathlib import Path
 
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.engines.stopping import StopConditions
+from flowrt.errors import Drained
 from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.run_dir import model_dir
+from flowrt.recipes.grpo import EVAL
+from flowrt.recipes.run_dir import judge_file, model_dir
+from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.rewards.scoring import RewardScorer, SampleReward
 from flowrt.roles.main import main
+from flowrt.runtime.waits import BoundedElsewhere, wait_all, wait_any, wait_until
 
+log = logging.getLogger(__name__)
 MAX_PULL_SLOTS = 256
+"""Slots that are scored at a time."""
+CALLS = BoundedElsewhere("the deadlines of reward functions")
+MAX_WARNINGS = 20
+"""Failures of reward functions that are logged; all of them are counted."""
 
 
 async def run(session: Session, config: RunConfig) -> None:
-    """Score responses with the run's task until the run ends; commits ``reward`` (a float a slot)."""
+    """Score responses until the run ends; commits ``reward`` (a float a slot), and what `reward_columns` names."""
     with session.timeline.busy("load"):
         task = task_of(config)
         stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
+    if config.reward.functions:
+        await FunctionRewards(session, config, stop).run()
+    else:
+        await _run_task(session, task, stop)
 
-    def rewards(batch: Batch) -> list[float]:
-        scores = []
-        columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
-        for tokens, answer, truncated in zip(*columns, strict=True):
-            # Most tasks score a truncated response as an empty one.
-            text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
-            scores.append(task.reward(text, bytes(answer.tolist()).decode()))
-        return scores
 
-    try:
-        while True:
-            batch = await session.pull("reward", slots=MAX_PULL_SLOTS)
-            with session.timeline.busy("reward"):
-                # User code may block; it must not hold the event loop.
-                scores = await asyncio.to_thread(rewards, batch) if task.calls_user_code else rewards(batch)
-            await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
-    finally:
-        task.close()
+async def _run_task(session: Session, task: Task, stop: StopConditions) -> None:
+    """Score responses with the run's task, in this process."""
+    while True:
+        batch = await session.pull("reward", slots=MAX_PULL_SLOTS)
+        with session.timeline.busy("reward"):
+            scores = []
+            columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
+            for tokens, answer, truncated in zip(*columns, strict=True):
+                # Most tasks score a truncated response as an empty one.
+                text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
+                scores.append(task.reward(text, bytes(answer.tolist()).decode()))
+        await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
+
+
+class FunctionRewards:
+    """Scores responses with reward functions: several batches at a time, each committed in pieces."""
+
+    def __init__(self, session: Session, config: RunConfig, stop: StopConditions) -> None:
+        self._session = session
+        self._stop = stop
+        self._drops = config.reward.on_failure == "drop"
+        self._scorer = RewardScorer(
+            config.reward, is_deterministic=config.deterministic, cache=judge_file(Path(config.run_dir))
+        )
+        self._open = 0
+        """Slots that are being scored."""
+        self._has_room = asyncio.Event()
+        self._warnings = 0
+
+    async def run(self) -> None:
+        """Score until the run ends; raises ConfigError if reward functions end it."""
+        batches: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                try:
+                    while True:
+                        while self._open >= MAX_PULL_SLOTS:
+                            self._has_room.clear()
+                            await wait_until(self._has_room.wait(), CALLS, "rewards", "reward functions")
+                        batch = await self._session.pull("reward", slots=MAX_PULL_SLOTS - self._open)
+                        self._open += len(batch)
+                        batches.add(group.create_task(self._score(batch)))
+                        batches = {one for one in batches if not one.done()}
+                except Drained:
+                    await wait_all(batches, CALLS, "the rewards of samples that were pulled", "reward functions")
+                    raise
+        finally:
+            await self._scorer.close()
+
+    async def _score(self, batch: Batch) -> None:
+        """Score a batch; what is ready is committed together."""
+        rows = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
+        tokens = [one.tolist() for one in batch.tensors["response"]]
+        with self._session.timeline.busy("reward"):
+            # Long responses take long to decode; the event loop must not wait for them.
+            texts = await asyncio.to_thread(lambda: [self._stop.text(one) for one in tokens])
+            scoring = {
+                asyncio.create_task(self._scorer.score(text, row)): index
+                for index, (text, row) in enumerate(zip(texts, rows, strict=True))
+            }
+            try:
+                while scoring:
+                    done = await wait_any(scoring.keys(), CALLS, "rewards", "reward functions")
+                    ready = [one for one in scoring if one in done]
+                    found = {scoring.pop(one): one.result() for one in ready}
+                    await self._commit(batch, dict(sorted(found.items())))
+            finally:
+                for one in scoring:
+                    one.cancel()
+
+    async def _commit(self, batch: Batch, found: dict[int, SampleReward]) -> None:
+        """Commit the rewards of these rows of a batch, and report those that are dropped."""
+        for index, one in found.items():
+            if one.failure:
+                self._warn(one.failure)
+                if self._drops and batch.flows[index] != EVAL:
+                    slot, lease = [batch.slots[index]], [batch.leases[index]]
+                    self._session.lost("reward", slot, lease, one.reason)
+        kept = [
+            index for index, one in found.items() if not (one.failure and self._drops) or batch.flows[index] == EVAL
+        ]
+        if kept:
+            inline = {name: [found[index].numbers[name] for index in kept] for name in found[kept[0]].numbers}
+            inline["reward"] = [found[index].reward for index in kept]
+            slots, leases = [batch.slots[index] for index in kept], [batch.leases[index] for index in kept]
+            await self._session.commit("reward", slots, leases, inline=inline)
+        self._open -= len(found)
+        self._has_room.set()
+
+    def _warn(self, failure: str) -> None:
+        self._warnings += 1
+        if self._warnings <= MAX_WARNINGS:
+            log.warning("%s", failure)
+        if self._warnings == MAX_WARNINGS:
+            log.warning(
+                "further failures of reward functions are counted (reward_failures in metrics.jsonl), not logged"
+            )
 
 
 def start() -> None:

@@ -125,7 +125,7 @@ def test_a_step_in_which_no_sample_is_trained_leaves_the_weights(
         "custom",
         "--data",
         str(tmp_path / "rows.jsonl"),
-        "--data.reward",
+        "--reward",
         f"{tmp_path}/reward.py:reward",
     ]
     run = launch(

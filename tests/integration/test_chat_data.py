@@ -18,7 +18,8 @@ from flowrt.cli import main
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
-from flowrt.recipes.tasks.reward_client import check_reward
+from flowrt.rewards.check import check_rewards
+from flowrt.rewards.options import RewardOptions
 
 REWARD = """
 def reward(response, answer, prompt, level, *, bonus=0.0):
@@ -138,9 +139,10 @@ def test_a_reward_function_gets_columns_by_name(tmp_path: Path) -> None:
     mine.write_text(
         "def reward(text, gold, *, level, hint=None, **more):\n    assert more == {'x': [1]}\n    return level\n"
     )
-    check_reward(str(mine), 30.0, {"a": 1}, print, {"level": 2, "x": [1]})
+    options = RewardOptions(functions=(str(mine),))
+    check_rewards(options, [json.dumps({"answer": {"a": 1}, "level": 2, "x": [1]}).encode()], print)
     with pytest.raises(ConfigError, match=r":1\): it takes 'level', and the row has no such column; it has x"):
-        check_reward(str(mine), 30.0, "7", print, {"x": [1]})
+        check_rewards(options, [b'{"answer": "7", "x": [1]}'], print)
 
 
 @pytest.mark.slow
@@ -148,7 +150,8 @@ def test_a_run_on_messages_and_columns(launch: Callable[..., Any], model: Path, 
     mine = tmp_path / "mine.py"
     mine.write_text(REWARD)
     launched = launch(
-        *("--recipe", "custom", "--data", str(data), "--data.reward", str(mine), "--model", str(model)),
+        *("--recipe", "custom", "--data", str(data), "--reward", str(mine), "--reward.on-failure", "stop"),
+        *("--model", str(model)),
         *("--data.eval-prompts", "4", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
         *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--steps", "3"),
     )
@@ -166,7 +169,8 @@ def test_a_run_leaves_overlong_prompts_out(launch: Callable[..., Any], model: Pa
     rows = [{"prompt": "1" * (60 if n % 2 else 4) + str(n), "answer": "long" if n % 2 else "short"} for n in range(24)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "0", "answer": "short"}, *rows]))
     launched = launch(
-        *("--recipe", "custom", "--data", str(path), "--data.reward", str(mine), "--model", str(model)),
+        *("--recipe", "custom", "--data", str(path), "--reward", str(mine), "--reward.on-failure", "stop"),
+        *("--model", str(model)),
         *("--data.chat-template", "chat", "--data.max-prompt-tokens", "40", "--data.overlong", "drop"),
         *("--data.eval-prompts", "4", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
         *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--checkpoint.every", "0", "--steps", "4"),
@@ -186,7 +190,7 @@ def test_text_for_a_chat_model_ends_a_run_before_it_starts(
         "custom",
         "--data",
         str(path),
-        "--data.reward",
+        "--reward",
         str(mine),
         "--model",
         str(model),

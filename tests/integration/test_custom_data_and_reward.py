@@ -25,7 +25,7 @@ def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
         *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model), "--data.eval-prompts", "0"),
         *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--algorithm.kl.coef", "0"),
         *("--rollout.workers", "1", "--trainer.lr", "1e-3", "--trainer.warmup-steps", "1"),
-        *("--data.reward", f"{reward}:more_sevens", "--checkpoint.every", "0", "--steps", str(STEPS)),
+        *("--reward", f"{reward}:more_sevens", "--checkpoint.every", "0", "--steps", str(STEPS)),
     ]
 
 

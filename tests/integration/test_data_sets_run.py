@@ -40,7 +40,7 @@ def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
     reward.write_text(REWARD)
     return [
         *("--recipe", "custom", *words, "--data.answer-key", "gold.is", "--model", str(untrained_model)),
-        *("--data.reward", str(reward), "--data.eval-prompts", str(HELD_OUT), "--seed", str(SEED)),
+        *("--reward", str(reward), "--data.eval-prompts", str(HELD_OUT), "--seed", str(SEED)),
         *("--prompts-per-step", str(PROMPTS), "--group-size", "2", "--rollout.max-new-tokens", "6"),
         *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--max-staleness", "0"),
         *("--steps", str(STEPS), "--checkpoint.every", str(EVERY)),

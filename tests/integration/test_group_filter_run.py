@@ -76,7 +76,7 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "1"}) + "\n" for n in range(8)))
     reward.write_text("def reward(response, answer):\n    return 1.0\n")
     run = launch(
-        *("--recipe", "custom", "--data", str(data), "--data.reward", str(reward), "--model", str(taught_model)),
+        *("--recipe", "custom", "--data", str(data), "--reward", str(reward), "--model", str(taught_model)),
         *("--prompts-per-step", "4", "--group-size", "2", "--steps", str(STEPS), "--data.eval-prompts", "0"),
         *("--rollout.workers", "1", "--checkpoint.every", "3", "--rollout.max-new-tokens", "8"),
         *("--curriculum.policy", "solve_rate", "--curriculum.history", "1", "--curriculum.floor", "0.2"),

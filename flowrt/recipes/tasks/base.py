@@ -39,8 +39,6 @@ class Task(ABC):
 
     scores_truncated = False
     """Whether a response without an end token is scored as it is; otherwise it is scored as an empty one."""
-    calls_user_code = False
-    """Whether `reward` runs the user's code, so that it must not be called on an event loop."""
 
     @abstractmethod
     def training_problems(self) -> Sequence[Example]:
@@ -54,9 +52,12 @@ class Task(ABC):
     def held_out_problems(self) -> Sequence[Example]:
         """The prompts of the evaluation; none of them is a training prompt."""
 
-    @abstractmethod
     def reward(self, response: str, answer: str) -> float:
-        """Score a decoded response, which is not truncated unless `scores_truncated`; the higher the better."""
+        """Score a decoded response, which is not truncated unless `scores_truncated`; the higher the better.
+
+        Not of a recipe with `Recipe.takes_reward`, whose responses are scored by `flowrt.rewards`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
@@ -71,11 +72,13 @@ class Task(ABC):
             answer_only: draw from the second stage's examples, mostly answers without working.
         """
 
-    def check(self, progress: Callable[[str], None]) -> None:  # noqa: B027 (not every task has something to check)
-        """Check what otherwise fails during the run. Raises ConfigError; ``progress`` receives notes on long waits."""
+    def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:  # noqa: ARG002
+        """Check what otherwise fails during the run. Raises ConfigError; ``progress`` receives notes on long waits.
 
-    def close(self) -> None:  # noqa: B027 (not every task starts something)
-        """End the processes that `reward` has started."""
+        Returns:
+            The names of the parts of reward functions, see `RewardOptions.parts`.
+        """
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +91,4 @@ class Recipe:
     task: Callable[[RunConfig], Task]
     """Make the task of a configuration. Raises ConfigError if its data is missing or malformed."""
     takes_reward: bool = False
-    """Whether the reward is a function of the user's (``data.reward``)."""
+    """Whether the run names its reward functions (``reward.functions``)."""

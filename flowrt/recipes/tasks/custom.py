@@ -1,15 +1,8 @@
-"""The user's own task: prompts from a data set, a Python function as the reward, any model.
+"""The user's own task: prompts from a data set, reward functions by name (`flowrt.rewards`), any model.
 
-The function takes the response as text, the answer as its column has it, and any further columns by their names, and
-returns a number, the higher the better::
-
-    def reward(response: str, answer: str) -> float: ...
-    def reward(response: str, answer: dict[str, Any], prompt: str, difficulty: int) -> float: ...
-
-`Example.answer` is the JSON of what the function may take: the columns, with "prompt" and "answer" by these names.
+`Example.answer` is the JSON of what a function may take: the columns, with "prompt" and "answer" by these names.
 """
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -21,20 +14,20 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task, TrainingSet
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, open_sets
-from flowrt.recipes.tasks.reward_client import RewardProcess, check_reward
 from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import data_path
+from flowrt.rewards.check import FIRST_ROWS, check_rewards
+from flowrt.rewards.options import RewardOptions
 
 
 class CustomTask(Task):
     """The user's prompts and reward; the last ``data.eval_prompts`` rows are held out. Rows are read on demand."""
 
     scores_truncated = True
-    calls_user_code = True
 
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data: DataConfig, reward: RewardOptions) -> None:
         self._data = data
-        self._reward = RewardProcess(data.reward, data.reward_timeout_s)
+        self._reward = reward
 
     def training_problems(self) -> Sequence[Example]:
         return Concatenated([one.training for one in self._sets])
@@ -45,18 +38,12 @@ class CustomTask(Task):
     def held_out_problems(self) -> Sequence[Example]:
         return Concatenated([one.held_out for one in self._sets])
 
-    def reward(self, response: str, answer: str) -> float:
-        columns = json.loads(answer)
-        return self._reward(response, columns.pop("answer"), columns)
-
-    def check(self, progress: Callable[[str], None]) -> None:
-        """Check every row, and call the reward function once, on the first one."""
+    def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:
+        """Check every row, and call the reward functions on the first one that they apply to."""
         check_rows(self._sets, self._data)
-        columns = json.loads(self.training_problems()[0].answer)
-        check_reward(self._data.reward, self._data.reward_timeout_s, columns.pop("answer"), progress, columns)
-
-    def close(self) -> None:
-        self._reward.close()
+        problems = self.training_problems()
+        rows = [problem.answer.encode() for problem in problems[:FIRST_ROWS]]
+        return check_rewards(self._reward, rows, progress)
 
     def sft_example(self, rng: random.Random, answer_only: bool) -> Example:  # noqa: ARG002
         _no_model()
@@ -76,13 +63,13 @@ def _no_model() -> NoReturn:
 def _task(config: RunConfig) -> CustomTask:
     if not config.data.sets:
         data_path(config)
-    if not config.model or not config.data.reward:
-        raise ConfigError("recipe custom needs --model DIRECTORY and --data.reward FILE.py:FUNCTION, too")
-    return CustomTask(config.data)
+    if not config.model or not config.reward.functions:
+        raise ConfigError("recipe custom needs --model DIRECTORY and --reward FUNCTION (FILE.py:FUNCTION, math …), too")
+    return CustomTask(config.data, config.reward)
 
 
 RECIPE = Recipe(
-    "your prompts, reward and model: --data FILE.jsonl --data.reward FILE.py:FUNCTION --model DIR",
+    "your prompts, reward and model: --data FILE.jsonl --reward FILE.py:FUNCTION --model DIR",
     RunConfig(
         recipe="custom",
         data=DataConfig(prompt_key="prompt", eval_prompts=64),

@@ -1,6 +1,7 @@
 """The table of recipes, by the names that ``flowrt run RECIPE`` accepts. A new one is its own file and a row here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import RunConfig
@@ -27,9 +28,11 @@ def task_of(config: RunConfig) -> Task:
     return recipe(config.recipe).task(config)
 
 
-def check_task(config: RunConfig, progress: Callable[[str], None]) -> None:
-    """Read all data, and call a reward function of the user's once, in a process of its own.
+def check_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
+    """Read all data, and call the run's reward functions once.
 
-    Raises ConfigError for any mistake in them; ``progress`` receives notes on long waits.
+    Returns the configuration with the names of the parts of rewards. Raises ConfigError for any mistake; ``progress``
+    receives notes on long waits.
     """
-    task_of(config).check(progress)
+    parts = task_of(config).check(progress)
+    return replace(config, reward=replace(config.reward, parts=parts)) if parts else config

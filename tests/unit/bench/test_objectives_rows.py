@@ -22,7 +22,7 @@ def test_every_sample_is_as_old_as_asked_once_there_are_so_many_versions(lag: in
 
 def test_the_curriculum_is_trained_like_the_default_task() -> None:
     default = parse([])
-    custom = parse(["--recipe", "custom", "--data", __file__, "--data.reward", f"{__file__}:reward", *training_flags()])
+    custom = parse(["--recipe", "custom", "--data", __file__, "--reward", f"{__file__}:reward", *training_flags()])
     assert (custom.trainer.lr, custom.trainer.beta2) == (default.trainer.lr, default.trainer.beta2)
     assert custom.trainer.warmup_steps == default.trainer.warmup_steps
 

@@ -197,9 +197,7 @@ async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
 
     task = SimpleNamespace(
         scores_truncated=False,
-        calls_user_code=False,
         reward=score,
-        close=lambda: None,
     )
     monkeypatch.setattr(reward, "task_of", lambda _: task)
     ids = tokenizer("12")["input_ids"]

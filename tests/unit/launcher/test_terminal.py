@@ -184,7 +184,7 @@ def test_a_configuration_is_written_without_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["custom", "--data", "rows.jsonl", "--data.reward", "mine.py:score", "--steps", "3"]
+    words = ["custom", "--data", "rows.jsonl", "--reward", "mine.py:score", "--steps", "3"]
     assert main(["config", *words]) == 0
     text = capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -193,7 +193,7 @@ def test_a_configuration_is_written_without_a_run(
     written = parse(["--config", str(path)])
     assert (written.recipe, written.steps) == ("custom", 3)
     assert written.data.path == str(tmp_path / "rows.jsonl")
-    assert written.data.reward == str(tmp_path / "mine.py:score")
+    assert written.reward.functions == (str(tmp_path / "mine.py:score"),)
     assert from_file(path).run_dir == str(tmp_path)
 
 

@@ -239,8 +239,8 @@ def test_a_task_mixes_its_sets(tmp_path: Path) -> None:
         ["custom", "--data.eval-prompts", "3", *(f"--data={one.name}={one.path}:{one.weight}" for one in made)]
     )
     (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
-    data = replace(base.data, reward=str(tmp_path / "mine.py"))
-    task = task_of(replace(base, model=str(tmp_path), data=data))
+    reward = replace(base.reward, functions=(str(tmp_path / "mine.py"),))
+    task = task_of(replace(base, model=str(tmp_path), reward=reward))
     assert [(one.name, one.weight, len(one.problems)) for one in task.training_sets()] == [
         ("a", 0.5, 4),
         ("b", 0.25, 2),

@@ -24,7 +24,8 @@ from flowrt.protocol.messages import Grant
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.grpo import policies
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.recipes.tasks.reward_client import check_reward
+from flowrt.rewards.check import check_rewards
+from flowrt.rewards.options import RewardOptions
 from flowrt.roles.engines import train_engine
 from flowrt.roles.trainer import to_training_batch
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
@@ -37,8 +38,8 @@ def test_what_is_not_ones_own_takes_no_reward_and_what_is_needs_one(tmp_path: Pa
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1+1?", "answer": "2"}\n')
     with pytest.raises(ConfigError, match="flowrt run custom"):
-        parse(["gsm8k", "--data", str(data), "--data.reward", "mine.py"])
-    with pytest.raises(ConfigError, match=r"data\.reward FILE\.py:FUNCTION"):
+        parse(["gsm8k", "--data", str(data), "--reward", "mine.py"])
+    with pytest.raises(ConfigError, match=r"--reward FUNCTION"):
         task_of(parse(["custom", "--data", str(data)]))
 
 
@@ -64,7 +65,7 @@ def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
     ("name", "text", "said"),
     [
         ("missing.py", None, "there is no file"),
-        ("mine.txt", "", "is not a Python file"),
+        ("mine.txt", "", "there is no built-in"),
         ("mine.py", "import nothing_of_that_name", "ModuleNotFoundError: .* while the file was loaded"),
         ("mine.py", "x = 1", "no function 'reward'"),
         ("mine.py:other", "def reward(response, answer): return 1", "no function 'other'"),
@@ -76,7 +77,7 @@ def test_a_reward_that_cannot_be_loaded_is_told_in_a_sentence(
     if text is not None:
         (tmp_path / name.partition(":")[0]).write_text(text)
     with pytest.raises(ConfigError, match=said):
-        check_reward(str(tmp_path / name), 30.0, "7", print)
+        check_rewards(RewardOptions(functions=(str(tmp_path / name),)), [b'{"answer": "7"}'], print)
 
 
 @pytest.mark.parametrize(("started", "configured"), [(2, 1), (1, 2), (3, 2)])

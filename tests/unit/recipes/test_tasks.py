@@ -218,6 +218,6 @@ def test_a_new_task_is_a_class_and_a_row_of_the_table(
     assert registry.task_of(config).reward("a", "a") == 1.0
     registry.check_task(config, print)
     with pytest.raises(ConfigError, match="recipe echo has a built-in reward"):
-        parse(["echo", "--data.reward", "mine.py"])
+        parse(["echo", "--reward", "mine.py"])
     assert main([]) == 2
     assert "echo        copies of the prompt" in capsys.readouterr().out

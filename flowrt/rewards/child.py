@@ -1,0 +1,117 @@
+"""The child that calls reward functions. `flowrt.rewards.guard` starts it; `flowrt.rewards.pool` talks to it.
+
+Messages are msgpack, on a stream socket:
+
+| from | message | meaning |
+|---|---|---|
+| child | ``["ready"]``, or ``["unusable", function, what, line]`` | the functions are loaded, once |
+| pool | ``[[call, function, response, row], …]`` | calls; the row is JSON of its columns, with the answer |
+| child | ``["began", call]`` | the deadline of the call starts |
+| child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; whether the child is worn |
+"""
+
+import json
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from flowrt.rewards.built_in import Scorer, built_in
+from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.user_file import Unusable, UserFunction, described, line_of
+from flowrt.runtime.waits import BoundedElsewhere, blocking
+
+RECV_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 31
+MAX_FILE_BYTES = 1 << 30
+MORE_THREADS = 512
+"""Processes and threads that may be started beyond those that the machine has."""
+POOL = BoundedElsewhere("the end of the pool, which closes the socket")
+UNPACKING: Mapping[str, Any] = {"raw": False, "unicode_errors": "surrogatepass", "max_buffer_size": MAX_MESSAGE_BYTES}
+
+
+def packed(message: Sequence[object]) -> bytes:
+    """A message as bytes."""
+    made: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
+    return made
+
+
+def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory_bytes: int, code: Scorer) -> None:
+    """Load the functions, then make calls until the pool closes the connection.
+
+    Args:
+        connection: to the pool.
+        functions: the functions of the run that are no requests.
+        memory_bytes: address space that may be taken in addition to that after loading.
+        code: the function ``code``.
+    """
+    scorers: list[Scorer] = []
+    for index, function in enumerate(functions):
+        try:
+            scorers.append(code if function.kind == "code" else _loaded(function, index))
+        except BaseException as error:  # noqa: BLE001 (user code: any exception is reported)
+            what = str(error) if isinstance(error, Unusable) else f"{described(error)}, while the file was loaded"
+            connection.sendall(packed(["unusable", index, what, line_of(error, function.path)]))
+            return
+    first_bytes = _address_space()
+    _limit(first_bytes + memory_bytes)
+    connection.sendall(packed(["ready"]))
+    unpacker = msgpack.Unpacker(**UNPACKING)
+    process = os.getpid()
+    while data := blocking(lambda: connection.recv(RECV_BYTES), POOL, "calls", "the pool"):
+        unpacker.feed(data)
+        for calls in unpacker:
+            last = b""  # an outcome travels with the beginning of the next call
+            for call, function_index, response, row in calls:
+                connection.sendall(last + packed(["began", call]))
+                path = functions[function_index].path
+                one = _called(scorers[function_index], path, response, row)
+                if os.getpid() != process:
+                    os._exit(0)  # a copy of this process that the function has made
+                worn = one.result is Result.MEMORY and _address_space() > first_bytes + memory_bytes // 2
+                done = ["done", call, one.result, one.value, dict(one.parts), one.detail, one.line, worn]
+                last = packed(done)
+            connection.sendall(last)
+
+
+def _loaded(function: RewardFunction, index: int) -> Scorer:
+    return UserFunction(function.argument, index) if function.kind == "file" else built_in(function)
+
+
+def _called(score: Callable[..., RewardOutcome], path: str, response: str, row: bytes) -> RewardOutcome:
+    try:
+        columns = json.loads(row)
+        return score(response, columns.pop("answer", None), columns)
+    except MemoryError as error:
+        return RewardOutcome(Result.MEMORY, detail="it ran out of memory", line=line_of(error, path))
+    except BaseException as error:  # noqa: BLE001 (user code: any exception is an outcome)
+        what = str(error) if isinstance(error, Unusable) else described(error)
+        return RewardOutcome(Result.ERROR, detail=what, line=line_of(error, path))
+
+
+def _limit(address_space: int) -> None:
+    """Limit what the functions can take from the machine."""
+    threads = int(_words("/proc/loadavg")[3].partition("/")[2]) if os.path.exists("/proc/loadavg") else 1 << 16
+    for name, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_AS, address_space),
+        (resource.RLIMIT_NPROC, threads + MORE_THREADS),
+    ):
+        hard = resource.getrlimit(name)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(name, (limit, limit))
+
+
+def _address_space() -> int:
+    """Size of this process, in bytes; 0 on systems other than Linux."""
+    return int(_words("/proc/self/statm")[0]) * resource.getpagesize() if os.path.exists("/proc/self/statm") else 0
+
+
+def _words(path: str) -> list[str]:
+    with open(path) as file:
+        return file.read().split()

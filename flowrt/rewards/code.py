@@ -1,0 +1,99 @@
+"""The reward ``code``: 1 if the program in the response passes the tests of its row, else 0.
+
+The program is the last fenced block of the response, or all of it. The column ``tests`` has Python statements that are
+run after it, or a list of objects with ``input`` and ``output``, the program's standard input and what it has to print.
+
+With bubblewrap it has no network, no files but those of the system, no environment, and ends with its caller.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+
+from flowrt.errors import ConfigError
+from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.user_file import Unusable, outcome_of
+from flowrt.runtime.waits import tracked
+
+TESTS = "tests"
+PROGRAM_SHARE = 0.8
+"""Of the deadline of the call, that the programs of a call may take together."""
+CHECK_S = 20.0
+FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+FIX = "install bubblewrap and allow user namespaces, or set reward.code_sandbox to limits"
+
+
+def check_sandbox(sandbox: str) -> None:
+    """Raises ConfigError if programs cannot be run in the sandbox."""
+    if sandbox != "bwrap":
+        return
+    if shutil.which("bwrap") is None:
+        raise ConfigError(f"reward function code runs programs in bubblewrap, and there is no bwrap here; {FIX}")
+    words = [*bwrap_words(), "-c", "pass"]
+    try:
+        with tracked("a program in bubblewrap", "bwrap", CHECK_S):
+            ended = subprocess.run(words, capture_output=True, timeout=CHECK_S, check=False, stdin=subprocess.DEVNULL)
+        what = ended.stderr.decode(errors="replace").strip().partition("\n")[0]
+        code = ended.returncode
+    except subprocess.TimeoutExpired:
+        code, what = 1, f"it did not end in {CHECK_S:.0f} s"
+    if code:
+        raise ConfigError(f"reward function code runs programs in bubblewrap, which does not work here ({what}); {FIX}")
+
+
+def bwrap_words() -> list[str]:
+    """The command that runs Python in bubblewrap; its arguments follow."""
+    python = Path(sys.executable).resolve()
+    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    for place in dict.fromkeys(["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix]):
+        words += ["--ro-bind-try", place, place]
+    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"]  # noqa: S108 (its own)
+    return [*words, "--setenv", "PATH", "/usr/bin:/bin", str(python), "-I"]
+
+
+def sandboxed(
+    response: str,
+    answer: object,  # noqa: ARG001
+    columns: Mapping[str, object],
+    *,
+    sandbox: str,
+    timeout_s: float,
+) -> RewardOutcome:
+    """Run the program of a response against the tests of its row. Raises Unusable if the row has none."""
+    tests = columns.get(TESTS)
+    program = ([response] if not FENCE.search(response) else FENCE.findall(response))[-1]
+    end_s = monotonic() + PROGRAM_SHARE * timeout_s
+    if isinstance(tests, str) and tests:
+        return outcome_of(float(_run(f"{program}\n\n{tests}\n", "", sandbox, end_s) is not None), 0)
+    if isinstance(tests, Sequence) and tests and all(isinstance(one, Mapping) for one in tests):
+        for one in tests:
+            printed = _run(program, str(one.get("input", "")), sandbox, end_s)
+            if printed is None or printed.split() != str(one.get("output", "")).split():
+                return outcome_of(0.0, 0)
+        return outcome_of(1.0, 0)
+    raise Unusable(f"function code needs the column {TESTS!r}: Python statements, or a list of input and output")
+
+
+def _run(program: str, standard_input: str, sandbox: str, end_s: float) -> str | None:
+    """What a program prints; None if it fails or takes too long."""
+    python = bwrap_words() if sandbox == "bwrap" else [sys.executable, "-I"]
+    left_s = max(end_s - monotonic(), 0.01)
+    with tempfile.TemporaryDirectory() as place, tracked("a program", "the response", left_s):
+        try:
+            ended = subprocess.run(
+                [*python, "-c", program],
+                input=standard_input.encode(errors="replace"),
+                capture_output=True,
+                timeout=left_s,
+                check=False,
+                cwd=place,
+                env={"PATH": "/usr/bin:/bin"},
+            )
+        except (subprocess.TimeoutExpired, ValueError, OSError):  # a NUL in the program; an argument that is too long
+            return None
+    return ended.stdout.decode(errors="replace") if ended.returncode == 0 else None

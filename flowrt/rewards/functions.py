@@ -1,0 +1,149 @@
+"""The names of reward functions: ``[NAME=][WEIGHT*]FUNCTION[:WEIGHT]``, where FUNCTION is a file's or built in."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrt.errors import ConfigError, suggested
+
+FUNCTION = "reward"
+"""The function of a file that is given without one."""
+NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http": "URL"}
+BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
+REMOTE = ("http", "judge")
+"""Functions that are requests; all others run in a child process."""
+LOCAL = ("file", *(kind for kind in BUILT_IN if kind not in REMOTE))
+OPEN_ENDED = ("regex", "format", "http")
+"""Functions whose argument may end in anything, so that their weight stands in front."""
+FORM = "FILE.py:FUNCTION"
+MAX_FUNCTIONS = 32
+_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
+_WEIGHT = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|nan|inf)\*(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """One reward function."""
+
+    name: str
+    """Its metric is ``reward/NAME``."""
+    kind: str
+    """One of `BUILT_IN`, or "file"."""
+    argument: str
+    """FILE.py:FUNCTION, a pattern, an address, a number; empty if the kind takes none."""
+    weight: float = 1.0
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a call is a request."""
+        return self.kind in REMOTE
+
+    @property
+    def path(self) -> str:
+        """The user's file; empty for a built-in function."""
+        return self.argument.rpartition(":")[0] if self.kind == "file" else ""
+
+    @property
+    def described(self) -> str:
+        """The function in a message, without a line."""
+        if self.kind != "file":
+            return f"reward function {self.name}"
+        path, _, function = self.argument.rpartition(":")
+        return f"reward function {function} ({path})"
+
+    def at(self, line: int) -> str:
+        """The function in a message, with the line of its file if that is known."""
+        return self.described if not line or self.kind != "file" else f"{self.described[:-1]}:{line})"
+
+
+def parse_function(text: str) -> RewardFunction:
+    """A function from its text. Raises ConfigError if it has another form; files are not looked for."""
+    found = _NAME.fullmatch(text)
+    name, rest = (found[1], found[2]) if found else ("", text)
+    found = _WEIGHT.fullmatch(rest)
+    weight, rest = (found[1], found[2]) if found else ("", rest)
+    kind, _, argument = rest.partition(":")
+    if kind not in BUILT_IN:
+        kind, argument = "file", rest
+    if kind not in OPEN_ENDED:
+        # A single argument is a weight, unless the function needs one.
+        argument, last = _without_weight(argument if kind in NEEDS_ARGUMENT or kind == "file" else f":{argument}")
+        argument = argument.removeprefix(":")
+        if weight and last:
+            raise ConfigError(f"reward.functions has {text!r}, with two weights; leave out one")
+        weight = weight or last
+    if kind == "file":
+        path, _, function = argument.partition(":")
+        if not path.endswith(".py"):
+            near = suggested(path, BUILT_IN)
+            raise ConfigError(f"reward.functions has {text!r}, and there is no built-in {path!r}{near} or use {FORM}")
+        argument = f"{path}:{function or FUNCTION}"
+        name = name or function or Path(path).stem
+    elif kind in NEEDS_ARGUMENT and not argument:
+        raise ConfigError(f"reward.functions has {text!r}; write {kind}:{NEEDS_ARGUMENT[kind]}")
+    elif kind not in NEEDS_ARGUMENT and argument:
+        raise ConfigError(f"reward.functions has {text!r}, and {kind} takes nothing but a weight; correct it")
+    _check_argument(kind, argument, text)
+    return RewardFunction(name or kind, kind, argument, _weight(weight, text))
+
+
+def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
+    """All functions of a run. Raises ConfigError for one that is malformed, and for two of one name."""
+    if len(texts) > MAX_FUNCTIONS:
+        raise ConfigError(f"reward.functions has {len(texts)} functions; use at most {MAX_FUNCTIONS}")
+    functions = tuple(map(parse_function, texts))
+    for name, count in Counter(one.name for one in functions).items():
+        if count > 1:
+            raise ConfigError(f"reward.functions has {count} functions {name!r}; name them, as in {name}2=…")
+    if functions and sum(one.weight for one in functions) == 0:
+        raise ConfigError("the weights of reward.functions sum to 0: every reward would be 0; change one")
+    return functions
+
+
+def with_paths(text: str, absolute: Callable[[str], str]) -> str:
+    """The text of a function with the path of its file changed by ``absolute``."""
+    function = parse_function(text)
+    return text.replace(function.path, absolute(function.path), 1) if function.path else text
+
+
+def check_file(function: RewardFunction) -> None:
+    """Raises ConfigError if the file of a function does not exist."""
+    if function.path and not Path(function.path).is_file():
+        raise ConfigError(
+            f"reward.functions has {function.argument!r}, and there is no file {function.path!r}; correct it"
+        )
+
+
+def _without_weight(argument: str) -> tuple[str, str]:
+    """An argument without the weight at its end, and that."""
+    before, colon, last = argument.rpartition(":")
+    if colon and re.fullmatch(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?|nan|inf", last):
+        return before, last
+    return argument, ""
+
+
+def _weight(word: str, text: str) -> float:
+    try:
+        weight = float(word or 1)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and 0 <= weight <= 1e9):
+        raise ConfigError(f"reward.functions has {text!r}, and {word} is no weight; use a number from 0 to 1e9")
+    return weight
+
+
+def _check_argument(kind: str, argument: str, text: str) -> None:
+    if kind in ("regex", "format"):
+        try:
+            re.compile(argument)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"reward.functions has {text!r}, and its pattern is wrong: {error}; correct it") from None
+    elif kind == "length" and not (argument.isdecimal() and int(argument[:12]) > 0 and len(argument) <= 12):
+        raise ConfigError(f"reward.functions has {text!r}; length:N takes a number of characters above 0")
+    elif kind == "http" and not re.match(r"https?://[^/]+", argument):
+        raise ConfigError(
+            f"reward.functions has {text!r}; http:URL takes an address that begins with http:// or https://"
+        )

@@ -1,0 +1,233 @@
+"""The process group of a child: ``python -m flowrt.rewards.guard``. `flowrt.rewards.pool` starts it.
+
+It forks before any user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the guard and
+runs no user code. It forwards the first of the child's output, and kills everything that the child has started: when the
+child has ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control
+socket is closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
+with the line of each user's file at which the child was, 0 if unknown; the exit code is null if it was killed here.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from select import POLLIN, poll
+from select import poll as Poller  # noqa: N812
+from typing import IO, NoReturn
+
+from flowrt.rewards.code import sandboxed
+from flowrt.rewards.functions import RewardFunction
+from flowrt.runtime.parent_death import adopt_orphans, die_with_parent
+from flowrt.runtime.waits import BoundedElsewhere, blocking
+
+MAX_STACK_BYTES = 1 << 16
+MAX_OUTPUT_BYTES = 1 << 16
+"""Of the output of a child, and of what it has started, that reaches the log."""
+STACK_MS = 200
+"""How long a hung child may take to write its stack."""
+STACK_POLL_MS = 10
+ENDING_MS = 200
+"""How long a child may take to end after it has closed its connection."""
+KILLED = BoundedElsewhere("SIGKILL")
+POOL = BoundedElsewhere("the end of the pool, which closes the socket")
+STACK_SIGNAL = signal.SIGQUIT
+LEFT_OUT = b"\n[further output of this process of the reward functions is left out]\n"
+
+
+class Output:
+    """Forwards the first `MAX_OUTPUT_BYTES` that are written to a pipe, and discards the rest."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._left = MAX_OUTPUT_BYTES
+        os.set_blocking(pipe, False)
+
+    def forward(self) -> bool:
+        """Forward what is there; False if nothing was."""
+        try:
+            data = os.read(self._pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data and self._left > 0:
+            kept = data[: self._left]
+            self._left -= len(data)
+            with contextlib.suppress(OSError):
+                os.write(2, kept + (LEFT_OUT if self._left <= 0 else b""))
+        return bool(data)
+
+
+def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[bytes], fds: tuple[int, int]) -> NoReturn:
+    """Wait until the child or the pool has ended or the pool asks, kill what is left, and say how the child ended.
+
+    Args:
+        control: to the pool.
+        child: process id of the child.
+        paths: the users' files.
+        stack: receives the child's stack.
+        fds: pipe that is written to when a process has ended, and pipe of the child's output.
+    """
+    wakeup, pipe = fds
+    output = Output(pipe)
+    poller = poll()
+    for fd in (control.fileno(), wakeup, pipe):
+        poller.register(fd, POLLIN)
+    status: int | None = None
+    is_asked = False
+    while status is None and not is_asked:
+        ready = {fd for fd, _ in blocking(poller.poll, POOL, "the end of the child", "reward functions")}
+        if pipe in ready:
+            output.forward()
+        if wakeup in ready:
+            os.read(wakeup, 1 << 12)
+            status = _reaped(child)
+        if control.fileno() in ready and status is None:
+            is_asked = True
+            is_hung = bool(control.recv(1))
+            if is_hung:
+                _write_stack(child, stack)
+            else:  # a child that has just ended may not have been noticed yet
+                blocking(lambda: poller_of(wakeup).poll(ENDING_MS), 1e-3 * ENDING_MS, "the end of the child", "it")
+            status = _reaped(child)
+    text = _text(stack)
+    _kill_all(child)
+    while output.forward():
+        pass
+    ended = None if status is None else os.waitstatus_to_exitcode(status)
+    report = {"ended": ended, "lines": {path: _line_in(text, path) for path in paths}}
+    with contextlib.suppress(OSError):
+        control.sendall(json.dumps(report).encode() + b"\n")
+    os._exit(0)
+
+
+def poller_of(fd: int) -> Poller:
+    """Polls whether there is something to read."""
+    poller = poll()
+    poller.register(fd, POLLIN)
+    return poller
+
+
+def _write_stack(child: int, stack: IO[bytes]) -> None:
+    """Let a hung child write its stack, unless it does not react to the signal."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(child, STACK_SIGNAL)
+        never, size = poll(), 0
+        for _ in range(STACK_MS // STACK_POLL_MS):
+            blocking(lambda: never.poll(STACK_POLL_MS), 1e-3 * STACK_POLL_MS, "the stack of a hung child", "it")
+            last, size = size, os.fstat(stack.fileno()).st_size
+            if size and size == last:
+                break
+
+
+def _text(stack: IO[bytes]) -> str:
+    stack.seek(0)
+    return stack.read(MAX_STACK_BYTES).decode(errors="replace")
+
+
+def _line_in(stack: str, path: str) -> int:
+    """The innermost line of this file in a stack of faulthandler: of the main thread, or of the one that crashed."""
+    main = stack.find(f"hread 0x{threading.get_ident():016x}")
+    pattern = re.compile(rf'File "{re.escape(path)}", line (\d+)')
+    found = pattern.search(stack, max(main, 0)) or pattern.search(stack)
+    return int(found[1]) if found else 0
+
+
+def _reaped(child: int) -> int | None:
+    """The exit status of the child if it has ended; other ended processes that were adopted are reaped."""
+    found: int | None = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                found = status
+    return found
+
+
+def _kill_all(child: int) -> None:
+    """Kill the process group of the child and, on Linux, all of its descendants (this process adopts orphans)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    while mine := list(_children()):
+        for pid in mine:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in mine:
+            with contextlib.suppress(ChildProcessError):
+                blocking(functools.partial(os.waitpid, pid, 0), KILLED, "the end of the killed processes", "the system")
+
+
+def _children() -> Iterator[int]:
+    """The child processes of this one, from /proc."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((directory / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                yield int(directory.name)
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(description="a child process that calls reward functions, and its guard")
+    parser.add_argument("--data", type=int, required=True, help="file descriptor of the socket for calls")
+    parser.add_argument("--control", type=int, required=True, help="file descriptor of the socket of the guard")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="that calls may take")
+    parser.add_argument("--sandbox", required=True, help="of function code: bwrap or limits")
+    parser.add_argument("--timeout-s", type=float, required=True, help="deadline of a call")
+    parser.add_argument("functions", help="JSON: [[name, kind, argument], …]")
+    arguments = parser.parse_args()
+    functions = [RewardFunction(*words) for words in json.loads(arguments.functions)]
+    paths = sorted({function.path for function in functions if function.path})
+    data, control = socket.socket(fileno=arguments.data), socket.socket(fileno=arguments.control)
+    for connection in (data, control):
+        os.set_inheritable(connection.fileno(), False)  # not for programs that the user's code starts
+    stack = tempfile.TemporaryFile()  # noqa: SIM115 (open until the process ends)
+    adopt_orphans()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    output, standard = os.pipe()
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        data.close()
+        os.close(standard)
+        guard(control, child, paths, stack, (read, output))
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    control.close()
+    for fd in (read, write, output):
+        os.close(fd)
+    os.dup2(standard, 1)
+    os.dup2(standard, 2)
+    os.close(standard)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = [paths[0] if paths else "reward"]
+    faulthandler.enable(stack.fileno(), all_threads=False)
+    faulthandler.register(STACK_SIGNAL, stack.fileno(), all_threads=True, chain=False)
+
+    from flowrt.rewards.child import serve
+
+    code = functools.partial(sandboxed, sandbox=arguments.sandbox, timeout_s=arguments.timeout_s)
+    serve(data, functions, arguments.memory_bytes, code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

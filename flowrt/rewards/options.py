@@ -1,0 +1,62 @@
+"""Options of reward functions. Imports nothing of theirs: configurations contain them."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from flowrt.runtime.bounds import Seconds
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """A language model as the judge (`--reward judge`): any server with the path /v1/chat/completions."""
+
+    url: str = ""
+    """Address of the server, http://HOST:PORT, with or without the path /v1/chat/completions."""
+    model: str = ""
+    """Name of the model, as the server knows it."""
+    prompt: str = (
+        "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
+        "How good is the response? Give a number from 0 (wrong) to 1 (right) as your last word."
+    )
+    """The message; {prompt}, {answer} and {response} are replaced."""
+    pattern: str = r"([-+]?[0-9]*\.?[0-9]+)"
+    """Regular expression of the reward in the judge's answer: the first group of its last match, a number."""
+    max_tokens: Annotated[int, Interval(gt=0, le=16_777_216)] = 512
+    """Maximum length of the judge's answer, in tokens."""
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Reward functions of recipe custom: which ones, their processes, and calls that fail."""
+
+    functions: tuple[str, ...] = ()
+    """[NAME=]FUNCTION[:WEIGHT] each (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN, format:PATTERN,
+    length:N, code, http:URL or judge; the weight of a pattern or URL is written in front, WEIGHT*regex:PATTERN."""
+    workers: Annotated[int, Interval(ge=1, le=1_024)] = 1
+    """Child processes of each reward worker; they are started when they are needed."""
+    timeout_s: Seconds = 10.0
+    """Deadline of each call, in seconds."""
+    load_timeout_s: Seconds = 60.0
+    """Deadline for loading the files of the functions, in seconds."""
+    memory_mb: Annotated[int, Interval(ge=16, le=16_777_216)] = 1024
+    """Memory that a child may take in addition to what it has after loading, in MiB of address space."""
+    retries: Annotated[int, Interval(ge=0, le=100)] = 1
+    """Repetitions of a call in which the child died, and of a request that failed for a reason that may pass."""
+    on_failure: Literal["zero", "drop", "stop"] = "zero"
+    """What follows a failed call: zero: the function's value is 0; drop: the sample counts as lost, and
+    on_lost_sample decides; stop: the run ends with exit code 2. An evaluation drops no sample."""
+    max_failures: Annotated[float, Interval(ge=0, le=1)] = 0.5
+    """The run ends once more than this share of a worker's last 200 calls has failed; 1: never."""
+    parts: tuple[str, ...] = ()
+    """Names of the parts of functions that return several (FUNCTION/PART); found out when the run starts."""
+    code_sandbox: Literal["bwrap", "limits"] = "bwrap"
+    """Where function code runs programs: bwrap: without network and files (bubblewrap); limits: with your rights, under
+    resource limits alone."""
+    concurrency: Annotated[int, Interval(ge=1, le=4_096)] = 64
+    """Requests of functions http and judge at a time, of each reward worker."""
+    key_variable: str = ""
+    """Environment variable with the API key of http and judge, sent as a bearer token; empty: none."""
+    judge: JudgeOptions = field(default_factory=JudgeOptions)
+    """The judge."""

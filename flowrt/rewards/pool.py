@@ -1,0 +1,386 @@
+"""Child processes that call reward functions: calls go in, outcomes come out, whatever the functions do.
+
+- A call that exceeds its deadline, or in which the child dies, costs its own outcome; the child is replaced, and the
+  other calls that it had are made by another.
+- The processes, and all that they start, end with the pool and with its process.
+
+`flowrt.rewards.guard` is the process of a child, `flowrt.rewards.child` has the messages.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import msgpack
+
+from flowrt.errors import ConfigError, FlowError, WaitExpired
+from flowrt.rewards.child import UNPACKING, packed
+from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_until
+
+log = logging.getLogger(__name__)
+CALLS_PER_MESSAGE = 32
+MAX_CALLS = 10_000
+"""Calls after which a child is replaced."""
+MAX_STARTS = 3
+"""Times that a child may end without having begun a call, one after the other."""
+GRACE_S = 5.0
+"""How long a guard may take to end what its child has started."""
+PROGRESS_AFTER_S = 3.0
+"""Time after which a wait for loading is reported as progress."""
+RECV_BYTES = 1 << 16
+FIX = "correct it, and start or resume the run"
+LOADING = "while the file was loaded"
+BLOCKED_ON = "the user's reward function"
+QUEUE = BoundedElsewhere("the next call, or the end of the pool")
+
+
+@dataclass(slots=True, eq=False)
+class RewardCall:
+    """A call of one function; ``outcome`` receives what comes of it."""
+
+    function: int
+    """Number of the function, of those of the pool."""
+    response: str
+    row: bytes
+    """JSON of the columns, with the answer."""
+    outcome: "asyncio.Future[RewardOutcome]"
+    attempts: int = 0
+    """Times that the child has died in it."""
+
+
+@dataclass(slots=True, eq=False)
+class RewardProcess:
+    """A child with its guard."""
+
+    guard: subprocess.Popen[bytes]
+    data: socket.socket
+    control: socket.socket
+    unpacker: Any = field(default_factory=functools.partial(msgpack.Unpacker, **UNPACKING))
+    calls: int = 0
+
+    async def receive(self, deadline_s: float, what: str) -> list[list[Any]]:
+        """The next messages, one or more; none if the child has closed its connection. Raises WaitExpired."""
+        while True:
+            if messages := list(self.unpacker):
+                return messages
+            begin_s = monotonic()
+            loop = asyncio.get_running_loop()
+            try:
+                data = await wait_until(loop.sock_recv(self.data, RECV_BYTES), deadline_s, what, BLOCKED_ON)
+            except OSError:
+                data = b""
+            if not data:
+                return []
+            deadline_s = max(deadline_s - (monotonic() - begin_s), 1e-3)
+            self.unpacker.feed(data)
+
+    async def end(self, *, hung: bool = False) -> dict[str, Any]:
+        """End the child and all that it has started; returns how it ended, see `flowrt.rewards.guard`."""
+        loop = asyncio.get_running_loop()
+        report = b""
+        with contextlib.suppress(OSError, WaitExpired):
+            if hung:
+                await wait_until(loop.sock_sendall(self.control, b"k"), GRACE_S, "a message", "the guard")
+            else:
+                self.control.shutdown(socket.SHUT_WR)
+            while not report.endswith(b"\n"):
+                receiving = loop.sock_recv(self.control, RECV_BYTES)
+                data = await wait_until(receiving, GRACE_S, "the end of a reward process", "its guard")
+                if not data:
+                    break
+                report += data
+        self.data.close()
+        self.control.close()
+        wait = functools.partial(self.guard.wait, GRACE_S)
+        try:
+            await asyncio.to_thread(blocking, wait, GRACE_S, "the end of a guard", "it")
+        except subprocess.TimeoutExpired:
+            self.guard.kill()
+        found: dict[str, Any] = json.loads(report) if report.endswith(b"\n") else {}
+        return found
+
+
+class RewardPool:
+    """Calls reward functions in child processes, on an event loop. Children start when there are calls."""
+
+    def __init__(self, functions: Sequence[RewardFunction], options: RewardOptions, output: int | None = None) -> None:
+        """No process is started yet.
+
+        Args:
+            functions: the functions, none of which is a request.
+            options: number of children, deadlines, limits.
+            output: file descriptor for the functions' output; None: that of this process.
+        """
+        self._functions = tuple(functions)
+        self._options = options
+        self._output = output
+        self._waiting: deque[RewardCall] = deque()
+        self._has_calls = asyncio.Event()
+        self._workers: list[asyncio.Task[None]] = []
+        self._spare: asyncio.Task[RewardProcess] | None = None
+        self._processes: set[RewardProcess] = set()
+        self._failure: FlowError | None = None
+        self._starts = 0
+        self._is_closed = False
+
+    def call(self, function: int, response: str, row: bytes) -> "asyncio.Future[RewardOutcome]":
+        """Make a call; its outcome follows. It raises ConfigError if the functions cannot be loaded any more."""
+        one = RewardCall(function, response, row, asyncio.get_running_loop().create_future())
+        if self._failure is not None or self._is_closed:
+            one.outcome.set_exception(self._failure or FlowError("the reward functions' processes are closed"))
+            return one.outcome
+        self._waiting.append(one)
+        self._has_calls.set()
+        if len(self._workers) < min(self._options.workers, len(self._waiting)):
+            worker = asyncio.create_task(self._work())
+            worker.add_done_callback(self._on_end)
+            self._workers.append(worker)
+        return one.outcome
+
+    async def load(self, progress: Callable[[str], None] = log.info) -> None:
+        """Start a child, which loads the functions. Raises ConfigError if one cannot be loaded."""
+        self._spare = self._spare or asyncio.create_task(self._start(progress))
+        await wait_until(asyncio.shield(self._spare), self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
+
+    async def close(self) -> None:
+        """End the processes and all that they have started; calls that are being made raise FlowError."""
+        self._fail(FlowError("the reward functions' processes were closed during a call"))
+        self._is_closed = True
+        tasks: list[asyncio.Task[Any]] = [*self._workers, *([self._spare] if self._spare is not None else [])]
+        await cancel_and_wait(tasks, GRACE_S)
+        for process in list(self._processes):
+            await self._end(process)
+
+    async def _work(self) -> None:
+        """Make calls, one message after the other, with one child at a time."""
+        process: RewardProcess | None = None
+        calls: list[RewardCall] = []
+        try:
+            while True:
+                while not self._waiting:
+                    self._has_calls.clear()
+                    await wait_until(self._has_calls.wait(), QUEUE, "calls of reward functions", "the reward role")
+                calls = self._take()
+                if process is None:
+                    process = await self._next_process()
+                if not await self._make(process, calls):
+                    process = None
+                elif process.calls >= MAX_CALLS:
+                    await self._end(process)
+                    process = None
+                calls = []
+        except FlowError as error:
+            self._fail(error)
+        finally:  # also when the pool is closed
+            for one in calls:
+                if not one.outcome.done():
+                    one.outcome.set_exception(self._failure or FlowError("the processes of reward functions failed"))
+
+    def _take(self) -> list[RewardCall]:
+        """Calls for one message: few when little is left, so that no child has all of it."""
+        most = max(1, min(CALLS_PER_MESSAGE, len(self._waiting) // (2 * self._options.workers)))
+        taken: list[RewardCall] = []
+        while self._waiting and len(taken) < most:
+            one = self._waiting.popleft()
+            if not one.outcome.done():  # cancelled
+                taken.append(one)
+        return taken
+
+    def _on_end(self, worker: asyncio.Task[None]) -> None:
+        """A worker ends with the pool, or with a mistake of ours, for which nobody must wait."""
+        if not worker.cancelled() and (error := worker.exception()) is not None:
+            self._fail(FlowError(f"{type(error).__name__}: {error}"))
+
+    def _fail(self, error: FlowError) -> None:
+        self._failure = self._failure or error
+        while self._waiting:
+            one = self._waiting.popleft()
+            if not one.outcome.done():
+                one.outcome.set_exception(error)
+
+    async def _make(self, process: RewardProcess, calls: list[RewardCall]) -> bool:
+        """Send calls to a child and set their outcomes; False if the child is lost, or should be replaced."""
+        left = dict(enumerate(calls))
+        if not left:
+            return True
+        message = packed([[index, one.function, one.response, one.row] for index, one in left.items()])
+        began = next(iter(left))
+        began_s, is_lost, has_begun = monotonic(), False, False
+        what = "a reward"
+        with contextlib.suppress(OSError, WaitExpired):  # the child has ended: `receive` says so
+            sending = asyncio.get_running_loop().sock_sendall(process.data, message)
+            await wait_until(sending, self._options.timeout_s + GRACE_S, "calls to be read", BLOCKED_ON)
+        is_worn = False
+        while left:
+            deadline_s = began_s + self._options.timeout_s - monotonic()
+            try:
+                messages = await process.receive(max(deadline_s, 1e-3), what)
+            except WaitExpired:
+                messages, is_lost = [], True
+            for word, index, *rest in messages:
+                if word == "began":
+                    began, began_s, has_begun = index, monotonic(), True
+                elif word == "done":
+                    self._starts = 0
+                    process.calls += 1
+                    is_worn |= self._done(left.pop(index), rest, monotonic() - began_s)
+                    began_s, has_begun = monotonic(), False
+            if not messages:
+                await self._lost(process, left, began if has_begun or is_lost else None, began_s, hung=is_lost)
+                return False
+        if is_worn:
+            await self._end(process)
+        return not is_worn
+
+    def _done(self, call: RewardCall, rest: list[Any], seconds: float) -> bool:
+        """Set the outcome that a child has sent; whether the child should be replaced."""
+        result, value, parts, detail, line, worn = rest
+        outcome = RewardOutcome(
+            result=Result(result), value=value, parts=parts, detail=detail, line=line, seconds=seconds
+        )
+        if not call.outcome.done():
+            call.outcome.set_result(outcome)
+        return bool(worn)
+
+    async def _lost(
+        self, process: RewardProcess, left: dict[int, RewardCall], culprit: int | None, began_s: float, *, hung: bool
+    ) -> None:
+        """A child is hung or has ended: the outcome of the call that it was in, and the others wait again."""
+        seconds = monotonic() - began_s
+        ended = await self._end(process, hung=hung)
+        call = left.pop(culprit) if culprit is not None else None
+        for one in reversed(left.values()):
+            self._waiting.appendleft(one)
+        if call is None:
+            self._starts += 1
+            if self._starts >= MAX_STARTS:
+                function = self._functions[0]
+                raise ConfigError(
+                    f"{function.described}: {_ended(ended)}, outside of a call, {MAX_STARTS} times; {FIX}"
+                )
+        elif not hung and call.attempts < self._options.retries:
+            call.attempts += 1
+            self._waiting.appendleft(call)
+        elif not call.outcome.done():
+            detail = f"it did not return in {self._options.timeout_s:g} s" if hung else _ended(ended)
+            line = ended.get("lines", {}).get(self._functions[call.function].path, 0)
+            result = Result.TIMEOUT if hung else Result.DIED
+            call.outcome.set_result(RewardOutcome(result, detail=detail, line=line, seconds=seconds))
+        if self._waiting:
+            self._has_calls.set()
+
+    async def _next_process(self) -> RewardProcess:
+        """A child that has loaded the functions; after the first, another is kept ready for the next loss."""
+        if self._spare is None:
+            return await self._start(log.info)
+        spare, self._spare = self._spare, None
+        return await wait_until(spare, self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
+
+    def _prepare(self) -> None:
+        """Have a child ready in place of one that is lost."""
+        if self._spare is None and not self._is_closed:
+            self._spare = asyncio.create_task(self._start(log.info))
+            self._spare.add_done_callback(_look)
+
+    async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
+        self._processes.discard(process)
+        if not self._is_closed:
+            self._prepare()
+        return await process.end(hung=hung)
+
+    async def _start(self, progress: Callable[[str], None]) -> RewardProcess:
+        """Start a child and wait until it has loaded the functions. Raises ConfigError if it cannot."""
+        options = self._options
+        process = self._spawn()
+        self._processes.add(process)
+        try:
+            messages = await self._loaded(process, progress)
+        except WaitExpired:
+            messages = []
+            ended = await self._drop(process, hung=True)
+            what = f"it did not return in {options.load_timeout_s:g} s"
+        else:
+            ended = {} if messages else await self._drop(process)
+            what = _ended(ended)
+        if messages and messages[0][0] == "unusable":
+            _, index, what, line = messages[0]
+            await self._drop(process)
+            raise ConfigError(f"{self._functions[index].at(line)}: {what}; {FIX}")
+        if not messages:
+            lines: dict[str, int] = ended.get("lines", {})
+            functions = [one for one in self._functions if lines.get(one.path)] or self._functions[:1]
+            at = functions[0].at(lines.get(functions[0].path, 0))
+            raise ConfigError(f"{at}: {what}, {LOADING}; {FIX}")
+        return process
+
+    def _spawn(self) -> RewardProcess:
+        """Start a guard, which starts a child."""
+        options = self._options
+        data, of_child = socket.socketpair()
+        control, of_guard = socket.socketpair()
+        with of_child, of_guard:
+            fds = (of_child.fileno(), of_guard.fileno())
+            words = [sys.executable, "-m", "flowrt.rewards.guard", "--data", str(fds[0]), "--control", str(fds[1])]
+            words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
+            words += ["--timeout-s", str(options.timeout_s)]
+            environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
+            guard = subprocess.Popen(
+                [*words, json.dumps([[one.name, one.kind, one.argument] for one in self._functions])],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=fds,
+                start_new_session=True,
+                env=environment,
+            )
+        for connection in (data, control):
+            connection.setblocking(False)
+        return RewardProcess(guard, data, control)
+
+    async def _drop(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
+        """End a child that has not loaded the functions."""
+        self._processes.discard(process)
+        return await process.end(hung=hung)
+
+    async def _loaded(self, process: RewardProcess, progress: Callable[[str], None]) -> list[list[Any]]:
+        limit_s = self._options.load_timeout_s
+        first_s = min(PROGRESS_AFTER_S, limit_s)
+        try:
+            return await process.receive(first_s, "reward functions to be loaded")
+        except WaitExpired:
+            if first_s == limit_s:
+                raise
+        where = self._functions[0].described
+        progress(f"waiting for {where}, {LOADING}: at most {limit_s:g} s (reward.load_timeout_s)")
+        return await process.receive(limit_s - first_s, "reward functions to be loaded")
+
+
+def _look(task: asyncio.Task[RewardProcess]) -> None:
+    """An error of a child that nobody needs any more is no error."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _ended(ended: dict[str, Any]) -> str:
+    """How a child has ended, as the end of a sentence."""
+    code = ended.get("ended")
+    if code is None:
+        return "it closed the file descriptors of its process, or killed it"
+    if code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    return f"it ended its process with exit code {code}"

@@ -1,0 +1,198 @@
+"""One reward from several functions: weights, calls that fail, and what a run reports of them.
+
+The reward of a sample is the weighted sum of its functions' values. A function that returns None does not apply to the
+row, and the weights of the others are scaled up so that their sum stays the same. A call that failed counts as 0.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrt.errors import ConfigError
+from flowrt.rewards.functions import RewardFunction, parse_functions
+from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.outcomes import FAILURES, Result, RewardOutcome
+from flowrt.rewards.pool import FIX, RewardPool
+from flowrt.rewards.remote import RemoteRewards
+from flowrt.rewards.user_file import as_text
+
+REWARD = "reward"
+"""Column of the reward; ``reward/NAME`` is that of a function, ``reward/NAME/PART`` that of its part."""
+APPLIES = "applies"
+"""``applies/NAME``: 1 where a function applies, one of several."""
+FAILED = "reward_failures"
+"""``reward_failures/RESULT``: 1 where a call ended so."""
+WINDOW = 200
+"""Calls over which the share of failures is measured."""
+MAX_TEXT = 60
+"""Maximum length of a response or an answer in an error message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReward:
+    """The reward of a sample."""
+
+    reward: float
+    numbers: Mapping[str, float]
+    """The further columns, see `reward_columns`."""
+    failure: str
+    """Which function failed, and how; empty if none did."""
+    reason: str
+    """The result of the call that failed; empty if none did."""
+
+
+def reward_columns(options: RewardOptions) -> tuple[str, ...]:
+    """The columns that scoring makes in addition to the reward."""
+    functions = parse_functions(options.functions)
+    if not functions:
+        return ()
+    names = [f"{REWARD}/{one}" for one in (*(function.name for function in functions), *options.parts)]
+    names += [f"{APPLIES}/{one.name}" for one in functions] if len(functions) > 1 else []
+    can_fail = {Result.NOT_APPLICABLE}
+    if any(one.is_remote for one in functions):
+        can_fail |= {Result.HTTP, Result.INVALID, Result.TIMEOUT}
+    if not all(one.is_remote for one in functions):
+        can_fail |= {*FAILURES} - {Result.HTTP}
+    return (*names, *(f"{FAILED}/{one}" for one in Result if one in can_fail))
+
+
+def combined(functions: Sequence[RewardFunction], outcomes: Sequence[RewardOutcome]) -> float:
+    """The weighted sum of the values of the functions that apply; 0 if none does."""
+    pairs = list(zip(functions, outcomes, strict=True))
+    applying = [(one, outcome) for one, outcome in pairs if outcome.result is not Result.NOT_APPLICABLE]
+    weight = sum(one.weight for one, _ in applying)
+    if len(applying) == len(pairs):
+        return sum(one.weight * outcome.value for one, outcome in pairs)
+    scale = sum(one.weight for one in functions) / weight if weight else 0.0
+    return scale * sum(one.weight * outcome.value for one, outcome in applying)
+
+
+class RewardScorer:
+    """Scores responses with the reward functions of a run, on an event loop."""
+
+    def __init__(
+        self,
+        options: RewardOptions,
+        *,
+        is_deterministic: bool = False,
+        cache: Path | None = None,
+        output: int | None = None,
+    ) -> None:
+        """No process is started yet.
+
+        Args:
+            options: the functions and how they are called.
+            is_deterministic: a timeout, which depends on the clock, ends the run.
+            cache: file of judges' answers; None: they are not kept.
+            output: file descriptor for the functions' output; None: that of this process.
+        """
+        self.functions = parse_functions(options.functions)
+        self._options = options
+        self._is_deterministic = is_deterministic
+        self._columns = reward_columns(options)
+        local = [one for one in self.functions if not one.is_remote]
+        self._numbers = {one.name: index for index, one in enumerate(local)}
+        self._pool = RewardPool(local, options, output) if local else None
+        remote = [one for one in self.functions if one.is_remote]
+        self._remote = RemoteRewards(remote, options, cache) if remote else None
+        self._window: deque[str] = deque(maxlen=WINDOW)
+        """Of each of the last calls, how it failed."""
+
+    @property
+    def pool(self) -> RewardPool | None:
+        """The child processes, if a function needs them."""
+        return self._pool
+
+    async def outcomes(self, response: str, row: bytes) -> list[RewardOutcome]:
+        """What comes of each function for a response; ``row`` is JSON of the columns, with the answer."""
+        calls: list[asyncio.Future[RewardOutcome]] = []
+        for one in self.functions:
+            if self._pool is not None and one.name in self._numbers:
+                calls.append(self._pool.call(self._numbers[one.name], response, row))
+            elif self._remote is not None:
+                calls.append(asyncio.ensure_future(self._remote.call(one, response, row)))
+        return list(await asyncio.gather(*calls))
+
+    async def score(self, response: str, row: bytes) -> SampleReward:
+        """The reward of a response. Raises ConfigError if a failure, or the share of failures, ends the run."""
+        outcomes = await self.outcomes(response, row)
+        failures = self.failures(outcomes, response, row, self.functions)
+        self._count(outcomes, failures)
+        failure = failures[0] if failures else ""
+        if failure and (self._options.on_failure == "stop" or self._stops(outcomes)):
+            raise ConfigError(f"{failure}; {FIX}")
+        numbers = self._numbers_of(outcomes)
+        reasons = [name.partition("/")[2] for name, one in numbers.items() if one and name.startswith(f"{FAILED}/")]
+        return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]))
+
+    async def close(self) -> None:
+        """End the processes and the connections."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._remote is not None:
+            await self._remote.close()
+
+    def _stops(self, outcomes: Sequence[RewardOutcome]) -> bool:
+        return self._is_deterministic and any(one.result is Result.TIMEOUT for one in outcomes)
+
+    def failures(
+        self, outcomes: Sequence[RewardOutcome], response: str, row: bytes, functions: Sequence[RewardFunction]
+    ) -> list[str]:
+        """Which of these functions failed, and how: a sentence each."""
+        found = []
+        for function, outcome in zip(functions, outcomes, strict=True):
+            wrong = self._wrong_parts(function, outcome)
+            if outcome.is_failure or wrong:
+                found.append(f"{function.at(outcome.line)}: {outcome.detail or wrong}, {on(response, row)}")
+        if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
+            what = "it returned None" if len(outcomes) == 1 else "no function applies to the row"
+            found.append(f"{functions[0].described}: {what}, {on(response, row)}")
+        return found
+
+    def _wrong_parts(self, function: RewardFunction, outcome: RewardOutcome) -> str:
+        """How the parts of a function differ from those that it had when the run started."""
+        known = {one.partition("/")[2] for one in self._options.parts if one.partition("/")[0] == function.name}
+        if outcome.result is not Result.OK or not known or known == outcome.parts.keys():
+            return ""
+        return f"it returned the parts {', '.join(outcome.parts) or 'none'}, not {', '.join(sorted(known))}"
+
+    def _count(self, outcomes: Sequence[RewardOutcome], failures: Sequence[str]) -> None:
+        """Raises ConfigError if too many calls have failed."""
+        self._window.extend([*failures, *[""] * (len(outcomes) - len(failures))])
+        failed = sum(map(bool, self._window))
+        if len(self._window) == WINDOW and failed > self._options.max_failures * WINDOW:
+            first = next(filter(None, self._window))
+            raise ConfigError(
+                f"{failed} of the last {WINDOW} calls of reward functions failed, more than reward.max_failures "
+                f"({self._options.max_failures:g}); the first: {first}; {FIX}"
+            )
+
+    def _numbers_of(self, outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
+        numbers = dict.fromkeys(self._columns, 0.0)
+        for function, outcome in zip(self.functions, outcomes, strict=True):
+            numbers[f"{REWARD}/{function.name}"] = outcome.value
+            for part, value in outcome.parts.items():
+                if f"{REWARD}/{function.name}/{part}" in numbers:
+                    numbers[f"{REWARD}/{function.name}/{part}"] = value
+            if len(outcomes) > 1:
+                numbers[f"{APPLIES}/{function.name}"] = float(outcome.result is not Result.NOT_APPLICABLE)
+            if outcome.is_failure:
+                numbers[f"{FAILED}/{outcome.result}"] = 1.0
+            elif self._wrong_parts(function, outcome):
+                numbers[f"{FAILED}/{Result.INVALID}"] = 1.0
+        if all(one.result is Result.NOT_APPLICABLE for one in outcomes):
+            numbers[f"{FAILED}/{Result.NOT_APPLICABLE}"] = 1.0
+        return numbers
+
+
+def on(response: str, row: bytes) -> str:
+    """The response and the answer of a call, as the end of a sentence."""
+    answer = as_text(json.loads(row).get("answer"))
+    return f"on the response {_cut(response)} to the answer {_cut(answer)}"
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…")

@@ -1,0 +1,149 @@
+"""A reward function in a user's file: loading it, calling it, and which line is to blame. In a child process only."""
+
+import asyncio
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType
+
+from flowrt.rewards.arguments import Arguments, MissingColumn
+from flowrt.rewards.outcomes import Result, RewardOutcome
+
+MODULE = "flowrt_own_reward"
+CALLED_AS = "reward(response, answer)"
+MAX_ERROR = 160
+"""Maximum length of a user's error message in a report."""
+
+
+class Unusable(Exception):
+    """A mistake in the user's function or its result, with the line."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        super().__init__(what)
+        self.line = line
+
+
+class _Uncached(importlib.machinery.SourceFileLoader):
+    """A loader that writes no ``__pycache__`` next to the user's file."""
+
+    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
+        pass
+
+
+class UserFunction:
+    """A loaded function."""
+
+    def __init__(self, argument: str, index: int) -> None:
+        """Load it. Raises Unusable if it cannot be called, and whatever the file raises.
+
+        Args:
+            argument: FILE.py:FUNCTION.
+            index: a number that makes the module's name unique.
+        """
+        self._path, _, function = argument.rpartition(":")
+        loader = _Uncached(f"{MODULE}_{index}", self._path)
+        spec = importlib.machinery.ModuleSpec(loader.name, loader, origin=self._path)
+        module = importlib.util.module_from_spec(spec)
+        module.__file__ = self._path
+        sys.modules[loader.name] = module  # as for every module: dataclasses look it up
+        loader.exec_module(module)
+        found = getattr(module, function, None)
+        if not callable(found):
+            raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
+        self._function: Callable[..., object] = found
+        self._line = _defined_at(found)
+        try:
+            self._arguments = Arguments(found)
+        except TypeError as error:
+            raise Unusable(f"{function} cannot be called as {CALLED_AS}: {error}", self._line) from None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:
+        """Call it. Raises whatever the function raises, and Unusable for a parameter that is no column."""
+        try:
+            positional, named = self._arguments.of(response, answer, columns)
+        except MissingColumn as missing:
+            there_is = cut(", ".join(columns))
+            raise Unusable(
+                f"it takes {str(missing)!r}, and the row has no such column; it has {there_is}", self._line
+            ) from None
+        value = self._function(*positional, **named)
+        if inspect.iscoroutine(value):
+            self._loop = self._loop or asyncio.new_event_loop()
+            value = self._loop.run_until_complete(value)
+        return outcome_of(value, self._line)
+
+    def line_of(self, error: BaseException) -> int:
+        """The innermost line of the file in an error's traceback."""
+        return line_of(error, self._path)
+
+
+def outcome_of(value: object, line: int) -> RewardOutcome:
+    """The outcome of a returned value."""
+    if value is None:
+        return RewardOutcome(Result.NOT_APPLICABLE)
+    parts = value if isinstance(value, Mapping) else {"": value}
+    numbers: dict[str, float] = {}
+    if not parts:
+        return RewardOutcome(Result.INVALID, detail="it returned no part", line=line)
+    for name, one in parts.items():
+        what = f"{cut(repr(name))} as " if isinstance(value, Mapping) else ""
+        if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
+            return RewardOutcome(Result.INVALID, detail=f"it returned a part named {cut(repr(name))}", line=line)
+        if isinstance(one, str | bytes | bytearray) or not hasattr(one, "__float__"):
+            detail = f"it returned {what}{cut(repr(one))} ({type(one).__name__}), not a number"
+            return RewardOutcome(Result.INVALID, detail=detail, line=line)
+        numbers[name] = float(one)
+        if not math.isfinite(numbers[name]) or abs(numbers[name]) > 3e38:
+            detail = f"it returned {what}{numbers[name]}, not a finite number"
+            return RewardOutcome(Result.INVALID, detail=detail, line=line)
+    total = sum(numbers.values())
+    return RewardOutcome(Result.OK, total, numbers if isinstance(value, Mapping) else {})
+
+
+def described(error: BaseException) -> str:
+    """A user's exception, as the end of a sentence."""
+    kind = type(error).__name__
+    if isinstance(error, SystemExit):
+        return f"it ended the program with exit({cut(repr(error.code))})"
+    try:
+        text = cut(str(error.msg if isinstance(error, SyntaxError) else error))
+    except Exception:  # noqa: BLE001 (a user's exception may fail to describe itself)
+        text = ""
+    return f"{kind}: {text}" if text else kind
+
+
+def line_of(error: BaseException, path: str) -> int:
+    """The innermost line of this file in the error's traceback."""
+    if isinstance(error, Unusable):
+        return error.line
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return error.lineno or 0
+    line = 0
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def cut(text: str) -> str:
+    """Text on one line, and of bounded length."""
+    text = " ".join(text[: 4 * MAX_ERROR].split())
+    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
+
+
+def as_text(answer: object) -> str:
+    """A reference answer as text: itself, or its JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer)
+
+
+def _defined_at(function: object) -> int:
+    """The line where a function is defined; 0 if it is unknown (a callable object, a function of a library)."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return code.co_firstlineno if isinstance(code, CodeType) else 0
