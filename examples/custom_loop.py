@@ -10,7 +10,7 @@ PLAY = api.Stage("play", needs=("question",), makes=("choice",), generates=True)
 JUDGE = api.Stage("judge", needs=("choice",), makes=("reward",))
 LEARN = api.Stage("learn", needs=("choice", "reward"), makes=(), flow="train", whole_groups=True)
 FLOW = api.Dataflow(COLUMNS, (PLAY, JUDGE, LEARN), "learn", "train", token_columns=("choice",))
-SETTINGS = api.Settings(STEPS, GROUPS, completing_roles=("learner",), model="arms")
+SETTINGS = api.Settings(steps=STEPS, groups_per_step=GROUPS, completing_roles=("learner",), model="arms")
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(MEMBERS), api.DelayedUpdate())
 
 

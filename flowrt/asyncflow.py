@@ -59,7 +59,7 @@ async def init_engines(
         raise ConfigError(f"no engine is named {update!r} like the task that trains; there are {', '.join(engines)}")
     tokens = tuple(column.name for column in columns if column.scope == "slot")
     flow = api.Dataflow(tuple(columns), tuple(tasks), update, PROMPTS, token_columns=tokens)
-    settings = api.Settings(steps, prompts_per_step, completing_roles=(update,), model=ACTOR)
+    settings = api.Settings(steps=steps, groups_per_step=prompts_per_step, completing_roles=(update,), model=ACTOR)
     policies = api.Policies(
         api.StrictLag(staleness), api.Fifo(), api.TokenBudget(micro_batch_tokens), api.DelayedUpdate()
     )

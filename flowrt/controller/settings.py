@@ -154,7 +154,7 @@ def check_filter(flow: Dataflow, policies: Policies) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Roles, limits and timeouts of the run."""
 

@@ -122,9 +122,9 @@ class ClusterSimulation:
             group_filter=plan.group_filter,
         )
         settings = Settings(
-            plan.steps,
-            plan.groups_per_step,
-            (TRAINER,),
+            steps=plan.steps,
+            groups_per_step=plan.groups_per_step,
+            completing_roles=(TRAINER,),
             filter_tries=plan.filter_tries,
             lease_s=1e9,
             no_progress_timeout_s=1e9,
