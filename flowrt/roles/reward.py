@@ -9,6 +9,7 @@ from flowrt.ids import REWARD
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
 
 MAX_PULL_SLOTS = 256
@@ -42,7 +43,7 @@ async def run(session: Session, config: RunConfig) -> None:
 
 def start() -> None:
     """Entry point of the worker process."""
-    main(REWARD, run, drains=True)
+    main(REWARD, with_filter(run), drains=True)
 
 
 if __name__ == "__main__":
