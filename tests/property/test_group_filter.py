@@ -99,10 +99,12 @@ def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once
     assert_filtered(cluster)
 
 
-@settings(RUNS, max_examples=examples(60))
+@settings(RUNS, max_examples=examples(40))
 @given(
-    filtered_scenarios(group_filter=UserFunction(), filters=2, solve_rate=None, members=3),
-    st.sampled_from([MISFORTUNES, {"kills": 3, "crashes": 2}]),
+    filtered_scenarios(
+        group_filter=UserFunction(), filters=2, solve_rate=None, members=3, steps=5, rollouts=3, groups_per_step=2
+    ),
+    st.sampled_from([MISFORTUNES | {"kills": 8}, {"kills": 8, "crashes": 2}]),
     st.sampled_from(OnLostSample),
 )
 def test_a_sample_that_is_made_again_has_its_whole_group_decided_again(
