@@ -30,15 +30,14 @@ from tests.simulation.resumed_runs import live
 from tests.simulation.run_invariants import assert_filtered, assert_sound
 from tests.simulation.scenario import PROMPTS_PER_EPOCH, Scenario
 
-FILTERS = st.sampled_from(
-    [
-        ZeroVariance(),
-        RewardBand(0.1, 0.9),
-        AllOf((ZeroVariance(), RewardBand(0.0, 0.7))),
-        UserFunction(),
-        AllOf((ZeroVariance(), UserFunction())),
-    ]
+KINDS: tuple[GroupFilter, ...] = (
+    ZeroVariance(),
+    RewardBand(0.1, 0.9),
+    AllOf((ZeroVariance(), RewardBand(0.0, 0.7))),
+    UserFunction(),
+    AllOf((ZeroVariance(), UserFunction())),
 )
+FILTERS = st.sampled_from(KINDS)
 SOLVE_RATES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 CURRICULA = st.sampled_from([EveryPrompt(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
 MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}

@@ -45,7 +45,7 @@ def function(made: list[FilterFunction], path: Path, text: str, timeout_s: float
 
 def is_running(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
