@@ -1,7 +1,7 @@
 """Real runs to which faults are done, drawn at random: processes, links, files and disks.
 
     python bench/faults.py [--trials 300] [--first-seed 0] [--only SEED ...] [--groups NAME ...] [--quick]
-                           [--at-once 2] [--json PATH]
+                           [--at-once 2] [--kinds KIND ...] [--filtered N] [--json PATH]
 
 Every trial is a whole run of `flowrt run`, and of `flowrt resume` where the run had to end: launcher, controller,
 source, rollout workers, reward, reference and trainer are processes with the real engines and a tiny model, over the
@@ -18,6 +18,9 @@ the run trains, so that each must be trained once. Every second run (odd seeds) 
     files        the same, and damage to a file before it is resumed
     disk         a full disk (needs root: it is mounted)
     leave        a worker, the only one of its role, is told to leave in order
+
+With ``--filtered N`` all runs sample dynamically: the group filter drops N groups in each step, the data has N prompts
+a step more, and each prompt must be trained once, or be dropped for good with the filter's reason.
 
 A run may end where its fault demands it (a launcher that is killed, a controller that is interrupted, a full disk); it
 is then resumed, and must complete. The verdict is from the files of the run, with queries of its own:
@@ -54,17 +57,7 @@ QUICK = tuple(GROUPS)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--first-seed", type=int, default=0, help="of the first trial; the next ones count up")
-    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these trials and no others")
-    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=(), help="trials of these groups alone")
-    parser.add_argument("--quick", action="store_true", help="one trial of each group")
-    parser.add_argument("--at-once", type=int, default=2, help="trials side by side")
-    parser.add_argument("--deadline-s", type=float, default=90.0, help="what one life of a run may take")
-    parser.add_argument("--keep", type=Path, help="directory for the files of failed trials")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parsed()
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="flowrt-faults-", dir=arguments.keep))
@@ -72,7 +65,7 @@ def main() -> int:
     plans = _plans(arguments)
     trials = len(arguments.only or QUICK) if arguments.only or arguments.quick else arguments.trials
     warm_up()
-    base = prepare(folder)
+    base = prepare(folder, arguments.filtered)
     outcomes: list[Outcome] = []
     skipped = 0
     courses: list[tuple[Trial, Generator[None, None, Outcome]]] = []
@@ -109,15 +102,42 @@ def main() -> int:
     Console(width=160).print(table_of(outcomes, metrics))
     if not failures:
         shutil.rmtree(folder)
-    write(arguments.json, metrics, first_seed=arguments.first_seed, at_once=arguments.at_once, failures=failures)
+    options = {name: getattr(arguments, name) for name in ("first_seed", "at_once", "filtered")}
+    write(arguments.json, metrics, **options, failures=failures)
     return int(bool(failures))
+
+
+def parsed() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first trial; the next ones count up")
+    parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these trials and no others")
+    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=(), help="trials of these groups alone")
+    parser.add_argument("--kinds", nargs="+", default=(), metavar="KIND", help="only faults of these kinds, as kill")
+    parser.add_argument("--quick", action="store_true", help="one trial of each group")
+    parser.add_argument("--at-once", type=int, default=2, help="trials side by side")
+    parser.add_argument("--filtered", type=at_least_0, default=0, metavar="N", help="groups filtered in each step")
+    parser.add_argument("--deadline-s", type=float, default=90.0, help="what one life of a run may take")
+    parser.add_argument("--keep", type=Path, help="directory for the files of failed trials")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def at_least_0(text: str) -> int:
+    """A number of the command line. Raises ValueError below 0."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
 
 
 def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
     if arguments.quick:
         return (next(_of_group(group, arguments.first_seed)) for group in QUICK)
     seeds = arguments.only or itertools.count(arguments.first_seed)
-    return (draw(seed, STEPS, SILENCE_S, tuple(arguments.groups)) for seed in seeds)
+    plans = (draw(seed, STEPS, SILENCE_S, tuple(arguments.groups)) for seed in seeds)
+    kinds = arguments.kinds
+    return (plan for plan in plans if not kinds or all(one.kind in kinds for one in (*plan.faults, *plan.later)))
 
 
 def _of_group(group: str, first_seed: int) -> Iterator[Plan]:

@@ -24,6 +24,7 @@ from flowrt.recipes.config_io import parse, to_toml
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles import main, reference, reward, rollout, source, trainer
 from flowrt.roles.engines import rollout_engine, train_engine
+from flowrt.roles.filter import with_filter
 from flowrt.runtime.files import private_directory
 
 __all__ = [
@@ -82,7 +83,7 @@ async def run_recipe(
     roles: dict[str, Role] = {
         SOURCE: lambda session: source.run(session, config),
         ROLLOUT: generate,
-        REWARD: lambda session: reward.run(session, config),
+        REWARD: lambda session: with_filter(reward.run)(session, config),
         TRAINER: train,
     }
     if needs_reference(config.algorithm):

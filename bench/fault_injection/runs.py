@@ -35,15 +35,22 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def prepare(folder: Path) -> RunConfig:
-    """The data, a tiny model without any warm start, and the configuration of all trials."""
+def prepare(folder: Path, filtered: int = 0) -> RunConfig:
+    """The data, a tiny model without any warm start, and the configuration of all trials.
+
+    Args:
+        folder: of all trials.
+        filtered: groups of equal rewards that are dropped in each step (dynamic sampling). The model solves nothing, so
+            every group is one, and the data has as many prompts more.
+    """
     data = folder / "data.jsonl"
     rows = [
         {"question": f"What is {n} and {n + 3}?", "answer": f"#### {2 * n + 3}"}
-        for n in range(STEPS * PROMPTS + HELD_OUT)
+        for n in range(STEPS * (PROMPTS + filtered) + HELD_OUT)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = defaults("gsm8k")
+    dynamic = dataclasses.replace(base.algorithm.filter, zero_variance=True, tries=max(filtered, 1))
     config = dataclasses.replace(
         base,
         steps=STEPS,
@@ -71,6 +78,7 @@ def prepare(folder: Path) -> RunConfig:
         supervisor=dataclasses.replace(
             base.supervisor, backoff_s=0.05, hung_process_timeout_s=1.0, role_vacancy_timeout_s=10.0
         ),
+        algorithm=dataclasses.replace(base.algorithm, filter=dynamic) if filtered else base.algorithm,
         checkpoint=dataclasses.replace(base.checkpoint, every=2, keep=2),
     )
     write_keys(folder / KEYS, [])

@@ -14,7 +14,7 @@ import psutil
 from fault_injection.damage import NEWEST, Damaged
 from fault_injection.faults import DISK, EVERYTHING, FOR_EVER_S, LASTING_KINDS, LAUNCHER, LINK_KINDS, Fault, Plan
 from fault_injection.launcher_process import LEAVE_S, SIGNALS_OF, Life, gone, used, wait
-from fault_injection.verdict import account, wrong_summary
+from fault_injection.verdict import Account, account, wrong_summary
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from flowrt.recipes.config import RunConfig
@@ -89,6 +89,11 @@ class Outcome:
             return head
         what = [f"lost {self.lost}, doubled {self.doubled}", *(["hung"] if self.hung else []), *self.wrong]
         return f"{head}: FAILED: {'; '.join(what)}; see {self.folder}"
+
+
+def filtered_per_step(config: RunConfig) -> int:
+    """Prompts that the group filter drops in each step: as many as it may, because no sample has a reward."""
+    return config.algorithm.filter.tries if config.algorithm.filter.zero_variance else 0
 
 
 class Trial:
@@ -169,7 +174,7 @@ class Trial:
                 self._damaged.repair()
             else:
                 self._judge_code(life, seen)
-            broken = account(self._run_dir, STEPS * PROMPTS, STEPS, complete=False)
+            broken = self._account(complete=False)
             out.wrong += ["trained twice before it was resumed"] if broken.doubled else []
             if out.wrong:
                 return
@@ -354,11 +359,15 @@ class Trial:
         if life.code == EXIT_BAD_INPUT and (changed := self._damaged.changed()):
             self.out.wrong.append(f"it was refused, and changed {changed}")
 
+    def _account(self, *, complete: bool) -> Account:
+        filtered = filtered_per_step(self._config)
+        return account(self._run_dir, STEPS * (PROMPTS + filtered), STEPS, complete, filtered)
+
     def _judge(self) -> None:
         """What the files say in the end."""
         out, plan = self.out, self._plan
         ended = not out.hung and not out.wrong
-        judged = account(self._run_dir, STEPS * PROMPTS, STEPS, complete=ended)
+        judged = self._account(complete=ended)
         out.lost, out.doubled = judged.lost, judged.doubled
         out.wrong += [judged.fault] if judged.fault else []
         if not ended:

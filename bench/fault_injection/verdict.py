@@ -14,6 +14,8 @@ from typing import Any
 import msgpack
 
 LEDGER = "ledger.sqlite"
+FILTERED = "filtered: "
+"""Beginning of the reasons of prompts that the group filter has dropped."""
 Prompt = tuple[int, int]
 """Epoch and number."""
 
@@ -34,10 +36,24 @@ class Life:
     state: str = ""
     last_event: str = ""
     trained: int = 0
+    reason: str = ""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the group filter has dropped it for good."""
+        return self.state == "dropped" and self.reason.startswith(FILTERED)
 
 
-def account(run_dir: Path, prompts: int, steps: int, complete: bool) -> Account:
-    """Every prompt is trained exactly once if the run is ``complete``, and at most once if it is not."""
+def account(run_dir: Path, prompts: int, steps: int, complete: bool, filtered: int = 0) -> Account:
+    """Every prompt is trained exactly once if the run is ``complete``, and at most once if it is not.
+
+    Args:
+        run_dir: of the run.
+        prompts: in the data.
+        steps: of the run.
+        complete: whether the run has ended well.
+        filtered: prompts that the group filter drops in each step; these are not trained.
+    """
     if not (run_dir / LEDGER).exists():
         return Account(0, 0, "there is no ledger" if complete else "")
     try:
@@ -48,20 +64,24 @@ def account(run_dir: Path, prompts: int, steps: int, complete: bool) -> Account:
             ).fetchall()
     except (sqlite3.Error, ValueError) as error:
         return Account(0, 0, f"the ledger cannot be read: {error}")
-    doubled = sum(life.trained > 1 for life in lives.values())
+    doubled = sum(life.trained > 1 or (life.trained == 1 and life.is_filtered) for life in lives.values())
     if not complete:
         return Account(0, doubled, "")
     once = {prompt for prompt, life in lives.items() if life.trained == 1 and life.state == "trained"}
-    lost = len({(0, prompt) for prompt in range(prompts)} - once)
+    dropped = {prompt for prompt, life in lives.items() if filtered and life.is_filtered}
+    lost = len({(0, prompt) for prompt in range(prompts)} - once - dropped)
+    trained = prompts - steps * filtered
     wrong = [] if len(lives) == prompts else [f"{len(lives)} prompts in the ledger, {prompts} in the data"]
     if unsettled:
         wrong.append(f"{unsettled} transactions were never entered in the tables of the ledger")
     other = sorted(prompt for prompt, life in lives.items() if life.state != life.last_event)
     if other:
         wrong.append(f"the history of prompts {other} ends in another state than that of their rows")
-    if not (lost or doubled or wrong) and of_steps != [(step, prompts // steps) for step in range(steps)]:
+    if len(dropped) != steps * filtered:
+        wrong.append(f"{len(dropped)} prompts were filtered, not {steps * filtered}")
+    if not (lost or doubled or wrong) and of_steps != [(step, trained // steps) for step in range(steps)]:
         wrong.append(f"prompts trained by step, in the ledger: {of_steps}")
-    wrong += _wrong_steps(run_dir / "metrics.jsonl", prompts, steps)
+    wrong += _wrong_steps(run_dir / "metrics.jsonl", trained, steps)
     return Account(lost, doubled, "; ".join(wrong))
 
 
@@ -95,16 +115,17 @@ def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
 def _lives(ledger: sqlite3.Connection) -> tuple[dict[Prompt, Life], int]:
     """Each prompt, and the number of transactions that are not in the tables yet, which are counted too."""
     lives: dict[Prompt, Life] = {}
-    for epoch, prompt, state in ledger.execute("SELECT epoch, prompt, state FROM prompts").fetchall():
-        lives[epoch, prompt] = Life(state=state)
+    for epoch, prompt, state, reason in ledger.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall():
+        lives[epoch, prompt] = Life(state=state, reason=reason)
     events = ledger.execute("SELECT epoch, prompt, state FROM events ORDER BY id").fetchall()
     # A controller that was killed leaves its last transactions as they were written, not in the tables.
     unsettled = ledger.execute("SELECT data FROM pending_writes ORDER BY id").fetchall()
     for (data,) in unsettled:
         records: list[tuple[float, int, int, str, int, str, float | None]] = msgpack.unpackb(data, use_list=False)[0]
-        for _, epoch, prompt, state, *_ in records:
+        for _, epoch, prompt, state, _, reason, _ in records:
             events.append((epoch, prompt, state))
-            lives.setdefault((epoch, prompt), Life()).state = state
+            life = lives.setdefault((epoch, prompt), Life())
+            life.state, life.reason = state, reason
     for epoch, prompt, state in events:
         life = lives.setdefault((epoch, prompt), Life())
         life.last_event = state

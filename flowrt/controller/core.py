@@ -304,4 +304,5 @@ class Core:
     @property
     def renewable(self) -> tuple[str, ...]:
         """Stages whose leases outlive the controller: tokens are dear, and what is trained is in a gradient already."""
-        return tuple(stage.name for stage in self.env.flow.stages if stage.generates or stage.whole_groups)
+        flow = self.env.flow
+        return tuple(stage.name for stage in flow.stages if stage.generates or stage.name == flow.train_stage)

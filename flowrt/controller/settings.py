@@ -39,11 +39,7 @@ class Dataflow:
         if self.train_stage not in (*names, "") or bool(self.train_stage) != bool(self.train_flow):
             raise ConfigError(f"train_stage {self.train_stage!r} of flow {self.train_flow!r} is none of {names}")
         for stage in self.stages:
-            if stage.whole_groups != (stage.name == self.train_stage):
-                raise ConfigError(
-                    f"stage {stage.name!r} has whole_groups={stage.whole_groups}; the train stage takes whole groups, "
-                    "and no other does"
-                )
+            self._check_groups(stage)
         for column in self.columns:
             if column.dtype not in ITEM_BYTES or column.scope not in ("slot", "group"):
                 raise ConfigError(
@@ -66,6 +62,27 @@ class Dataflow:
     def offered(self) -> tuple[str, ...]:
         """The columns that come with every offer."""
         return (*(column.name for column in self.columns if column.scope == "group"), *self.tags)
+
+    def _check_groups(self, stage: Stage) -> None:
+        """Raises ConfigError for a train stage of single slots, and another stage of whole groups that cannot be."""
+        if stage.name == self.train_stage:
+            if not stage.whole_groups:
+                raise ConfigError(f"stage {stage.name!r} has whole_groups=False; the train stage takes whole groups")
+            return
+        if not stage.whole_groups:
+            return
+        if stage.flow != self.train_flow or not self.train_stage:
+            raise ConfigError(
+                f"stage {stage.name!r} has whole_groups=True and flow {stage.flow!r}; only stages of the flow that is "
+                "trained take whole groups"
+            )
+        tensors = {column.name for column in self.columns}
+        readers = [one.name for one in self.stages if set(stage.makes) & set(one.needs)]
+        if stage.generates or not stage.makes or tensors & set(stage.makes) or set(readers) - {self.train_stage}:
+            raise ConfigError(
+                f"stage {stage.name!r} has whole_groups=True; before the train stage, such a stage makes inline "
+                "columns that the train stage alone needs, and generates nothing"
+            )
 
     def _check_names(self) -> None:
         """Raises ConfigError for columns that are declared twice or not at all, and a train stage of another flow."""

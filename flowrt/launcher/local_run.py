@@ -44,6 +44,7 @@ from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
+from flowrt.recipes.filter_client import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
 from flowrt.recipes.tasks.registry import check_task
 from flowrt.rewards.functions import with_paths
@@ -105,6 +106,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
+    function = dataclasses.replace(config.algorithm.filter, function=_absolute(config.algorithm.filter.function))
+    config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, filter=function))
     if is_own(config.algorithm.name):
         algorithm = dataclasses.replace(config.algorithm, name=_absolute(config.algorithm.name))
         config = dataclasses.replace(config, algorithm=algorithm)
@@ -132,7 +135,9 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
-    config = check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    config = check_task(config, progress)
+    check_filter_function(config, progress)
     return asyncio.run(_run(with_own_needs(config), console))
 
 

@@ -55,7 +55,7 @@ class Stage:
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     flow: str = ""  # only for groups of this flow; empty: of all
-    whole_groups: bool = False  # slots of a group become ready and are leased together
+    whole_groups: bool = False  # slots of a group become ready, are leased and committed together
     generates: bool = False  # generates tokens with a policy version, so admission applies
 
 

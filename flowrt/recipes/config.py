@@ -186,6 +186,11 @@ class FilterConfig:
     """Filter groups whose mean reward is below this."""
     max_reward: Reward = 1_000_000_000
     """Filter groups whose mean reward is above this."""
+    function: str = ""
+    """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
+    lengths and version; it returns True to keep the group. A group on which it fails is filtered, too."""
+    function_timeout_s: Seconds = 10.0
+    """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
     """Maximum number of groups filtered in a step; after that, groups are trained whatever their rewards are."""
 
@@ -567,8 +572,8 @@ class CheckpointConfig:
 class GuardConfig:
     """A guard: a rule on a metric, and what happens when it fires.
 
-    In a file a table `[[guard]]` each, as a flag `--guard "METRIC above|below VALUE [steps=N] [action=A]
-    [hold_steps=N]"` or `--guard "METRIC off"`.
+    In a file a table `[[guard]]` each, as a flag `--guard "METRIC above|below VALUE [relative=median] [window=N]
+    [steps=N] [action=A] [hold_steps=N]"` or `--guard "METRIC off"`.
     """
 
     metric: str
@@ -577,6 +582,11 @@ class GuardConfig:
     """The metric violates the rule above this; exactly one of above and below."""
     below: Limit = None
     """The metric violates the rule below this."""
+    relative: Literal["none", "median"] = "none"
+    """median: above and below are multiples of the median of the metric in the window of steps before, once there are
+    so many, and while it is positive."""
+    window: Annotated[int, Interval(ge=2, le=10_000)] = 50
+    """Relative to a median: the number of steps before that it is taken over."""
     steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 1
     """Consecutive steps with a violation before the rule fires; it fires again in each further one."""
     action: Literal["warn", "hold", "stop", "off"] = "warn"

@@ -14,7 +14,8 @@ response that was cut at the length limit, else 0. With top-k, top-p or min-p sa
 ``support``, ``support_counts`` (the tokens that could be drawn at each position, which the trainer needs) and
 ``support_size`` (their mean number, a metric). With ``reference.refresh`` the reference stage also makes
 ``reference_version``, the step of the weights that scored the sample (a metric). With ``reward.functions`` the reward
-stage also makes the value of each function and how calls failed (metrics).
+stage also makes the value of each function and how calls failed (metrics). With ``algorithm.filter.function`` the
+reward worker also runs a stage ``filter``, which needs the rewards of a whole group and makes ``filter_decision``.
 """
 
 from flowrt.controller.policies.admission import StrictLag
@@ -24,7 +25,15 @@ from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
-from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
+from flowrt.controller.policies.group_filter import (
+    DECISION,
+    AllOf,
+    GroupFilter,
+    KeepAll,
+    RewardBand,
+    UserFunction,
+    ZeroVariance,
+)
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
@@ -67,6 +76,9 @@ def dataflow(config: RunConfig) -> Dataflow:
         scores = ("ref_logprobs", "reference_version") if config.reference.refresh else ("ref_logprobs",)
         stages.append(Stage("reference", needs=("prompt", "response"), makes=scores, flow=TRAIN))
         train_needs.append("ref_logprobs")
+    if config.algorithm.filter.function:
+        stages.append(Stage("filter", needs=("reward",), makes=(DECISION,), flow=TRAIN, whole_groups=True))
+        train_needs.append(DECISION)
     stages.append(Stage("train", needs=tuple(train_needs), makes=(), flow=TRAIN, whole_groups=True))
     return Dataflow(
         columns=tuple(columns),
@@ -99,6 +111,8 @@ def group_filter(config: FilterConfig) -> GroupFilter:
     filters: list[GroupFilter] = [ZeroVariance()] if config.zero_variance else []
     if (config.min_reward, config.max_reward) != (FilterConfig.min_reward, FilterConfig.max_reward):
         filters.append(RewardBand(config.min_reward, config.max_reward))
+    if config.function:
+        filters.append(UserFunction())
     if len(filters) > 1:
         return AllOf(tuple(filters))
     return filters[0] if filters else KeepAll()

@@ -21,9 +21,15 @@ DEFAULT_RULES = (
     GuardRule("nll", below=0.02, steps=10),
     GuardRule("mismatch_kl_k3", above=0.05, steps=3),
     GuardRule("effective_sample_fraction", below=0.5, steps=3),
+    GuardRule("grad_norm", above=20.0, median_of=50),
 )
 MAX_GUARDS = 256
-FORM = "METRIC above|below VALUE [steps=N] [action=warn|hold|stop] [hold_steps=N], or METRIC off"
+FORM = (
+    "METRIC above|below VALUE [relative=median] [window=N] [steps=N] [action=warn|hold|stop] [hold_steps=N], "
+    "or METRIC off"
+)
+TEXT = ("action", "relative")
+"""Options of a guard that are no numbers."""
 
 
 def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
@@ -41,6 +47,7 @@ def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
                     steps=one.steps,
                     action=one.action,
                     hold_steps=one.hold_steps,
+                    median_of=one.window if one.relative == "median" else 0,
                 )
             )
     return tuple(rules)
@@ -95,6 +102,22 @@ def _check_rule(one: GuardConfig, config: RunConfig) -> None:
     if (one.above is None) == (one.below is None):
         both = "neither above nor below" if one.above is None else "both above and below"
         raise ConfigError(f"guard on {one.metric} has {both}; give exactly one")
+    limit = one.below if one.above is None else one.above
+    if one.relative == "none":
+        if one.window != GuardConfig.window:
+            raise ConfigError(
+                f"guard on {one.metric} has window {one.window}, which changes nothing without relative median; add "
+                "it, or leave the window out"
+            )
+    elif limit is not None and not limit > 0:
+        raise ConfigError(
+            f"guard on {one.metric} is relative to a median, and its limit is {limit:g} of it; use one above 0"
+        )
+    elif one.window + one.steps > config.steps:
+        raise ConfigError(
+            f"guard on {one.metric} is relative to the median of {one.window} steps and has steps {one.steps}, and "
+            f"the run has {config.steps}: it would never fire; use fewer"
+        )
     if one.steps > config.steps:
         raise ConfigError(
             f"guard on {one.metric} has steps {one.steps}, and the run has {config.steps}: it would never fire; use "
@@ -130,7 +153,7 @@ def parse_guard(text: str) -> dict[str, str | int | float]:
     for key, equals, value in pairs:
         if not equals or (key not in options and key != words[1]) or key in table:
             raise ConfigError(f"--guard {text!r:.80} has {key!r:.40} where it should not; use {FORM}")
-        if key == "action":
+        if key in TEXT:
             table[key] = value
             continue
         try:

@@ -4,6 +4,7 @@ What the training engines report is named here too, because nothing that checks 
 compares the names with those of every preset's step.
 """
 
+from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.transitions.training import GROUPS_OF, REWARD_OF
 from flowrt.recipes.algorithms import DPO, is_own
 from flowrt.recipes.config import CurriculumConfig, FilterConfig, PolicyLossName, RunConfig
@@ -39,6 +40,8 @@ def metric_names(config: RunConfig) -> frozenset[str]:
     names = {*OF_ALL_STEPS, *(f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1))}
     if config.algorithm.filter != FilterConfig():
         names |= {"filtered_groups", "refused_groups_trained"}
+    if config.algorithm.filter.function:
+        names.add(DECISION)
     if config.curriculum.policy != CurriculumConfig.policy:
         names.add("skipped_prompts")
     if config.rollout.truncation.is_active:

@@ -15,6 +15,7 @@ from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.rewards.scoring import RewardScorer, SampleReward
+from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
 from flowrt.runtime.waits import BoundedElsewhere, wait_all, wait_any, wait_until
 
@@ -138,7 +139,7 @@ class FunctionRewards:
 
 def start() -> None:
     """Entry point of the worker process."""
-    main(REWARD, run, drains=True)
+    main(REWARD, with_filter(run), drains=True)
 
 
 if __name__ == "__main__":

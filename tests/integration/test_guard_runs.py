@@ -43,6 +43,7 @@ def test_a_guard_warns_and_one_holds_the_run_on_policy(launch: Callable[..., Any
     assert "step 4: guard lr below 0.00055 for 5 steps (hold): lr is 0.0005" in warned[0]
     assert "the staleness bound is 0 for 4 steps" in warned[0]
     assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in warned[1]
+    assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in run.words
     assert json.loads((run.run_dir / "summary.json").read_text())["prompts_lost"] == 0
 
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from flowrt.controller.policies.batching import FixedTokens
 from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
-from flowrt.controller.policies.group_filter import AllOf, KeepAll, RewardBand, ZeroVariance
+from flowrt.controller.policies.group_filter import (
+    DECISION,
+    AllOf,
+    GroupFilter,
+    KeepAll,
+    RewardBand,
+    UserFunction,
+    ZeroVariance,
+)
 from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.settings import OnLostSample
 from tests.effort import examples
@@ -22,7 +30,14 @@ from tests.simulation.resumed_runs import live
 from tests.simulation.run_invariants import assert_filtered, assert_sound
 from tests.simulation.scenario import PROMPTS_PER_EPOCH, Scenario
 
-FILTERS = st.sampled_from([ZeroVariance(), RewardBand(0.1, 0.9), AllOf((ZeroVariance(), RewardBand(0.0, 0.7)))])
+KINDS: tuple[GroupFilter, ...] = (
+    ZeroVariance(),
+    RewardBand(0.1, 0.9),
+    AllOf((ZeroVariance(), RewardBand(0.0, 0.7))),
+    UserFunction(),
+    AllOf((ZeroVariance(), UserFunction())),
+)
+FILTERS = st.sampled_from(KINDS)
 SOLVE_RATES = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 CURRICULA = st.sampled_from([EveryPrompt(), SolveRate(history=2, floor=0.3, seed=1), SolveRate(history=1, floor=0.1)])
 MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "withdrawals": 2, "losses": 1}
@@ -30,8 +45,10 @@ MISFORTUNES: dict[str, Any] = {"kills": 2, "broken_lanes": 1, "expiries": 1, "wi
 
 @st.composite
 def filtered_scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+    group_filter: GroupFilter = draw(FILTERS)
     drawn: dict[str, Any] = {
-        "group_filter": draw(FILTERS),
+        "group_filter": group_filter,
+        "filters": 1 + draw(st.booleans()) if DECISION in group_filter.needs else 0,
         "filter_tries": draw(st.sampled_from([1, 3, 12])),  # more take too many actions where all is solved
         "solve_rate": draw(SOLVE_RATES),
         "curriculum": draw(CURRICULA),
@@ -77,6 +94,23 @@ def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once
     at_once = min(at_once, most_at_once(scenario))
     changed = dataclasses.replace(scenario, on_lost_sample=policy, attempts=3, prompts_at_once=at_once)
     cluster = SimulatedCluster(changed).run()
+    assert_sound(cluster)
+    assert_filtered(cluster)
+
+
+@settings(RUNS, max_examples=examples(40))
+@given(
+    filtered_scenarios(
+        group_filter=UserFunction(), filters=2, solve_rate=None, members=3, steps=5, rollouts=3, groups_per_step=2
+    ),
+    st.sampled_from([MISFORTUNES | {"kills": 8}, {"kills": 8, "crashes": 2}]),
+    st.sampled_from(OnLostSample),
+)
+def test_a_sample_that_is_made_again_has_its_whole_group_decided_again(
+    scenario: Scenario, faults: dict[str, Any], policy: OnLostSample
+) -> None:
+    """What a filter function decides depends on all rewards of a group: `assert_filtered` compares."""
+    cluster = SimulatedCluster(dataclasses.replace(scenario, on_lost_sample=policy, attempts=3, **faults)).run()
     assert_sound(cluster)
     assert_filtered(cluster)
 

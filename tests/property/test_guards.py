@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flowrt.controller.events import StepClosed
 from flowrt.controller.policies.guards import Firing, GuardRule, count_violations
+from flowrt.controller.state.guards import Guards
 from tests.effort import examples
 from tests.property.test_core import RUNS, scenarios
 from tests.simulation.cluster import SimulatedCluster
@@ -58,6 +59,24 @@ def test_a_rule_fires_in_each_step_that_ends_enough_violations(
             assert one.rule is drawn[one.index]
             assert one.violations == counts[one.index] >= one.rule.steps
             assert math.isnan(line[one.rule.metric]) or one.value == line[one.rule.metric]
+
+
+@given(st.sampled_from([0.5, 2.0]), st.integers(2, 4), st.booleans(), st.lists(VALUES, max_size=12))
+def test_a_relative_limit_is_a_multiple_of_the_median_of_the_finite_values_before(
+    factor: float, window: int, is_above: bool, values: list[float]
+) -> None:
+    rule = GuardRule("kl", median_of=window, above=factor if is_above else None, below=None if is_above else factor)
+    guards = Guards([0], [None])
+    for number, value in enumerate(values):
+        counts, firings = count_violations([rule], guards.violations, {"kl": value}, guards.recent)
+        before = sorted([one for one in values[:number] if math.isfinite(one)][-window:])
+        due = not math.isfinite(value)
+        if not due and len(before) == window:
+            middle = (before[(window - 1) // 2] + before[window // 2]) / 2
+            due = middle > 0 and (value > factor * middle if is_above else value < factor * middle)
+        assert bool(firings) == due
+        guards.count(counts)
+        guards.note_values([rule], {"kl": value})
 
 
 @given(st.lists(rules(), max_size=4), LINES, st.integers(0, 12))

@@ -75,7 +75,7 @@ def make_core(
     changed = dataclasses.replace(settings, **numbers)
     return Core(
         settings=changed,
-        flow=grpo_dataflow(scenario.references > 0),
+        flow=grpo_dataflow(scenario.references > 0, scenario.filters > 0),
         policies=policies,
         term=term,
         recovered=recovered,
@@ -109,6 +109,7 @@ class SimulatedCluster:
         self._finished = False
         self.misfortunes = FaultInjection(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
+        roles["filter"] = scenario.filters
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
         for role, count in roles.items():
             for rank in range(count):

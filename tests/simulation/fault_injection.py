@@ -74,7 +74,7 @@ class FaultInjection:
     def _happens(self, kind: str) -> bool:
         cluster, rng = self._cluster, self._rng
         workers = [worker for worker in cluster.workers.values() if worker.alive]
-        working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference")]
+        working = [worker for worker in workers if worker.role in ("rollout", "reward", "reference", "filter")]
         match kind:
             case "expire":
                 self._let_pass(LEASE_S + 1)

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 
 from flowrt.controller.events import Send
+from flowrt.controller.policies.group_filter import DECISION
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.ids import GroupId, SlotId
@@ -10,7 +11,7 @@ from flowrt.protocol import messages as m
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.resumed_runs import ResumedRuns
 from tests.simulation.rows import Row
-from tests.simulation.scenario import GROUP_COLUMNS, PROMPTS_PER_EPOCH, Scenario
+from tests.simulation.scenario import GROUP_COLUMNS, PROMPTS_PER_EPOCH, Scenario, decision
 
 
 def assert_sound(cluster: SimulatedCluster) -> None:
@@ -62,11 +63,12 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
     """A step with tries left trained no group that the filter refuses; what was filtered was trained in no step."""
     scenario = cluster.scenario
     tries, group_filter = scenario.filter_tries, scenario.group_filter
-    rewards: dict[int, float] = {}
+    numbers: dict[int, dict[str, float]] = defaultdict(dict)
     for one in cluster.log:
         if isinstance(one, Send) and isinstance(one.message, m.Grant):
-            columns = {values.column: values.values for values in one.message.inline}
-            rewards.update(zip(one.message.slots, columns.get("reward", ()), strict=False))
+            for column in one.message.inline:
+                for number, value in zip(one.message.slots, column.values, strict=True):
+                    numbers[number][column.column] = value
     filtered = Counter(one.step for one in cluster.records if one.reason.startswith("filtered: "))
     for closed in cluster.steps:
         groups: dict[int, Group] = {}
@@ -74,8 +76,13 @@ def assert_filtered(cluster: SimulatedCluster) -> None:
             if at == closed.step:
                 group = groups.setdefault(row.group, new_group(row))
                 slot = Slot(SlotId(row.slot), group, row.member)
-                slot.inline = {"reward": rewards[row.slot]}
+                slot.inline = numbers[row.slot]
                 group.slots.append(slot)
+        if scenario.filters and scenario.on_lost_sample is not OnLostSample.TRAIN_REMAINING:
+            # A sample that was made again has another reward, and its group another decision.
+            for group in groups.values():
+                decisions = {slot.inline[DECISION] for slot in group.slots}
+                assert decisions == {decision(slot.inline["reward"] for slot in group.slots)}
         refused = sum(bool(group_filter.refusal(group)) for group in groups.values())
         counts = dict(closed.counts)
         assert filtered[closed.step] <= tries

@@ -1,12 +1,13 @@
 """What a simulation runs: a dataflow like that of GRPO, and a cluster with its speeds and misfortunes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import fsum
 
 from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
-from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
+from flowrt.controller.policies.group_filter import DECISION, GroupFilter, KeepAll
 from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
@@ -25,6 +26,8 @@ COLUMNS = (
     Column("ref_logprobs", "float32", "slot"),
 )
 GROUP_COLUMNS = tuple(column.name for column in COLUMNS if column.scope == "group")
+DECISIONS = (1.0, 1.0, 1.0, 0.0, -1.0, -2.0)
+"""What a simulated filter function decides, by the sum of a group's rewards."""
 TENSORS_MADE = {"rollout": ("response", "logprobs"), "reference": ("ref_logprobs",)}
 
 
@@ -59,6 +62,11 @@ def next_prompts(number: int, most: int, passed: Mapping[int, frozenset[int]]) -
             return epoch, prompts, number
 
 
+def decision(rewards: Iterable[float]) -> float:
+    """What a simulated filter function decides on a group."""
+    return DECISIONS[int(fsum(rewards) * 1000) % len(DECISIONS)]
+
+
 def whole(version: int) -> Weights:
     """A version of the simulated model."""
     return Weights(model=MODEL, version=version, base=NO_BASE, bucket_bytes=(8, 8), checksum=0)
@@ -69,8 +77,8 @@ def leases_of(grant: Grant) -> tuple[int, ...]:
     return (grant.lease,) * len(grant.slots)
 
 
-def grpo_dataflow(reference: bool = True) -> Dataflow:
-    """GRPO with evaluation, with or without logprobs of a reference model."""
+def grpo_dataflow(reference: bool = True, function: bool = False) -> Dataflow:
+    """GRPO with evaluation, with or without logprobs of a reference model and a filter function."""
     stages = [
         Stage("rollout", ("prompt",), TENSORS_MADE["rollout"], generates=True),
         Stage("reward", ("response", "answer"), ("reward",)),
@@ -80,6 +88,9 @@ def grpo_dataflow(reference: bool = True) -> Dataflow:
     if reference:
         stages.append(Stage("reference", ("prompt", "response"), TENSORS_MADE["reference"], flow="train"))
         needs.append("ref_logprobs")
+    if function:
+        stages.append(Stage("filter", ("reward",), (DECISION,), flow="train", whole_groups=True))
+        needs.append(DECISION)
     stages.append(Stage("train", tuple(needs), (), flow="train", whole_groups=True))
     return Dataflow(
         columns=COLUMNS,
@@ -108,6 +119,7 @@ class Scenario:
     rollouts: int = 2
     rewards: int = 1
     references: int = 1  # 0: the dataflow has no reference stage
+    filters: int = 0  # workers that decide on whole groups, as a filter function does; 0: no such stage
     ranks: int = 1
     capacity: int = 3  # slots that a worker works on at once
     evals: int = 0

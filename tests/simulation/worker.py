@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from flowrt.controller.events import Event, MessageReceived, WorkerConnected
+from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import NO_BASE, Incoming, LaneTurn, Part, Values, Weights
@@ -20,6 +21,7 @@ from tests.simulation.scenario import (
     GROUP_COLUMNS,
     MODEL,
     TENSORS_MADE,
+    decision,
     next_prompts,
     offered_lengths,
 )
@@ -56,6 +58,7 @@ class Worker:
         self.hung = False  # it serves others, and its role does nothing
         self.leaving = self.left = False  # told to leave; has done so: it gets nothing more to do
         self.unpublished: int | None = None
+        self.rewards: dict[int, float] = {}  # of the slots of the latest grant of each
         if role == "rollout":
             self.say(m.WeightsActivated(MODEL, 0))
 
@@ -160,6 +163,8 @@ class Worker:
         for key, length in keys_of(grant.parts).items():
             known = key in self.coming or self.have.get(key, (-1,))[0] == length
             assert known, f"{self.id} was granted slots {grant.slots}, but {key} is neither here nor coming"
+        columns = {one.column: one.values for one in grant.inline}
+        self.rewards.update(zip(grant.slots, columns.get("reward", ()), strict=False))
         rows = list(rows_of(grant, "train" if self.role == "trainer" else self.role))
         # A slot that is granted again was taken away before: its old lease has ended.
         self._keep(lambda row: row.slot not in grant.slots)
@@ -305,6 +310,13 @@ class Worker:
             return self.shared.rng.random()
         return float(random.Random(f"{row.epoch} {row.prompt} {row.member}").random() < rate)
 
+    def _decisions(self, rows: list[Row]) -> tuple[float, ...]:
+        """The decision on the group of each row, which depends on the rewards of all its samples."""
+        of_group: dict[int, list[float]] = defaultdict(list)
+        for row in rows:
+            of_group[row.group].append(self.rewards[row.slot])
+        return tuple(decision(of_group[row.group]) for row in rows)
+
     def _is_missing(self, key: Key) -> bool:
         """It was to come, and its transfer failed (perhaps for another job, which said so already)."""
         return key not in self.have and (key not in self.coming or self.coming[key] in self.failed)
@@ -335,7 +347,11 @@ class Worker:
             before = rng.randint(0, lengths[0]) if job.begun != self.applied else lengths[0]
             both = (job.begun, before, self.applied, lengths[0] - before)
             spans = (both if 0 < before < lengths[0] else (job.begun, lengths[0]),)
-        inline = (Values("reward", tuple(map(self._reward, job.rows))),) if self.role == "reward" else ()
+        inline: tuple[Values, ...] = ()
+        if self.role == "reward":
+            inline = (Values("reward", tuple(map(self._reward, job.rows))),)
+        elif self.role == "filter":
+            inline = (Values(DECISION, self._decisions(job.rows)),)
         self.have.update({key: (length, self.requests) for key, length in keys_of(parts).items()})
         self.say(
             m.Commit(

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrt.controller.core import Core
 from flowrt.controller.diagnostics.wait_graph import MAX_WAITS
+from flowrt.controller.state.guards import MAX_LOGGED
 from flowrt.ids import OBSERVER
 
 
@@ -46,6 +47,7 @@ def status(
         "drained": sorted(state.membership.drained),
         "waits": [(who, what, round(now - since_s, 1)) for who, what, since_s in waits],
         "graph": core.wait_graph(now, request_timeout_s).as_json(),
+        "guards": {"firing": state.guards.firing[:MAX_LOGGED], "log": [list(one) for one in state.guards.log]},
         "latest": dict(latest),
         "numbers": dict(numbers),
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],

@@ -176,7 +176,7 @@ class WaitGraphBuilder:
             if request.step > self._state.window.step:
                 return self._workers_of(stage), False
             return self._upstream(stage), False
-        if len(self._state.table.ready[stage]):
+        if stage in self._state.table.ready and len(self._state.table.ready[stage]):
             return self._version_blocked_on(parked.worker)
         return self._upstream(stage), False
 
@@ -225,7 +225,7 @@ class WaitGraphBuilder:
                 seen.add(maker)
                 if maker in self._holders:
                     found |= self._holders[maker]
-                elif maker in table.ready and len(table.ready[maker]):
+                elif table.count_ready(maker):
                     found |= dict.fromkeys(self._state.requests.pullers[maker])
                     if not self._state.requests.pullers[maker]:
                         unpulled.append(maker)

@@ -14,6 +14,17 @@ from flowrt.errors import ConfigError
 
 REWARD = "reward"
 """The inline column of rewards."""
+DECISION = "filter_decision"
+"""The inline column of what a function of the user's has decided, the same number for all samples of a group."""
+KEPT = 1.0
+REFUSALS = {
+    0.0: "the filter function",
+    -1.0: "the filter function raised an exception",
+    -2.0: "the filter function did not return in time",
+    -3.0: "the filter function ended its process",
+    -4.0: "the filter function did not return True or False",
+}
+"""Why a group is not trained, by its decision; the negative ones are mistakes of the function."""
 
 
 class GroupFilter(Protocol):
@@ -73,6 +84,25 @@ class RewardBand:
         if mean is None or self.low <= mean <= self.high:
             return ""
         return f"mean reward below {self.low:g}" if mean < self.low else f"mean reward above {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """Refuse what a function of the user's refuses, and groups on which it fails.
+
+    The function is called by the reward worker (`flowrt.roles.filter`): here is only its decision.
+    """
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (DECISION,)
+
+    def refusal(self, group: Group) -> str:
+        for slot in group.slots:
+            decision = slot.inline.get(DECISION, KEPT)
+            if decision != KEPT:
+                return REFUSALS.get(decision, "an unknown decision of the filter function")
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

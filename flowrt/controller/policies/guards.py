@@ -7,10 +7,13 @@ A rule fires in every step that ends a sequence of ``steps`` violations. What fo
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
 from typing import Literal
 
 from flowrt.errors import ConfigError
 
+NO_VALUES: Mapping[str, Sequence[float]] = MappingProxyType({})
 GuardAction = Literal["warn", "hold", "stop"]
 """warn: a line in the log; hold: a staleness bound of 0 for some steps; stop: a checkpoint, then the end of the run."""
 
@@ -25,6 +28,9 @@ class GuardRule:
         steps: consecutive steps with a violation before the rule fires.
         action: what happens then.
         hold_steps: steps with a staleness bound of 0, counted from the last firing; of action "hold".
+        median_of: 0, or the limit is ``above`` (``below``) times the median of the metric's last finite values in this
+            many steps before; while there are fewer, or their median is not positive, only a value that is not finite
+            violates the rule.
     """
 
     metric: str
@@ -33,22 +39,44 @@ class GuardRule:
     steps: int = 1
     action: GuardAction = "warn"
     hold_steps: int = 1
+    median_of: int = 0
 
     def __post_init__(self) -> None:
         if (self.above is None) == (self.below is None):
             raise ConfigError(f"guard on {self.metric} needs exactly one of above and below")
         if self.steps < 1 or self.hold_steps < 1:
             raise ConfigError(f"guard on {self.metric} has steps {self.steps} and hold_steps {self.hold_steps}; use 1")
+        if self.median_of and not self.factor > 0:
+            raise ConfigError(f"guard on {self.metric} has a limit of {self.factor:g} medians; use one above 0")
 
     def __str__(self) -> str:
         limit = f"below {self.below:g}" if self.above is None else f"above {self.above:g}"
+        if self.median_of:
+            limit += f" times the median of {self.median_of} steps"
         return f"{self.metric} {limit} for {self.steps} step{'s' if self.steps > 1 else ''} ({self.action})"
 
-    def is_violated(self, value: float) -> bool:
-        """Whether a value violates the rule."""
+    @property
+    def factor(self) -> float:
+        """``above`` or ``below``, whichever is given."""
+        return (self.below or 0.0) if self.above is None else self.above
+
+    def limit(self, recent: Sequence[float]) -> float | None:
+        """The limit of a step, given the metric's finite values before it, oldest first; None if there is none yet."""
+        if not self.median_of:
+            return self.factor
+        values = recent[-self.median_of :]
+        if len(values) < self.median_of or (middle := median(values)) <= 0:
+            return None
+        return self.factor * middle
+
+    def is_violated(self, value: float, recent: Sequence[float] = ()) -> bool:
+        """Whether a value violates the rule, given the finite values before it."""
         if not math.isfinite(value):
             return True
-        return value > self.above if self.above is not None else self.below is not None and value < self.below
+        limit = self.limit(recent)
+        if limit is None:
+            return False
+        return value > limit if self.above is not None else value < limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +88,26 @@ class Firing:
         rule: the rule.
         value: of its metric, in the step that fires it.
         violations: consecutive steps with a violation up to this one.
+        limit: of this step; None: there is none yet, and the value is not finite.
     """
 
     index: int
     rule: GuardRule
     value: float
     violations: int
+    limit: float | None = None
 
     def __str__(self) -> str:
         times = "1 step" if self.violations == 1 else f"{self.violations} consecutive steps"
-        return f"guard {self.rule}: {self.rule.metric} is {self.value:.6g}, outside its limit for {times}"
+        of = f" of {self.limit:.6g}" if self.rule.median_of and self.limit is not None else ""
+        return f"guard {self.rule}: {self.rule.metric} is {self.value:.6g}, outside its limit{of} for {times}"
 
 
 def count_violations(
-    rules: Sequence[GuardRule], violations: Sequence[int], metrics: Mapping[str, float]
+    rules: Sequence[GuardRule],
+    violations: Sequence[int],
+    metrics: Mapping[str, float],
+    recent: Mapping[str, Sequence[float]] = NO_VALUES,
 ) -> tuple[list[int], list[Firing]]:
     """The rules that fire in a step.
 
@@ -81,6 +115,7 @@ def count_violations(
         rules: all rules.
         violations: of each rule, consecutive violations up to the step before.
         metrics: of the step; a rule whose metric the step does not have is not violated.
+        recent: finite values of each metric in the steps before, oldest first.
 
     Returns:
         The violations up to this step, and the firings in the order of the rules.
@@ -89,8 +124,9 @@ def count_violations(
     firings: list[Firing] = []
     for index, (rule, before) in enumerate(zip(rules, violations, strict=True)):
         value = metrics.get(rule.metric)
-        count = before + 1 if value is not None and rule.is_violated(value) else 0
+        values = recent.get(rule.metric, ())
+        count = before + 1 if value is not None and rule.is_violated(value, values) else 0
         counts.append(count)
         if value is not None and count >= rule.steps:
-            firings.append(Firing(index, rule, value, count))
+            firings.append(Firing(index, rule, value, count, rule.limit(values)))
     return counts, firings

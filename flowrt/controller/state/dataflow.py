@@ -63,6 +63,7 @@ class Flows:
         self.fetched = {s.name: [need for need in s.needs if need in self.columns] for s in stages}
         self.inline = {s.name: [need for need in s.needs if need not in self.columns] for s in stages}
         self.named = sorted({stage.flow for stage in stages if stage.flow})
+        self.of_groups = frozenset(stage.name for stage in stages if stage.whole_groups)
         self._of: dict[str, tuple[list[Stage], int]] = {}
 
     def is_known(self, flow: str) -> bool:
@@ -76,6 +77,24 @@ class Flows:
     def all_bits(self, flow: str) -> int:
         """What `Slot.done` is when every stage of the flow is done."""
         return self._found(flow)[1]
+
+    def undone_with(self, stage: str) -> list[str]:
+        """The stages that are undone with this one, itself included: those that need what it makes, and so on."""
+        found: dict[str, None] = {}
+        pending = [stage]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found[name] = None
+                pending += [after.name for after in self.after[name]]
+        return list(found)
+
+    def undone_for_group(self, undone: Iterable[str]) -> list[str]:
+        """Those of the undone stages of a slot that are undone for the other slots of its group, too.
+
+        A stage of whole groups is done for all slots of a group or for none, because its result depends on all.
+        """
+        return list(dict.fromkeys(name for one in undone if one in self.of_groups for name in self.undone_with(one)))
 
     def complete(self, groups: Iterable[Group]) -> list[Group]:
         """The groups all of whose slots have passed every stage of their flow."""

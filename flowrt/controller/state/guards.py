@@ -1,12 +1,18 @@
 """What the guards of a run remember between steps.
 
-The counts start at 0 in a restarted controller and in a resumed run; a hold outlives the controller.
+The counts start at 0 in a restarted controller and in a resumed run, and medians over the steps before begin again; a
+hold outlives the controller.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flowrt.controller.events import PreemptRun
+from flowrt.controller.policies.guards import GuardRule
+
+MAX_LOGGED = 8
+"""Logged firings that a status has."""
 
 
 @dataclass(slots=True)
@@ -17,6 +23,12 @@ class Guards:
     """Consecutive steps with a violation."""
     logged: list[int | None]
     """Step in which a firing was last logged; None: never."""
+    recent: dict[str, list[float]] = field(default_factory=dict)
+    """The last finite values of the metrics that a rule compares with their median, oldest first."""
+    firing: list[str] = field(default_factory=list)
+    """The firings in the step that was closed last."""
+    log: list[tuple[int, str]] = field(default_factory=list)
+    """The newest firings that were logged, with their steps."""
     held_until: int = 0
     """Steps before this one have a staleness bound of 0."""
     order: PreemptRun | None = None
@@ -26,9 +38,21 @@ class Guards:
         """Set the consecutive violations after a step."""
         self.violations = list(violations)
 
-    def note_logged(self, index: int, step: int) -> None:
+    def note_values(self, rules: Iterable[GuardRule], metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step to those that limits are relative to."""
+        windows: dict[str, int] = {}
+        for rule in rules:
+            if rule.median_of:
+                windows[rule.metric] = max(rule.median_of, windows.get(rule.metric, 0))
+        for metric, window in windows.items():
+            value = metrics.get(metric)
+            if value is not None and math.isfinite(value):
+                self.recent[metric] = [*self.recent.get(metric, []), value][-window:]
+
+    def note_logged(self, index: int, step: int, text: str) -> None:
         """The firing of a rule in this step is logged."""
         self.logged[index] = step
+        self.log = [*self.log, (step, text)][-MAX_LOGGED:]
 
     def hold(self, until: int) -> bool:
         """Hold the run up to this step; returns whether that is later than before."""

@@ -175,17 +175,21 @@ class ReplayedSamples:
         if slot is None:
             return
         slot.attempt = entry.attempt
-        pending = [entry.stage] if entry.stage else []
-        while pending:
-            name = pending.pop()
-            pending += [after.name for after in self._flows.after[name]]
-            slot.done &= ~self._flows.bits[name]
-            self.commits.pop((name, slot.id), None)
-            for column in self._flows.stages[name].makes:
-                slot.forget(column)
-                self.claims.pop((column, slot.id), None)
+        undone = self._flows.undone_with(entry.stage) if entry.stage else []
+        for name in undone:
+            self._unmark(slot, name)
             if slot.spans_of == name:
                 slot.spans, slot.spans_of = (), ""
+        for name in self._flows.undone_for_group(undone):
+            for other in slot.group.slots:
+                self._unmark(other, name)
+
+    def _unmark(self, slot: Slot, stage: str) -> None:
+        slot.done &= ~self._flows.bits[stage]
+        self.commits.pop((stage, slot.id), None)
+        for column in self._flows.stages[stage].makes:
+            slot.forget(column)
+            self.claims.pop((column, slot.id), None)
 
     def _leave(self, groups: Sequence[int], slots: Sequence[int]) -> None:
         for group_id in groups:

@@ -49,6 +49,10 @@ class SampleTable:
         """Number groups, slots and leases from here on, above all numbers of earlier controllers."""
         self._next_group = self._next_slot = self._next_lease = self.first_lease = number
 
+    def count_ready(self, stage: str) -> int:
+        """Slots that are ready for the stage; for one that takes whole groups, groups."""
+        return len(self.ready[stage]) if stage in self.ready else len(self.ready_groups[stage])
+
     def is_done(self, slot: Slot, stage: str) -> bool:
         return bool(slot.done & self._bits[stage])
 
@@ -230,20 +234,15 @@ class SampleTable:
 
     def undo(self, slot: Slot, stage: str) -> dict[WorkerId, set[str]]:
         """Undo ``stage`` and all that depends on it for a slot; returns the holders of dead columns."""
-        undone: dict[str, None] = {}
-        pending = [stage]
-        while pending:
-            name = pending.pop()
-            if name not in undone:
-                undone[name] = None
-                pending += [after.name for after in self.flows.after[name]]
+        undone = self.flows.undone_with(stage)
         dead: dict[WorkerId, set[str]] = {}
+        for other in slot.group.slots:
+            for name in self.flows.undone_for_group(undone) if other is not slot else ():
+                self._unmark(other, name)
+                for column in self.stages[name].makes:
+                    other.forget(column)  # inline: nothing holds it
         for name in undone:
-            self._end_lease(slot, name)
-            self._dequeue(slot, name)
-            if slot.done & self._bits[name]:
-                slot.done -= self._bits[name]
-                self.undone[name] += 1
+            self._unmark(slot, name)
             for column in self.stages[name].makes:
                 holding = slot.forget(column)
                 if holding is not None:
@@ -256,6 +255,14 @@ class SampleTable:
         for name in undone:
             self.enqueue_if_ready(slot, self.stages[name])
         return dead
+
+    def _unmark(self, slot: Slot, stage: str) -> None:
+        """The slot is neither leased nor queued for this stage, and it is not done."""
+        self._end_lease(slot, stage)
+        self._dequeue(slot, stage)
+        if slot.done & self._bits[stage]:
+            slot.done -= self._bits[stage]
+            self.undone[stage] += 1
 
     def remove(self, slot: Slot) -> None:
         """Remove a slot; its group continues without it."""

@@ -3,6 +3,7 @@
 While the controller recovers, commits that its predecessor applied are acknowledged again.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -29,9 +30,13 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     stage = table.stages.get(message.stage)
     if stage is None:
         raise RemoteProtocolError(f"{worker} commits stage {message.stage!r}, which is not in this dataflow")
+    if stage.name == env.flow.train_stage:
+        raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: what is trained ends with its step")
     if fault := commit_fault(message, stage, table.flows.makes[stage.name], state.models.policy.newest):
         raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
     table.check_leases(set(message.leases), worker, stage.name)
+    if stage.whole_groups:
+        _check_whole(table, worker, message, stage)
     commands: list[Command] = []
     refused: list[int] = []
     reasons: set[str] = set()
@@ -110,8 +115,6 @@ def _advance(state: State, env: Environment, groups: Iterable[Group]) -> list[Co
 def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> str:
     """What is wrong with a commit of this stage; empty when its columns fit the stage and each other."""
     count = len(message.slots)
-    if stage.whole_groups:
-        return "what takes whole groups ends with its step"
     tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
     if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
         return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
@@ -128,6 +131,20 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
     if len(message.spans) != (count if stage.generates else 0):
         return f"it has {len(message.spans)} spans for {count} slots"
     return next((wrong for span in message.spans if (wrong := _span_fault(span, latest))), "")
+
+
+def _check_whole(table: SampleTable, worker: WorkerId, message: Commit, stage: Stage) -> None:
+    """Raises RemoteProtocolError for a commit of a part of a leased group."""
+    for lease, rows in by_lease(table, worker, message, stage):
+        if lease is None:
+            continue
+        counts = Counter(lease.slots[SlotId(message.slots[row])].group for row in rows)
+        for group, count in counts.items():
+            if count < len(group.slots):
+                raise RemoteProtocolError(
+                    f"commit of stage {stage.name!r} by {worker}: it has {count} of the {len(group.slots)} slots of "
+                    f"group {group.id}; commit all of them"
+                )
 
 
 def _span_fault(span: Sequence[int], latest: int) -> str:

@@ -25,8 +25,11 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
     rules, guards = env.policies.guards, state.guards
     if not rules:
         return closed, []
-    counts, firings = count_violations(rules, guards.violations, closed.measured())
+    metrics = closed.measured()
+    counts, firings = count_violations(rules, guards.violations, metrics, guards.recent)
     guards.count(counts)
+    guards.note_values(rules, metrics)
+    guards.firing = [str(firing) for firing in firings]
     commands: list[Command] = []
     fired: dict[str, int] = {}
     for firing in firings:
@@ -47,6 +50,7 @@ def _log(state: State, firing: Firing, step: int) -> list[Command]:
     last = state.guards.logged[firing.index]
     if last is not None and step - last < LOG_INTERVAL_STEPS:
         return []
-    state.guards.note_logged(firing.index, step)
     held = f"; the staleness bound is 0 for {firing.rule.hold_steps} steps" if firing.rule.action == "hold" else ""
-    return [LogGuard(step, f"{firing}{held}")]
+    text = f"{firing}{held}"
+    state.guards.note_logged(firing.index, step, text)
+    return [LogGuard(step, text)]

@@ -172,6 +172,8 @@ def _serve(state: State, env: Environment, parked: ParkedRequest[Pull], now: flo
         return []
     if parked.request.stage == env.flow.train_stage:
         return _serve_trainer(state, env, parked)
+    if parked.request.stage in state.table.ready_groups:
+        return _serve_groups(state, env, parked, now)
     return _serve_slots(state, env, parked, now)
 
 
@@ -211,11 +213,31 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
         if offers.is_over(state, env, stage):
             return [Send(worker, closing_grant(message, parked.refused))]
         return []
-    # Each expiry doubles the lease: work that takes longer than a lease is completed eventually.
+    return _lease(state, env, parked, chosen, version, now)
+
+
+def _serve_groups(state: State, env: Environment, parked: ParkedRequest[Pull], now: float) -> list[Command]:
+    """Groups in order of issue, up to the number of slots; at least one."""
+    message = parked.request
+    chosen: list[Slot] = []
+    for _, group in sorted(state.table.ready_groups[message.stage].items()):
+        if chosen and len(chosen) + len(group.slots) > message.slots:
+            break
+        chosen += group.slots
+    if not chosen:
+        is_over = offers.is_over(state, env, message.stage)
+        return [Send(parked.worker, closing_grant(message, parked.refused))] if is_over else []
+    return _lease(state, env, parked, chosen, 0, now)
+
+
+def _lease(
+    state: State, env: Environment, parked: ParkedRequest[Pull], chosen: Sequence[Slot], version: int, now: float
+) -> list[Command]:
+    """The grant of these slots. Each expiry doubles the lease: work that takes longer is completed eventually."""
     overdue = chosen[0].overdue if len(chosen) == 1 else max([slot.overdue for slot in chosen])
     deadline_s = now + env.settings.lease_s * 2**overdue
-    lease = table.lease(stage, chosen, worker, deadline_s, version, longer=overdue > 0)
-    return grant(state, message, chosen, lease, refused=parked.refused)
+    lease = state.table.lease(parked.request.stage, chosen, parked.worker, deadline_s, version, longer=overdue > 0)
+    return grant(state, parked.request, chosen, lease, refused=parked.refused)
 
 
 def _start_check(state: State, env: Environment, worker: WorkerId, version: int) -> Callable[[Slot], Start]:
@@ -334,8 +356,8 @@ def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | Pa
         return offers.wait_reason(state, env, request) or "the offers before it"
     if request.stage == env.flow.train_stage:
         return state.window.wait_reason(request.step, len(state.table.ready_groups[request.stage]))
-    count, weights = len(state.table.ready[request.stage]), state.models.policy
-    if not count:
+    count, weights = state.table.count_ready(request.stage), state.models.policy
+    if not count or request.stage in state.table.ready_groups:
         return f"slots ready for {request.stage}"
     version = weights.applied_version(parked.worker)
     why = f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"

@@ -64,7 +64,7 @@ def renew_lease(state: State, env: Environment, worker: WorkerId, message: Renew
     used = message.lease in table.leases or message.lease >= table.first_lease
     if stage is None or len(message.slots) != len(message.attempts) or used:
         raise RemoteProtocolError(f"{worker} renews lease {message.lease} on stage {message.stage!r}: malformed")
-    if stage.whole_groups:
+    if stage.name == env.flow.train_stage:
         return _renew_step(state, worker, message) if message.slots else []
     version = state.models.policy.applied_version(worker)
     slots = [

@@ -327,8 +327,8 @@ def give_back_lease(state: State, env: Environment, lease: Lease) -> list[Comman
 
 
 def _give_back(state: State, env: Environment, slot: Slot, stage: str) -> list[Command]:
-    """End a lease on a slot without a result; for a stage of whole groups, the leases on the group."""
-    if state.table.stages[stage].whole_groups:
+    """End a lease on a slot without a result; for the train stage, the leases on the group."""
+    if stage == env.flow.train_stage:
         return roll_back(state, env, {slot.group: Action.GIVE_BACK})
     state.table.release(slot, stage)
     return []

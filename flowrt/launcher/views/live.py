@@ -27,6 +27,7 @@ class LiveView:
         self._rewards: list[float] = []
         self._printed_step = -1
         self._vacant: set[str] = set()
+        self._warned: set[tuple[int, str]] = set()
 
     def __enter__(self) -> "LiveView":
         if self._live is not None:
@@ -49,6 +50,10 @@ class LiveView:
             if role not in self._vacant:
                 self.report(f"no {role} worker: {why}")
         self._vacant = set(status["vacancies"])
+        for step, text in status["guards"]["log"]:
+            if (step, text) not in self._warned:
+                self.report(f"step {step}: {text}")
+                self._warned.add((step, text))
         if latest and (not self._rewards or latest["step"] != self._printed_step):
             self._rewards = [*self._rewards, latest.get("reward", 0.0)][-HISTORY:]
         if self._live is not None:
@@ -72,6 +77,7 @@ class LiveView:
             ProgressBar(total=steps, completed=step, width=HISTORY),
             Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
             waits,
+            *(Text(text, style="bold red") for text in status["guards"]["firing"]),
         )
 
 

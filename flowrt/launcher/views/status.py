@@ -63,10 +63,12 @@ def draw(status: Mapping[str, Any]) -> Group:
         for wait in graph["waits"]
         if wait["overdue"]
     ]
+    alarms += [Text(text, style=RED) for text in status["guards"]["firing"]]
     title = f"step {status['step']} of {status['steps']}, {status['live_groups']} groups live"
     tables = [_workers(graph["workers"], title), _waits(graph["waits"], graph["deadlocks"])]
     omitted = graph["more"] + graph["others"]
     notes = [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
+    notes += [Text(f"step {step}: {text}", style="dim") for step, text in status["guards"]["log"]]
     return Group(*alarms, *tables, *notes)
 
 

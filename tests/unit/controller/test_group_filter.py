@@ -15,10 +15,13 @@ from flowrt.controller.policies.batching import GroupCount
 from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.group_filter import (
+    DECISION,
+    KEPT,
     AllOf,
     GroupFilter,
     KeepAll,
     RewardBand,
+    UserFunction,
     ZeroVariance,
     mean_reward,
 )
@@ -30,6 +33,7 @@ from flowrt.controller.storage.ledger import Ledger
 from flowrt.engines.simulated.costs import GenerationCost, TrainCost
 from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.errors import ConfigError
+from flowrt.recipes.filter_client import ENDED, HUNG, RAISED, REFUSED, WRONG
 from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 
 
@@ -38,6 +42,26 @@ def group(rewards: Sequence[float]) -> Group:
     for slot, reward in zip(slots, rewards, strict=True):
         slot.inline = {"reward": reward}
     return made
+
+
+@pytest.mark.parametrize(
+    ("decision", "why"),
+    [
+        (KEPT, ""),
+        (REFUSED, "the filter function"),
+        (RAISED, "the filter function raised an exception"),
+        (HUNG, "the filter function did not return in time"),
+        (ENDED, "the filter function ended its process"),
+        (WRONG, "the filter function did not return True or False"),
+        (7.5, "an unknown decision of the filter function"),
+    ],
+)
+def test_a_decision_of_a_filter_function_is_a_constant_reason(decision: float, why: str) -> None:
+    one = group([0.0, 1.0])
+    for slot in one.slots:
+        slot.inline = {**slot.inline, DECISION: decision}
+    assert UserFunction().refusal(one) == why
+    assert AllOf((ZeroVariance(), UserFunction())).refusal(one) == why
 
 
 @pytest.mark.parametrize(

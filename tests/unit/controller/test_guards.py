@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from flowrt.controller.diagnostics.status import status
 from flowrt.controller.events import AppendReplay, Command, EndRun, LogGuard, StepClosed, Tick
 from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
@@ -49,6 +50,36 @@ def test_a_rule_warns_once_in_fifty_steps() -> None:
         "guard loss above 1 for 2 steps (warn): loss is 2, outside its limit for 2 consecutive steps"
     ]
     assert [closed(commands).fired for commands in found[:3]] == [(), (("loss", 2),), (("loss", 3),)]
+
+
+def test_a_limit_is_relative_to_the_median_of_the_steps_before() -> None:
+    talk = driver(GuardRule("grad_norm", above=3.0, median_of=4))
+    norms = [1.0, 100.0, 2.0, float("nan"), 2.0, 6.0, 6.1, 7.0]
+    found = [train(talk, step, grad_norm=norm) for step, norm in enumerate(norms)]
+    # The median of 1, 100, 2 and 2 is 2, so 6 is inside the limit; of 100, 2, 2 and 6 it is 4, and of 2, 2, 6, 6.1 too.
+    assert [step for step, commands in enumerate(found) if closed(commands).fired] == [3]
+    last = train(talk, len(norms), grad_norm=19.7)
+    assert closed(last).fired == (("grad_norm", 1),)
+    text = "guard grad_norm above 3 times the median of 4 steps for 1 step (warn): grad_norm is 19.7"
+    assert talk.core.state.guards.firing == [f"{text}, outside its limit of 18.15 for 1 step"]
+    assert train(talk, len(norms) + 1, grad_norm=1.0)
+    assert talk.core.state.guards.firing == []
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0])
+def test_a_median_that_is_not_positive_is_no_limit(norm: float) -> None:
+    talk = driver(GuardRule("grad_norm", above=3.0, median_of=2))
+    found = [train(talk, step, grad_norm=one) for step, one in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
+    assert [step for step, commands in enumerate(found) if closed(commands).fired] == [5]
+
+
+def test_the_status_has_what_fires_and_what_was_logged() -> None:
+    talk = driver(GuardRule("loss", above=1.0))
+    for step, loss in enumerate([0.0, 2.0, 2.0]):
+        train(talk, step, loss=loss)
+    said = status(talk.core, 0.0, 60.0, {}, {}, {})["guards"]
+    text = "guard loss above 1 for 1 step (warn): loss is 2, outside its limit for"
+    assert said == {"firing": [f"{text} 2 consecutive steps"], "log": [[1, f"{text} 1 step"]]}
 
 
 def test_a_hold_is_recorded_and_ends_by_itself() -> None:

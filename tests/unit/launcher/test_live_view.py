@@ -20,6 +20,7 @@ STATUS = {
     "workers": {"source": "source", "rollout-0": "rollout", "trainer-0": "trainer"},
     "vacancies": {},
     "waits": [["rollout-0", "newer weights: 3 slots ready", 1.5]],
+    "guards": {"firing": [], "log": []},
     "latest": LATEST,
 }
 SUMMARY = {
@@ -61,6 +62,23 @@ def test_elsewhere_it_prints_a_line_every_ten_steps() -> None:
             view.show({**STATUS, "step": step + 1, "latest": {**LATEST, "step": step}})
     lines = out.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/120", "11/120", "21/120"]
+
+
+WARNING = "guard nll above 1 for 1 step (warn): nll is 3, outside its limit for 1 step"
+
+
+def test_a_guard_that_fires_is_in_the_display_and_is_said_once() -> None:
+    fired = {**STATUS, "guards": {"firing": [WARNING], "log": [[6, WARNING]]}}
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=100)) as view:
+        for _ in range(3):
+            view.show(fired)
+    assert out.getvalue().splitlines() == [f"step 6: {WARNING}", LINE]
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
+        view.show(fired)
+    assert f"step 6: {WARNING}" in out.getvalue()
+    assert out.getvalue().count(WARNING) == 2, "above the display, and in it while the guard fires"
 
 
 def test_before_the_first_step_there_is_something_to_see() -> None:

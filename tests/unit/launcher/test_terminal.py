@@ -62,6 +62,7 @@ def test_a_worker_with_a_hostile_name_is_shown_by_it() -> None:
         "live_groups": 0,
         "cut_off": {HOSTILE: 6.0},
         "vacancies": {HOSTILE: [2.0, HOSTILE]},
+        "guards": {"firing": [HOSTILE], "log": [[1, HOSTILE]]},
         "graph": graph,
         "latest": {},
     }

@@ -67,6 +67,36 @@ def test_a_dataflow_that_can_never_run_is_refused_when_it_is_made(changed: dict[
         flow(**changed)  # type: ignore[arg-type]
 
 
+BAND = api.Stage("band", needs=("reward",), makes=("kept",), flow="train", whole_groups=True)
+LEARN_KEPT = replace(loop.LEARN, needs=("choice", "reward", "kept"))
+
+
+def test_a_stage_before_the_train_stage_may_take_whole_groups() -> None:
+    replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, BAND, LEARN_KEPT))
+
+
+@pytest.mark.parametrize(
+    ("band", "said"),
+    [
+        (replace(BAND, flow=""), "stage 'band' has whole_groups=True and flow ''; only stages of the flow that is"),
+        (replace(BAND, makes=("kept", "choice")), "makes inline columns that the train stage alone needs"),
+        (replace(BAND, generates=True), "and generates nothing"),
+        (replace(BAND, makes=()), "makes inline columns"),
+    ],
+)
+def test_other_stages_of_whole_groups_are_refused(band: api.Stage, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, band, LEARN_KEPT))
+
+
+def test_what_a_stage_of_whole_groups_makes_is_for_the_train_stage_alone() -> None:
+    log = api.Stage("log", needs=("kept",), makes=(), flow="train")
+    with pytest.raises(ConfigError, match="that the train stage alone needs"):
+        replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, BAND, log, LEARN_KEPT))
+    with pytest.raises(ConfigError, match="the train stage takes whole groups"):
+        replace(loop.FLOW, stages=(loop.PLAY, loop.JUDGE, replace(loop.LEARN, whole_groups=False)))
+
+
 def test_a_column_may_be_made_by_one_stage_of_each_flow() -> None:
     judge = replace(loop.JUDGE, flow="train")
     other = api.Stage("judge_eval", needs=("choice",), makes=("reward",), flow="eval")

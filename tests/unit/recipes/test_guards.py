@@ -72,6 +72,18 @@ def test_flags_come_after_the_file_and_off_removes_what_is_before(tmp_path: Path
     assert of_nll == [GuardRule("nll", above=9.0, hold_steps=10)]
 
 
+def test_a_limit_relative_to_a_median(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[[guard]]\nmetric = "grad_norm"\nabove = 5\nrelative = "median"\nwindow = 20\naction = "stop"\n'
+    )
+    from_file = parse(["--config", str(tmp_path / "run.toml")])
+    assert parse(["--guard", "grad_norm above 5 relative=median window=20 action=stop"]) == from_file
+    assert from_toml(to_toml(from_file)) == from_file
+    assert guard_rules(from_file)[-1] == GuardRule("grad_norm", above=5.0, action="stop", hold_steps=10, median_of=20)
+    default = [rule for rule in DEFAULT_RULES if rule.median_of]
+    assert default == [GuardRule("grad_norm", above=20.0, median_of=50)]
+
+
 def test_defaults_only_warn_and_each_can_be_switched_off() -> None:
     config = parse([])
     assert guard_rules(config) == DEFAULT_RULES
@@ -92,6 +104,12 @@ def test_defaults_only_warn_and_each_can_be_switched_off() -> None:
         (["--guard", "wall_s above 1"], "reads the clock"),
         (["--guard", "nll above 1 below=2"], "where it should not"),
         (["--guard", "nll above 1 steps=many"], "'many' is no number"),
+        (["--guard", "nll above 1 relative=mean"], "takes one of none, median"),
+        (["--guard", "nll above 1 window=20"], "changes nothing without relative median"),
+        (["--guard", "nll above 0 relative=median"], "its limit is 0 of it; use one above 0"),
+        (["--guard", "nll below -1 relative=median"], "its limit is -1 of it"),
+        (["--guard", "nll above 2 relative=median window=1"], r"guard\[0\].window is 1"),
+        (["--guard", "nll above 2 relative=median window=148 steps=3"], "would never fire"),
         (["--guard", "nll above 1 steps=0"], r"guard\[0\].steps is 0"),
         (["--guard", "nll above nan"], r"guard\[0\].above is nan"),
         (["--guard", "nll above 1 steps=151"], "would never fire"),

@@ -1,0 +1,60 @@
+"""The user's filter function, beside the reward role: the reward worker is where functions of the user's are called."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.controller.policies.group_filter import DECISION
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.filter_client import FilterFunction, GroupFacts
+
+MAX_PULL_SLOTS = 256
+Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
+
+
+def with_filter(role: Role) -> Role:
+    """The role, which also decides on groups if the run has a filter function."""
+
+    async def both(session: Session, config: RunConfig) -> None:
+        if not config.algorithm.filter.function:
+            await role(session, config)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(role(session, config))
+            tasks.create_task(run(session, config))
+
+    return both
+
+
+async def run(session: Session, config: RunConfig) -> None:
+    """Decide on complete groups until the run ends; commits ``filter_decision`` (a float a slot).
+
+    Each group is committed by itself: one that the function is slow on holds no other up for longer.
+    """
+    options = config.algorithm.filter
+    function = FilterFunction(options.function, options.function_timeout_s)
+    try:
+        while True:
+            batch = await session.pull("filter", slots=MAX_PULL_SLOTS)
+            for _, rows in groupby(enumerate(batch.groups), itemgetter(1)):
+                await _decide(session, function, batch, [row for row, _ in rows])
+    finally:
+        function.close()
+
+
+async def _decide(session: Session, function: FilterFunction, batch: Batch, rows: list[int]) -> None:
+    rewards = [batch.inline["reward"][row] for row in rows]
+    facts = GroupFacts(
+        prompt=batch.grant.prompts[rows[0]],
+        epoch=batch.grant.epochs[rows[0]],
+        lengths=[sum(batch.grant.spans[row][1::2]) for row in rows],
+        version=min(batch.oldest_version(row) for row in rows),
+    )
+    with session.timeline.busy("filter"):
+        decision = await asyncio.to_thread(function.decide, rewards, facts)
+    slots, leases = [batch.slots[row] for row in rows], [batch.leases[row] for row in rows]
+    await session.commit("filter", slots, leases, inline={DECISION: [decision] * len(rows)})
