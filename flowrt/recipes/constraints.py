@@ -25,6 +25,7 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
 )
+from flowrt.recipes.devices import check_devices, with_devices
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -34,7 +35,6 @@ LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 MAX_STOPS = 64
 MAX_STOP_BYTES = 256
 """Limits of rollout.stop; each running sequence is searched at each token."""
-DEVICES = ("auto", "cpu", "cuda", "npu")
 
 
 def check(config: RunConfig) -> None:
@@ -49,6 +49,7 @@ def check(config: RunConfig) -> None:
     _check_filter(config)
     _check_curriculum(config)
     _check_products(config)
+    check_devices(config)
     check_trainer(config.trainer)
     _check_decay(config)
     check_rollout(config)
@@ -181,8 +182,6 @@ def _check_products(config: RunConfig) -> None:
 
 def check_trainer(trainer: TrainerConfig) -> None:
     """Raise ConfigError for options that the training engine does not support."""
-    if trainer.fsdp.device not in DEVICES:
-        raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
     TRAIN_ENGINES[trainer.engine].check(trainer)
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
@@ -210,6 +209,7 @@ def check_rollout(config: RunConfig) -> None:
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
+    engine.check_device(with_devices(config).rollout)
 
 
 def reference_dtype(config: RunConfig) -> Dtype:
@@ -220,9 +220,7 @@ def reference_dtype(config: RunConfig) -> Dtype:
 
 
 def _check_reference(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown device, and for options of reference workers that a run does not have."""
-    if config.reference.device not in DEVICES:
-        raise ConfigError(f"reference.device is {config.reference.device!r}; use one of {', '.join(DEVICES)}")
+    """Raise ConfigError for options of reference workers that a run does not have."""
     default = ReferenceConfig()
     if needs_reference(config.algorithm):
         _check_refresh(config)

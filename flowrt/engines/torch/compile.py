@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flowrt.engines.torch.inflight import CachedModel, Step
-from flowrt.engines.torch.kv_cache import GROWTH, RowCache
+from flowrt.engines.torch.kv_cache import GROWTH
 from flowrt.engines.training.shared_prefix import NO_MASK, allowed_nats
 from flowrt.errors import EngineError
 
@@ -80,8 +80,9 @@ _OPTIONS: dict[str, Any] = {
 _compiled = torch.compile(decode_step, dynamic=True, fullgraph=True, options=_OPTIONS)
 
 
-def step_compiled(model: Any, cache: RowCache, tokens_R: torch.Tensor) -> torch.Tensor:
+def step_compiled(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
     """Logits [R, V] after these tokens of the cache's first rows, at the positions given to `begin_decode`."""
+    model, cache = cached.model, cached.cache
     assert cache.positions_R is not None
     positions_R = cache.positions_R.clone()  # an inference tensor like the others; otherwise the step is recompiled
     count = len(tokens_R)
@@ -167,7 +168,10 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
     except UNSUPPORTED_ERRORS as error:
         reason = str(error).strip() or type(error).__name__
         raise EngineError(unsupported(model, reason.splitlines()[0])) from error
-    whole = [model(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0, -STEPS:] for sequence in sequences]
+    device = plain_SRV.device
+    whole = [
+        model(input_ids=sequence.unsqueeze(0).to(device), use_cache=False).logits[0, -STEPS:] for sequence in sequences
+    ]
     noise = float((torch.stack(whole, 1).log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     difference = float((compiled_SRV.log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     allowed = allowed_nats(plain_SRV.dtype, noise)
@@ -204,5 +208,9 @@ def _decode_all(model: Any, sequences: list[torch.Tensor], capacity: int, step: 
     cached.cache.reserve(capacity)
     cached.fill([sequence[:-STEPS] for sequence in sequences], range(len(sequences)))
     lengths_R = torch.tensor([len(sequence) for sequence in sequences])
-    tokens_SR = torch.stack([sequence[-STEPS:] for sequence in sequences], 1)
-    return torch.stack([cached.decode(tokens_R, lengths_R - STEPS + step) for step, tokens_R in enumerate(tokens_SR)])
+    tokens_SR = torch.stack([sequence[-STEPS:] for sequence in sequences], 1).to(cached.device)
+    positions_SR = torch.stack([lengths_R - STEPS + number for number in range(STEPS)]).to(cached.device)
+    longest = max(map(len, sequences)) - STEPS + 1
+    return torch.stack(
+        [cached.decode(tokens_SR[number], positions_SR[number], longest + number) for number in range(STEPS)]
+    )

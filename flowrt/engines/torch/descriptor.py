@@ -1,4 +1,4 @@
-"""The torch engines: the whole model in each process, on the CPU."""
+"""The torch engines: the whole model in each process, on any device."""
 
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from flowrt.engines.descriptor import (
     TrainerSettings,
     TrainerSetup,
 )
+from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ class TorchTraining(TrainEngineDescriptor):
 
 
 class TorchGeneration(RolloutEngineDescriptor):
-    """Generates with the parameters and dtype that the trainer publishes."""
+    """Generates inside the worker, on its device."""
+
+    def device(self, rollout: RolloutSettings) -> str:
+        return rollout.device or "cpu"
 
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
@@ -56,10 +60,10 @@ class TorchGeneration(RolloutEngineDescriptor):
         # An in-flight update with recomputation needs a second model and a second KV cache.
         copies = 2 if rollout.weight_update == "in_flight" and rollout.recompute_kv_on_update else 1
         adapters = shape.adapter_parameters(published.lora) if published.lora else 0
-        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[published.dtype]
+        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[_model_dtype(rollout, published)]
         versions = STAGED_VERSIONS * published.size_bytes(shape)
         sequence = shape.logits_bytes + rollout.max_new_tokens * rollout.truncation.top_k * TOKEN_BYTES
-        return RolloutMemory(host=copies * model + versions + rollout.max_running_requests * sequence)
+        return RolloutMemory(host=versions, device=copies * model + rollout.max_running_requests * sequence)
 
     def build(self, setup: RolloutSetup) -> "TorchRollout":
         import torch
@@ -68,11 +72,16 @@ class TorchGeneration(RolloutEngineDescriptor):
         from flowrt.engines.stopping import StopConditions
         from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
         from flowrt.engines.training.lora import add_adapters
+        from flowrt.transport.devices import own_device
 
         published, rollout = setup.published, setup.settings
-        model = load_model(setup.model, dtype=getattr(torch, published.dtype))
+        device = own_device(self.device(rollout))
+        device.use()
+        if setup.deterministic:
+            device.compute_deterministically()
+        model = load_model(setup.model, str(device.torch), getattr(torch, _model_dtype(rollout, published)))
         if published.lora:
-            model = add_adapters(model, published.lora).to(model.dtype)
+            model = add_adapters(model, published.lora).to(device.torch, model.dtype)
         return TorchRollout(
             # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
             model if setup.deterministic else optimize_layout(model),
@@ -83,4 +92,10 @@ class TorchGeneration(RolloutEngineDescriptor):
             truncation=rollout.truncation,
             recompute=rollout.recompute_kv_on_update,
             compiled=rollout.compile,
+            published=getattr(torch, published.dtype),
         )
+
+
+def _model_dtype(rollout: RolloutSettings, published: PublishedWeights) -> Dtype:
+    """The dtype of a rollout worker's model."""
+    return published.dtype if rollout.dtype == "auto" else rollout.dtype

@@ -15,6 +15,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
+from flowrt.recipes.devices import reference_device, rollout_device, training_device
 from flowrt.recipes.model_files import read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
@@ -98,14 +99,12 @@ def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
         config: of the run.
         there: whether the nodes have accelerators.
     """
-    training = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
-    generating = ROLLOUT_ENGINES[config.rollout.engine].device(config.rollout)
-    return _is_accelerated(training, there), _is_accelerated(generating, there)
+    return _is_accelerated(training_device(config), there), _is_accelerated(rollout_device(config), there)
 
 
 def has_accelerated_reference(config: RunConfig, there: bool) -> bool:
     """Whether the run has reference workers that use an accelerator, if the nodes have any (``there``)."""
-    return needs_reference(config.algorithm) and _is_accelerated(config.reference.device, there)
+    return needs_reference(config.algorithm) and _is_accelerated(reference_device(config), there)
 
 
 def _is_accelerated(device: str, there: bool) -> bool:
