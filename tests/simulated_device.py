@@ -1,21 +1,28 @@
 """A simulated accelerator: tensors that state its device, refuse to mix with those of the host, and compute on the CPU.
 
-- Programs run whole and with real numbers, so that their results can be compared with those of the CPU bit for bit.
-- Stricter than CUDA: index tensors have to be on the device too. Tensors of no dimension may be on the host, as in CUDA.
-- What kernels an accelerator has, how fast it is and how it rounds are not simulated.
+- Programs run whole and with real numbers, so that their results can be compared with those of the CPU.
+- Stricter than CUDA: index tensors have to be on the device too. Tensors of no dimension may be on the host.
+- What kernels an accelerator has, how fast it is, how it rounds, and what runs concurrently, are not simulated.
+
+torch's device type "privateuseone" takes the name of an NPU. That cannot be undone: use it in a process of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten = torch.ops.aten
 COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
 WAITS = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default})
-"""Operations whose result, or its shape, the host needs: CUDA waits for the device."""
+"""Operations whose result, or its shape, the host needs: it waits for the device."""
 
 
 class SimulatedTensor(torch.Tensor):
@@ -25,7 +32,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, device: torch.device) -> "SimulatedTensor":
-        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
@@ -43,52 +50,51 @@ class SimulatedTensor(torch.Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} on a tensor of the simulated device, which is not in use")
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """While it is in use, tensors can be made on ``device``. Counts what the host waits for, by operation."""
+    """While it is in use, tensors can be made on ``device``.
 
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = torch.device(device, 0)
+    Attributes:
+        device: its first and only one.
+        waits: the operations for which the host waited.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
         here = [one for one in tensors if isinstance(one, SimulatedTensor)]
-        wanted = kwargs.get("device")
-        self._check(func, tensors, bool(here))
-        if here and wanted is not None and torch.device(wanted).type == "cpu" and not kwargs.get("non_blocking"):
-            self.waits.append(str(func))
-        elif func is aten.copy_.default and not isinstance(args[0], SimulatedTensor) and here:
-            self.waits.append(str(func))
-        elif here and (func in WAITS or _has_mask(func, tensors)):
+        self._check(func, tensors, here)
+        if here and self._host_waits(func, args, kwargs, tensors):
             self.waits.append(str(func))
         kwargs.pop("pin_memory", None)
+        wanted = kwargs.get("device")
+        on_device = bool(here)
         if wanted is not None:
             on_device = torch.device(wanted).type == self.device.type
             kwargs["device"] = torch.device("cpu")
-        else:
-            on_device = isinstance(args[0], SimulatedTensor) if func in COPIES else bool(here)
+        elif func in COPIES:
+            on_device = isinstance(args[0], SimulatedTensor)
         args, kwargs = tree_map_only(SimulatedTensor, lambda one: one.host, (args, kwargs))
+        known = {id(one.host if isinstance(one, SimulatedTensor) else one): one for one in tensors}
         result = func(*args, **kwargs)
-        known = {id(one.host): one for one in here}
-        known |= {id(one): one for one in tensors if not isinstance(one, SimulatedTensor)}
-        if wanted is not None and func is aten._to_copy.default and on_device:
-            known = {}
 
         def wrapped(one: torch.Tensor) -> torch.Tensor:
-            if id(one) in known:  # in place
-                return known[id(one)]
+            given = known.get(id(one))
+            if given is not None and isinstance(given, SimulatedTensor) == on_device:
+                return given  # in place
             return SimulatedTensor(one, self.device) if on_device else one
 
         return tree_map_only(torch.Tensor, wrapped, result)
 
-    def _check(self, func: Any, tensors: Sequence[torch.Tensor], here: bool) -> None:
+    def _check(self, func: Any, tensors: Sequence[torch.Tensor], here: Sequence[torch.Tensor]) -> None:
         if not here or func in COPIES:
             return
         strange = [one for one in tensors if not isinstance(one, SimulatedTensor) and one.dim()]
@@ -96,7 +102,68 @@ class SimulatedDevice(TorchDispatchMode):
             shapes = ", ".join(str(tuple(one.shape)) for one in strange)
             raise RuntimeError(f"{func}: tensors of {self.device} and of the host ({shapes}) in one operation")
 
+    def _host_waits(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        if func is aten._to_copy.default:
+            to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+            return to_host and not kwargs.get("non_blocking")
+        if func is aten.copy_.default:
+            return not isinstance(args[0], SimulatedTensor) and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        by_mask = func is aten.index.Tensor and any(one.dtype is torch.bool for one in tensors[1:])
+        return func in WAITS or by_mask
 
-def _has_mask(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether elements are chosen by a mask, so that the host needs their number."""
-    return func is aten.index.Tensor and any(one.dtype is torch.bool for one in tensors[1:])
+
+class RecordingNpu:
+    """torch_npu.npu as far as flowrt calls it: records the names of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        answers = {
+            "device_count": 1,
+            "current_device": 0,
+            "is_initialized": True,
+            "is_available": True,
+            "mem_get_info": (1 << 30, 2 << 30),
+        }
+
+        def call(*_: Any) -> Any:
+            self.calls.append(name)
+            return answers.get(name, 0)
+
+        return call
+
+    def device(self, index: Any) -> AbstractContextManager[None]:
+        self.calls.append("device")
+        assert isinstance(index, int) or torch.device(index).type == "npu"
+        return nullcontext()
+
+    def stream(self, stream: "RecordingNpu") -> AbstractContextManager[None]:
+        self.calls.append("stream")
+        assert isinstance(stream, RecordingNpu)
+        return nullcontext()
+
+    def Stream(self) -> "RecordingNpu":
+        return self._made("Stream")
+
+    def current_stream(self) -> "RecordingNpu":
+        return self._made("current_stream")
+
+    def record_event(self) -> "RecordingNpu":
+        return self._made("record_event")
+
+    def _made(self, name: str) -> "RecordingNpu":
+        self.calls.append(name)
+        return self
+
+
+def simulate_npu() -> tuple[SimulatedDevice, RecordingNpu]:
+    """Make an NPU in this process, and a module torch_npu that records calls. Call it once, after all imports."""
+    module, calls = ModuleType("torch_npu"), RecordingNpu()
+    _setup_privateuseone_for_python_backend("npu", backend_module=calls)
+    module.__spec__ = ModuleSpec("torch_npu", None)
+    module.npu = calls  # type: ignore[attr-defined]
+    sys.modules["torch_npu"] = module
+    return SimulatedDevice(torch.device("npu", 0)), calls

@@ -252,6 +252,9 @@ class TrainEngineDescriptor(ABC):
 class RolloutEngineDescriptor(ABC):
     """A rollout engine. The defaults describe one that generates inside the worker, on the CPU."""
 
+    is_in_worker = True
+    """Whether the engine computes inside the worker, with its torch."""
+
     def check(  # noqa: B027
         self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool
     ) -> None:

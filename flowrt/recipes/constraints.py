@@ -227,12 +227,13 @@ def _check_reference(config: RunConfig) -> None:
         if config.reference.model:
             check_model_files(Path(config.reference.model), config.rollout.max_new_tokens)
         return
-    if config.reference == default:
+    given = replace(config.reference, device="" if config.reference.device == "cpu" else config.reference.device)
+    if given == default:
         return
     name = next(
         field.name
         for field in dataclasses.fields(default)
-        if getattr(config.reference, field.name) != getattr(default, field.name)
+        if getattr(given, field.name) != getattr(default, field.name)
     )
     raise ConfigError(
         f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "

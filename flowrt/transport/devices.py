@@ -99,8 +99,18 @@ def choose(name: str, local_rank: int = 0) -> Device:
         raise ConfigError(f"there is no device {name!r}; use auto, {', '.join(BACKENDS)}")
     count = torch.cuda.device_count() if name == "cuda" else int(torch_npu().npu.device_count())
     if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here")
+        raise ConfigError(
+            f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here{_advice(name)}"
+        )
     return Device("cuda" if name == "cuda" else "npu", local_rank)
+
+
+def _advice(name: str) -> str:
+    if name == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f": torch {torch.__version__} is built without CUDA; install a build with it, or use device cpu"
+    variable = "CUDA_VISIBLE_DEVICES" if name == "cuda" else "ASCEND_RT_VISIBLE_DEVICES"
+    limit = f" ({variable} is {os.environ[variable]!r})" if variable in os.environ else ""
+    return f"{limit}; load their driver, ask for devices (--gpus), use fewer ranks, or use device cpu"
 
 
 def own_device(name: str) -> Device:

@@ -29,6 +29,8 @@ PARALLELISM_ARGUMENTS = ("--tp", "--tp-size", "--tensor-parallel-size", "--pp-si
 class SglangGeneration(RolloutEngineDescriptor):
     """A server that the worker starts, or a running one at ``rollout.sglang.url``."""
 
+    is_in_worker = False
+
     def check(self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool) -> None:
         server = rollout.sglang
         if published.lora:

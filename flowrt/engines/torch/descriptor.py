@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from flowrt.engines.descriptor import (
     DTYPE_BYTES,
+    LAYER_TENSORS,
     STAGED_VERSIONS,
     ModelShape,
     PublishedWeights,
@@ -12,6 +13,7 @@ from flowrt.engines.descriptor import (
     RolloutSettings,
     RolloutSetup,
     TrainEngineDescriptor,
+    TrainerMemory,
     TrainerSettings,
     TrainerSetup,
 )
@@ -26,7 +28,7 @@ TOKEN_BYTES = 4
 
 
 class TorchTraining(TrainEngineDescriptor):
-    """Each rank holds parameters, gradients and optimiser state in float32."""
+    """Each rank holds parameters, gradients and optimiser state in float32, or float64; bfloat16 needs a copy more."""
 
     applies_supports = True
 
@@ -36,16 +38,48 @@ class TorchTraining(TrainEngineDescriptor):
                 "trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp"
             )
 
+    def device(self, trainer: TrainerSettings) -> str:
+        return trainer.device or "cpu"
+
+    def published(self, trainer: TrainerSettings) -> PublishedWeights:
+        return PublishedWeights(trainer.dtype)
+
+    def forward_dtype(self, trainer: TrainerSettings) -> Dtype:
+        return trainer.dtype
+
+    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
+        memory = super().memory(trainer, shape)
+        if trainer.dtype == "float32":
+            return memory
+        narrow, wide = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[_wide(trainer.dtype)]
+        state = 5 * wide * shape.parameters  # parameters, gradients, their concatenation, both moments
+        copies = narrow * shape.parameters if narrow < wide else 0
+        token = shape.layers * LAYER_TENSORS * shape.hidden_size * narrow
+        return TrainerMemory(
+            model=state + copies,
+            passes=trainer.forward_tokens * token + shape.head_bytes(trainer.forward_tokens),
+            first_rank=memory.first_rank,
+        )
+
     def build(self, setup: TrainerSetup) -> "TorchTrainer":
+        import torch
+
         from flowrt.engines.hf import load_model
         from flowrt.engines.torch.trainer import TorchTrainer
 
+        dtype = setup.settings.dtype
         return TorchTrainer(
-            load_model(setup.model),
+            load_model(setup.model, str(setup.device.torch), getattr(torch, _wide(dtype))),
             setup.options,
             setup.algorithm,
             temperature=setup.temperature,
+            narrow=getattr(torch, dtype),
         )
+
+
+def _wide(dtype: Dtype) -> Dtype:
+    """The dtype of the optimiser's parameters."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 class TorchGeneration(RolloutEngineDescriptor):

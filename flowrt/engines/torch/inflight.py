@@ -78,7 +78,7 @@ class CachedModel:
 
     def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Prefill these sequences, which are on the CPU, into these rows."""
-        count, longest = len(sequences), max(len(sequence) for sequence in sequences)
+        count = len(sequences)
         tokens_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         self.prefill(tokens_RL, self._first_U)
         self.cache.store_prefill(torch.tensor(rows, device=self.device), torch.arange(count, device=self.device))

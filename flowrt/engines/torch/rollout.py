@@ -35,7 +35,6 @@ class TorchRollout:
         max_new_tokens: maximum length of a response.
         temperature: of sampling, above 0.
         truncation: which tokens can be drawn; responses then have their support.
-        version: of the model's weights.
         recompute: on an in-flight update, recompute the KV cache with the new weights; otherwise keep it.
         compiled: compile the decode step.
         published: dtype of the versions given to `swap`; None: that of the model.
@@ -53,7 +52,6 @@ class TorchRollout:
         max_new_tokens: int,
         temperature: float,
         truncation: Truncation | None = None,
-        version: int = 0,
         recompute: bool = True,
         compiled: bool = False,
         published: torch.dtype | None = None,
@@ -81,7 +79,7 @@ class TorchRollout:
         self._supports: list[
             list[Support]
         ] = []  # of each running sequence, a token at a time; unused without truncation
-        self.version = version
+        self.version = 0
         self._recompute = recompute
         self._waiting: list[Prompt] = []
         self._running: list[Prompt] = []
