@@ -2,6 +2,8 @@
 
 - Programs run whole and with real numbers, so that their results can be compared with those of the CPU.
 - Stricter than CUDA: index tensors have to be on the device too. Tensors of no dimension may be on the host.
+- A module on its way to the device loses what ties its weights (`on_device` ties them again), and inference mode, which
+  torch does not support for such tensors, has to be replaced by `without_inference_mode`.
 - What kernels an accelerator has, how fast it is, how it rounds, and what runs concurrently, are not simulated.
 
 torch's device type "privateuseone" takes the name of an NPU. That cannot be undone: use it in a process of its own.
@@ -66,6 +68,7 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.waits: list[str] = []
+        self._pinned: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,7 +77,12 @@ class SimulatedDevice(TorchDispatchMode):
         self._check(func, tensors, here)
         if here and self._host_waits(func, args, kwargs, tensors):
             self.waits.append(str(func))
-        kwargs.pop("pin_memory", None)
+        if func is aten.is_pinned.default:
+            return any(one.data_ptr() == args[0].data_ptr() for one in self._pinned)
+        if func is aten._pin_memory.default:
+            self._pinned.append(args[0].clone())
+            return self._pinned[-1]
+        pinned = kwargs.pop("pin_memory", None)
         wanted = kwargs.get("device")
         on_device = bool(here)
         if wanted is not None:
@@ -85,6 +93,8 @@ class SimulatedDevice(TorchDispatchMode):
         args, kwargs = tree_map_only(SimulatedTensor, lambda one: one.host, (args, kwargs))
         known = {id(one.host if isinstance(one, SimulatedTensor) else one): one for one in tensors}
         result = func(*args, **kwargs)
+        if pinned:
+            self._pinned.append(result)
 
         def wrapped(one: torch.Tensor) -> torch.Tensor:
             given = known.get(id(one))
@@ -159,10 +169,27 @@ class RecordingNpu:
         return self
 
 
+def without_inference_mode() -> None:
+    """Make ``torch.inference_mode`` the same as ``torch.no_grad``. Call it before other modules are imported."""
+
+    def mode(enabled: bool = True) -> Any:
+        return torch.no_grad() if enabled else nullcontext()
+
+    torch.inference_mode = mode  # type: ignore[assignment, misc]
+
+
+def on_device(model: Any, device: torch.device) -> Any:
+    """A model of transformers, moved to the simulated device."""
+    model.to(device)
+    model.tie_weights()
+    return model
+
+
 def simulate_npu() -> tuple[SimulatedDevice, RecordingNpu]:
     """Make an NPU in this process, and a module torch_npu that records calls. Call it once, after all imports."""
     module, calls = ModuleType("torch_npu"), RecordingNpu()
     _setup_privateuseone_for_python_backend("npu", backend_module=calls)
+    torch._C._set_only_lift_cpu_tensors(True)  # so that a mode sees what torch.tensor does for a device
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.npu = calls  # type: ignore[attr-defined]
     sys.modules["torch_npu"] = module

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from flowrt.engines.torch.graphs import GraphedStep, cuda_capture
 from flowrt.engines.torch.inflight import CachedModel, Step
 from flowrt.engines.torch.kv_cache import GROWTH
 from flowrt.engines.training.shared_prefix import NO_MASK, allowed_nats
@@ -152,23 +153,26 @@ UNSUPPORTED_ERRORS = (
 
 @torch.inference_mode()
 def compile_decode_step(model: Any, *, single_row: bool) -> Step:
-    """Compile a decode step for this model, in 10 s to a minute. Returns the step.
+    """Compile a decode step for this model, on a CPU in 10 s to a minute. Returns the step.
 
-    One compilation serves all numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with
+    On a GPU the step consists of CUDA graphs (`flowrt.engines.torch.graphs`). On a CPU one compilation serves all numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with
     numbers that equal no other dimension of the model, because PyTorch treats equal dimensions as the same. The
     decoding thread must have as many intra-op threads as this one, otherwise the step is recompiled.
 
     Raises EngineError if the model is unsupported, or the result differs from the eager step.
     """
-    replace_attention(model)
+    device: torch.device = next(model.parameters()).device
+    if device.type == "cpu":
+        replace_attention(model)
+    elif device.type != "cuda":
+        raise EngineError(unsupported(model, f"there is no way to compile it for device {device.type}"))
     try:
         sequences, capacity = _trial(model, single_row=single_row)
         plain_SRV = _decode_all(model, sequences, capacity, None)
-        compiled_SRV = _decode_all(model, sequences, capacity, step_compiled)
+        compiled_SRV = _decode_all(model, sequences, capacity, _step(device))
     except UNSUPPORTED_ERRORS as error:
         reason = str(error).strip() or type(error).__name__
         raise EngineError(unsupported(model, reason.splitlines()[0])) from error
-    device = plain_SRV.device
     whole = [
         model(input_ids=sequence.unsqueeze(0).to(device), use_cache=False).logits[0, -STEPS:] for sequence in sequences
     ]
@@ -179,7 +183,12 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
         raise EngineError(
             unsupported(model, f"log-probabilities differ by {difference:.2g} nats, more than {allowed:.2g}")
         )
-    return step_compiled
+    return _step(device)
+
+
+def _step(device: torch.device) -> Step:
+    """The step for a device: compiled, or of graphs that are captured when they are first used."""
+    return step_compiled if device.type == "cpu" else GraphedStep(cuda_capture(device))
 
 
 def _trial(model: Any, *, single_row: bool) -> tuple[list[torch.Tensor], int]:

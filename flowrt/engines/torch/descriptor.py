@@ -85,6 +85,10 @@ def _wide(dtype: Dtype) -> Dtype:
 class TorchGeneration(RolloutEngineDescriptor):
     """Generates inside the worker, on its device."""
 
+    def check_device(self, rollout: RolloutSettings) -> None:
+        if rollout.compile and rollout.device == "npu":
+            raise ConfigError("rollout.compile is for CPUs and GPUs, and rollout.device is npu; leave it out")
+
     def device(self, rollout: RolloutSettings) -> str:
         return rollout.device or "cpu"
 

@@ -10,7 +10,7 @@ import torch
 
 
 class MasterParameters:
-    """Wide copies of a model's trainable parameters, which become narrow. Frozen parameters become narrow too.
+    """The parameters of a model, in whose place it gets narrow ones. Tied ones stay tied.
 
     Args:
         model: with parameters in the wide dtype. Buffers, such as the frequencies of rotary embeddings, keep theirs.
@@ -19,9 +19,13 @@ class MasterParameters:
 
     def __init__(self, model: Any, narrow: torch.dtype) -> None:
         self._of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        for parameter in model.parameters():
-            master = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            parameter.data = parameter.detach().to(narrow)
+        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for module in list(model.modules()):
+            for name, master in list(module.named_parameters(recurse=False)):
+                if master not in made:
+                    made[master] = torch.nn.Parameter(master.detach().to(narrow), requires_grad=master.requires_grad)
+                setattr(module, name, made[master])
+        for master, parameter in made.items():
             if parameter.requires_grad:
                 self._of[parameter] = master
                 parameter.register_post_accumulate_grad_hook(self._accumulate)
