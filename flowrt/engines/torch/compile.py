@@ -155,9 +155,10 @@ UNSUPPORTED_ERRORS = (
 def compile_decode_step(model: Any, *, single_row: bool) -> Step:
     """Compile a decode step for this model, on a CPU in 10 s to a minute. Returns the step.
 
-    On a GPU the step consists of CUDA graphs (`flowrt.engines.torch.graphs`). On a CPU one compilation serves all numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with
-    numbers that equal no other dimension of the model, because PyTorch treats equal dimensions as the same. The
-    decoding thread must have as many intra-op threads as this one, otherwise the step is recompiled.
+    On a GPU the step consists of CUDA graphs (`flowrt.engines.torch.graphs`). On a CPU one compilation serves all
+    numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with numbers that equal no
+    other dimension of the model, because PyTorch treats equal dimensions as the same. The decoding thread must have as
+    many intra-op threads as this one, otherwise the step is recompiled.
 
     Raises EngineError if the model is unsupported, or the result differs from the eager step.
     """

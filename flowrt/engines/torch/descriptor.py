@@ -101,7 +101,10 @@ class TorchGeneration(RolloutEngineDescriptor):
         model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[_model_dtype(rollout, published)]
         versions = STAGED_VERSIONS * published.size_bytes(shape)
         sequence = shape.logits_bytes + rollout.max_new_tokens * rollout.truncation.top_k * TOKEN_BYTES
-        return RolloutMemory(host=versions, device=copies * model + rollout.max_running_requests * sequence)
+        computing = copies * model + rollout.max_running_requests * sequence
+        if self.device(rollout) == "cpu":
+            return RolloutMemory(host=computing + versions)
+        return RolloutMemory(host=versions, device=computing)
 
     def build(self, setup: RolloutSetup) -> "TorchRollout":
         import torch

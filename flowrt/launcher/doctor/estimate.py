@@ -15,7 +15,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
-from flowrt.recipes.devices import reference_device, rollout_device, training_device
+from flowrt.recipes.devices import reference_device, rollout_device, training_device, with_devices
 from flowrt.recipes.model_files import read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
@@ -39,7 +39,7 @@ class ResourceEstimate:
     trainer_first: int  # rank 0, in addition
     trainer_device: int  # each rank, on its accelerator; without one, in host memory
     rollout: int
-    server: int  # of a rollout worker that starts one, on its accelerator; without one, in host memory
+    server: int  # of a rollout engine that may use an accelerator, there; without one, in host memory
     reference: int
     reference_device: int  # of each reference worker, on its accelerator; without one, in host memory
     small: int  # controller, source and reward together, with the live samples
@@ -118,7 +118,7 @@ def model_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     """The peak memory of each process of this run, and the disk space that it fills."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer, rollout = config.trainer, with_devices(config).rollout
     training = TRAIN_ENGINES[trainer.engine]
     memory = training.memory(trainer, shape)
     length = min(shape.max_length or config.build.max_length, config.build.max_length)

@@ -72,7 +72,7 @@ class After:
 
 
 def engine(one: Any, **options: Any) -> TorchRollout:
-    return TorchRollout(one, stop=StopConditions((1,)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
+    return TorchRollout(one, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
 
 
 def finish(rollout: TorchRollout, left: list[Prompt], done: dict[int, Response]) -> dict[int, Response]:
