@@ -344,15 +344,16 @@ def scores_by_a_reference(device: SimulatedDevice) -> None:
 @program
 def refuses_a_tensor_of_the_host(device: SimulatedDevice) -> None:
     """The simulation itself: a program that mixes devices fails."""
-    on_device = torch.ones(3, device=device.device)
-    for mixed in (lambda: on_device + torch.ones(3), lambda: on_device[torch.tensor([0, 1])]):
+    ones = torch.ones(3, device=device.device)
+    mixed: list[Callable[[], torch.Tensor]] = [lambda: ones + torch.ones(3), lambda: ones[torch.tensor([0, 1])]]
+    for one in mixed:
         try:
-            mixed()
+            one()
         except RuntimeError as error:
             assert "in one operation" in str(error), error  # noqa: PT017
         else:
             raise AssertionError("tensors of two devices were accepted")
-    assert float((on_device * torch.tensor(2.0)).sum()) == 6.0
+    assert float((ones * torch.tensor(2.0)).sum()) == 6.0
 
 
 def main() -> None:
@@ -361,7 +362,7 @@ def main() -> None:
     device, calls = simulate_npu()
     failed: dict[str, str] = {}
     # The CPU takes the attention kernel that a device without one of its own takes.
-    with device, sdpa_kernel(SDPBackend.MATH):  # type: ignore[no-untyped-call]
+    with device, sdpa_kernel(SDPBackend.MATH):
         for name in chosen:
             try:
                 PROGRAMS[name](device)
