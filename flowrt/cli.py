@@ -205,6 +205,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="configuration whose memory is estimated (default: recipe arithmetic)",
     )
+    parser.add_argument("--device", default="", metavar="NAME", help="device of the run: cpu, cuda, npu, or auto")
     parser.add_argument("--run-dir", default="", metavar="DIR", help="directory that the run will be written to")
     parser.add_argument("--model", default="", metavar="DIR", help="model that the run will start from")
     parser.add_argument("--controller", default="", metavar="RUN", help=f"{RUN_HELP}: the round trip is measured")
@@ -239,6 +240,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     options = DoctorOptions(
         config=arguments.config,
+        device=arguments.device,
         run_dir=arguments.run_dir,
         model=arguments.model,
         controller=arguments.controller,

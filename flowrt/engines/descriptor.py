@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from flowrt.engines.options import Dtype, FsdpOptions, LoraOptions, SglangOptions, TrainOptions, Truncation
+from flowrt.engines.options import Dtype, DtypeOrAuto, FsdpOptions, LoraOptions, SglangOptions, TrainOptions, Truncation
 
 if TYPE_CHECKING:
     from flowrt.algorithms.algorithm import Algorithm
@@ -94,6 +94,10 @@ class TrainerSettings(Protocol):
     @property
     def ranks(self) -> int: ...
     @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> Dtype: ...
+    @property
     def forward_tokens(self) -> int: ...
     @property
     def fsdp(self) -> FsdpOptions: ...
@@ -122,6 +126,10 @@ class RolloutSettings(Protocol):
     def recompute_kv_on_update(self) -> bool: ...
     @property
     def compile(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> DtypeOrAuto: ...
     @property
     def sglang(self) -> SglangOptions: ...
 
@@ -176,7 +184,7 @@ class RolloutSetup:
 
     Attributes:
         model: directory of the initial model and its tokenizer.
-        settings: the rollout workers' configuration.
+        settings: the rollout workers' configuration, with the run's device where it names none.
         published: what the trainer publishes, which the engine has to load.
         deterministic: fix batch shapes, so that results do not depend on what runs together.
         threads: CPU threads of a process that the engine starts.
@@ -244,10 +252,16 @@ class TrainEngineDescriptor(ABC):
 class RolloutEngineDescriptor(ABC):
     """A rollout engine. The defaults describe one that generates inside the worker, on the CPU."""
 
+    is_in_worker = True
+    """Whether the engine computes inside the worker, with its torch."""
+
     def check(  # noqa: B027
         self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool
     ) -> None:
         """Raise ConfigError for options that the engine does not support, or weights that it cannot load."""
+
+    def check_device(self, rollout: RolloutSettings) -> None:  # noqa: B027
+        """Raise ConfigError for options that do not work on the device, which may be that of the run."""
 
     def device(self, rollout: RolloutSettings) -> str:  # noqa: ARG002
         """Where the engine needs `RolloutMemory.device`: cpu, cuda, npu, or auto (an accelerator if present)."""

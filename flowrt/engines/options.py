@@ -11,6 +11,7 @@ LearningRate = Annotated[float, Interval(ge=0, le=10)]
 StepCount = Annotated[int, Interval(ge=0, le=10_000_000)]
 RestartCount = Annotated[int, Interval(ge=0, le=10_000)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class FsdpOptions:
     float64 (for comparisons)."""
     recompute: bool = False
     """Activation checkpointing: keep only each layer's input, recompute the rest in the backward pass."""
-    device: str = "auto"
-    """Training device: cpu, cuda, npu, or auto (an accelerator if present, else cpu)."""
+    device: str = ""
+    """Training device: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run, else auto."""
     file_gb: Annotated[float, Interval(gt=0, le=100_000)] = 5.0
     """Maximum file size (GB) of the exported model; larger models are split."""
 
@@ -107,7 +108,7 @@ class SglangOptions:
     python: str = ""
     """Python of the environment with SGLang; flowrt's own environment does not need SGLang."""
     device: str = ""
-    """Device of a started server: cpu, cuda, npu; empty: SGLang's choice."""
+    """Device of a started server: cpu, cuda, npu; empty: that of the run, else SGLang's choice."""
     dtype: str = "auto"
     """Dtype of a started server's weights, in SGLang's terms: auto, float32, bfloat16."""
     arguments: str = ""

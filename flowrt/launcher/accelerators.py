@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flowrt.engines.table import ROLLOUT_ENGINES
-from flowrt.ids import AUTO
+from flowrt.ids import AUTO, ROLLOUT, TRAINER
 from flowrt.launcher.commands import reference_names
-from flowrt.launcher.doctor.estimate import accelerated, has_accelerated_reference
+from flowrt.launcher.doctor.estimate import ResourceEstimate, accelerated, has_accelerated_reference
 from flowrt.recipes.config import RunConfig
 
 DEV = Path("/dev")
@@ -40,6 +40,23 @@ def visible(environment: Mapping[str, str], dev: Path) -> tuple[str, tuple[str, 
         if count:
             return variable, tuple(map(str, range(count)))
     return CUDA, ()
+
+
+def shared_device_bytes(config: RunConfig, needs: ResourceEstimate, devices: int) -> int:
+    """Accelerator memory of the processes on the fullest device, if several share one of ``devices``; else 0.
+
+    Reference workers are not counted: see `flowrt.launcher.doctor.estimate.reference_bytes`.
+    """
+    training, generating = accelerated(config, bool(devices))
+    totals: dict[str, list[int]] = {}
+    for name, places in assign(config, tuple(map(str, range(devices)))).items():
+        if name == TRAINER and training:
+            for place in places:
+                totals.setdefault(place, []).append(needs.trainer_device)
+        elif name.startswith(ROLLOUT) and generating:
+            for place in places:
+                totals.setdefault(place, []).append(needs.server // len(places))
+    return max((sum(sizes) for sizes in totals.values() if len(sizes) > 1), default=0)
 
 
 def assign(config: RunConfig, devices: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

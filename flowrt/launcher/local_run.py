@@ -23,6 +23,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_STALLED, Co
 from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import environments
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
+from flowrt.launcher.device_check import check_devices_here
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.own_algorithm import with_own_needs
 from flowrt.launcher.processes import Child, Children
@@ -44,6 +45,7 @@ from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
+from flowrt.recipes.devices import named_accelerators
 from flowrt.recipes.filter_client import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
 from flowrt.recipes.tasks.registry import check_task
@@ -135,6 +137,7 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
+    check_devices_here(config)
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     config = check_task(config, progress)
     check_filter_function(config, progress)
@@ -214,7 +217,9 @@ class LocalRun:
 
     async def _run_with_restarts(self, view: LiveView) -> int:
         launch = self._config.launch
-        if launch.use_fork_server and not all(command.prefix for command in worker_commands(self._config, "")):
+        here = [command for command in worker_commands(self._config, "") if not command.prefix]
+        # It would import torch for nothing: it forks no process where there are accelerators.
+        if launch.use_fork_server and here and not named_accelerators(self._config):
             await self._children.start_fork_server()
         code = EXIT_OK
         if self._config.model:

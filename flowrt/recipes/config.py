@@ -11,6 +11,8 @@ from annotated_types import Interval
 
 from flowrt.controller.policies.curriculum import MIN_FLOOR
 from flowrt.engines.options import (
+    Dtype,
+    DtypeOrAuto,
     FsdpOptions,
     LearningRate,
     LoraOptions,
@@ -241,7 +243,13 @@ class RolloutConfig:
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
     compile: bool = False
-    """Compile decoding with torch.compile: faster steps, but up to a minute more at startup."""
+    """Compile decoding: with torch.compile on a CPU, into CUDA graphs on a GPU. Faster steps, but up to a minute more
+    at startup."""
+    device: str = ""
+    """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
+    else cpu."""
+    dtype: DtypeOrAuto = "auto"
+    """Engine torch: dtype of the model and its KV cache; auto: that of the weights that the trainer publishes."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """When rollout workers update their weights."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
@@ -261,6 +269,12 @@ class TrainerConfig(TrainOptions):
     """Engine torch: each rank holds the whole model; fsdp: parameters, gradients and optimiser state are sharded."""
     ranks: Annotated[int, Interval(gt=0, le=65_536)] = 1
     """Data-parallel trainer processes; two or more are started by torchrun."""
+    device: str = ""
+    """Engine torch: device of each rank: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
+    else cpu."""
+    dtype: Dtype = "float32"
+    """Engine torch: dtype of parameters in forward and backward passes and when published; the optimiser's parameters
+    and accumulated gradients are float32, or float64 if this is float64."""
     rank_timeout_s: Seconds = 240.0
     """How long the ranks wait for one that does not respond before the run restarts from a checkpoint, in seconds; keep
     it below controller.no_progress_timeout_s."""
@@ -292,9 +306,9 @@ class ReferenceConfig:
 
     workers: Annotated[int, Interval(gt=0, le=10_000)] = 1
     """Number of reference workers."""
-    device: str = "cpu"
-    """Device of each worker: cpu, cuda, npu, or auto (an accelerator if present, else cpu)."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    device: str = ""
+    """Device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run, else cpu."""
+    dtype: DtypeOrAuto = "auto"
     """Dtype of the model; auto: that of the trainer's forward passes, so that a policy that has not moved has a
     divergence of 0."""
     model: str = ""
@@ -618,6 +632,9 @@ class RunConfig:
     """Fix batch shapes and order; at max_staleness 0 a run is then bitwise reproducible, but slower."""
     model: str = ""
     """Hugging Face causal language model to start from (a directory); empty: the embedded model."""
+    device: str = ""
+    """Device of trainer, rollout and reference workers without one of their own: cpu, cuda, npu, or auto (an
+    accelerator if present, else cpu); empty: the default of each engine, which is cpu for torch."""
     run_dir: str = ""
     """Run directory; empty: runs/ and the start time."""
     threads: Annotated[int, Interval(gt=0, le=1_024)] = 1

@@ -26,6 +26,7 @@ from flowrt.recipes.config import (
     TrainerConfig,
 )
 from flowrt.recipes.data_sets import check_sets
+from flowrt.recipes.devices import check_devices, with_devices
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -38,7 +39,6 @@ LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 MAX_STOPS = 64
 MAX_STOP_BYTES = 256
 """Limits of rollout.stop; each running sequence is searched at each token."""
-DEVICES = ("auto", "cpu", "cuda", "npu")
 
 
 def check(config: RunConfig) -> None:
@@ -53,6 +53,7 @@ def check(config: RunConfig) -> None:
     _check_filter(config)
     _check_curriculum(config)
     _check_products(config)
+    check_devices(config)
     check_trainer(config.trainer)
     _check_decay(config)
     check_rollout(config)
@@ -215,8 +216,6 @@ def _check_products(config: RunConfig) -> None:
 
 def check_trainer(trainer: TrainerConfig) -> None:
     """Raise ConfigError for options that the training engine does not support."""
-    if trainer.fsdp.device not in DEVICES:
-        raise ConfigError(f"trainer.fsdp.device is {trainer.fsdp.device!r}; use one of {', '.join(DEVICES)}")
     TRAIN_ENGINES[trainer.engine].check(trainer)
     if trainer.compile and trainer.fsdp.recompute:
         raise ConfigError(
@@ -244,6 +243,7 @@ def check_rollout(config: RunConfig) -> None:
     published = TRAIN_ENGINES[config.trainer.engine].published(config.trainer)
     engine = ROLLOUT_ENGINES[config.rollout.engine]
     engine.check(config.rollout, published, deterministic=config.deterministic)
+    engine.check_device(with_devices(config).rollout)
 
 
 def reference_dtype(config: RunConfig) -> Dtype:
@@ -254,21 +254,20 @@ def reference_dtype(config: RunConfig) -> Dtype:
 
 
 def _check_reference(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown device, and for options of reference workers that a run does not have."""
-    if config.reference.device not in DEVICES:
-        raise ConfigError(f"reference.device is {config.reference.device!r}; use one of {', '.join(DEVICES)}")
+    """Raise ConfigError for options of reference workers that a run does not have."""
     default = ReferenceConfig()
     if needs_reference(config.algorithm):
         _check_refresh(config)
         if config.reference.model:
             check_model_files(Path(config.reference.model), config.rollout.max_new_tokens)
         return
-    if config.reference == default:
+    given = replace(config.reference, device="" if config.reference.device == "cpu" else config.reference.device)
+    if given == default:
         return
     name = next(
         field.name
         for field in dataclasses.fields(default)
-        if getattr(config.reference, field.name) != getattr(default, field.name)
+        if getattr(given, field.name) != getattr(default, field.name)
     )
     raise ConfigError(
         f"reference.{name} is {getattr(config.reference, name)}, and algorithm {config.algorithm.name} as configured "

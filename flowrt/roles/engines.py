@@ -12,9 +12,10 @@ from flowrt.errors import ConfigError
 from flowrt.ranks.process_group import init_ranks
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import check_rollout
+from flowrt.recipes.devices import with_devices
 from flowrt.recipes.run_dir import model_dir
 from flowrt.roles.algorithm import algorithm
-from flowrt.transport.devices import choose
+from flowrt.transport.devices import own_device
 
 
 def train_engine(config: RunConfig) -> TrainEngine:
@@ -22,13 +23,15 @@ def train_engine(config: RunConfig) -> TrainEngine:
 
     Raises ConfigError if the number of started processes is not ``trainer.ranks``.
     """
-    trainer = config.trainer
+    trainer = with_devices(config).trainer
     descriptor = TRAIN_ENGINES[trainer.engine]
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != trainer.ranks:
         raise ConfigError(f"{ranks} trainer processes were started, but trainer.ranks is {trainer.ranks}")
-    device = choose(descriptor.device(trainer), int(os.environ.get("LOCAL_RANK", "0")))
+    device = own_device(descriptor.device(trainer))
     device.use()
+    if config.deterministic:
+        device.compute_deterministically()
     if ranks > 1 or descriptor.needs_process_group:
         init_ranks(device, min(trainer.rank_timeout_s, config.controller.no_progress_timeout_s))
     return descriptor.build(
@@ -54,7 +57,7 @@ def rollout_engine(config: RunConfig, worker: str = "rollout") -> RolloutEngine:
     return ROLLOUT_ENGINES[config.rollout.engine].build(
         RolloutSetup(
             model=model_dir(config),
-            settings=config.rollout,
+            settings=with_devices(config).rollout,
             published=TRAIN_ENGINES[config.trainer.engine].published(config.trainer),
             deterministic=config.deterministic,
             threads=config.threads,

@@ -1,7 +1,6 @@
 """The reference role: log-probabilities of responses under the reference: the initial model, or a refreshed one."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,11 @@ from flowrt.engines.training.shared_prefix import enable_packing
 from flowrt.ids import REFERENCE
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
+from flowrt.recipes.devices import reference_device
 from flowrt.recipes.run_dir import reference_model_dir
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import RefreshedModel, refresh_step
-from flowrt.transport.devices import Device, choose
+from flowrt.transport.devices import Device, own_device
 
 MAX_PULL_SLOTS = 64
 
@@ -28,7 +28,9 @@ async def run(session: Session, config: RunConfig) -> None:
 
     With ``reference.refresh`` also ``reference_version``, the step of the weights that scored the slot.
     """
-    device = choose(config.reference.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = own_device(reference_device(config))
+    if config.deterministic:
+        device.compute_deterministically()
     with session.timeline.busy("load"):
         model = await asyncio.to_thread(load_reference, config, device)
     refreshed, every = RefreshedModel(config, model), config.reference.refresh

@@ -19,6 +19,7 @@ from flowrt.ids import AUTO
 
 Kind = Literal["cpu", "cuda", "npu"]
 BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,17 @@ class Device:
         if self.kind != "cpu":
             self._module().synchronize(self.index)
 
+    def compute_deterministically(self) -> None:
+        """Use deterministic kernels on an accelerator, and warn of operations that have none. Before its first use.
+
+        On a CPU they are deterministic anyway.
+        """
+        if self.kind == "cpu":
+            return
+        if self.kind == "cuda":  # cuBLAS reads it when it is first used
+            os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
     def seed(self, seed: int) -> None:
         """Seed torch's generators, including that of the device."""
         torch.manual_seed(seed)
@@ -87,8 +99,23 @@ def choose(name: str, local_rank: int = 0) -> Device:
         raise ConfigError(f"there is no device {name!r}; use auto, {', '.join(BACKENDS)}")
     count = torch.cuda.device_count() if name == "cuda" else int(torch_npu().npu.device_count())
     if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here")
+        raise ConfigError(
+            f"local rank {local_rank} needs {name} device {local_rank}, but {count} are visible here{_advice(name)}"
+        )
     return Device("cuda" if name == "cuda" else "npu", local_rank)
+
+
+def _advice(name: str) -> str:
+    if name == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f": torch {torch.__version__} is built without CUDA; install a build with it, or use device cpu"
+    variable = "CUDA_VISIBLE_DEVICES" if name == "cuda" else "ASCEND_RT_VISIBLE_DEVICES"
+    limit = f" ({variable} is {os.environ[variable]!r})" if variable in os.environ else ""
+    return f"{limit}; load their driver, ask for devices (--gpus), use fewer ranks, or use device cpu"
+
+
+def own_device(name: str) -> Device:
+    """As `choose`, for this process: with torchrun, the device of its local rank."""
+    return choose(name, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def cuda_is_here() -> bool:
@@ -114,7 +141,7 @@ def has_npu() -> bool:
 
 def own_index(kind: Kind) -> int:
     """Index of the device that an engine of this process uses or would use. Raises ConfigError if there is none."""
-    return choose(kind, int(os.environ.get("LOCAL_RANK", "0"))).index
+    return own_device(kind).index
 
 
 def torch_npu() -> Any:

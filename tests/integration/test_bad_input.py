@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 
@@ -228,3 +229,14 @@ def test_unknown_command_names_the_right_one() -> None:
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
     assert said.endswith("there is: config, data, doctor, drain, keys, ledger, resume, run, slurm, status, worker")
+
+
+# ---- devices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices here")
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(refused: Callable[..., Any]) -> None:
+    said = refused("--device", "cuda").sentence()
+    assert "device cuda of trainer and rollout and reference: " in said
+    assert "0 are visible here" in said
+    assert "use device cpu" in said

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FLOWRT = Path(sys.executable).with_name("flowrt")
 NODES = ("left", "middle", "right")
@@ -76,6 +77,15 @@ def test_this_node_alone(tmp_path: Path) -> None:
     assert "waited 1 s for the controller at tcp://127.0.0.1:1" in ended.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices here")
+def test_a_device_that_this_node_does_not_have(tmp_path: Path) -> None:
+    ended = doctor("--run-dir", tmp_path / "run", "--device", "cuda")
+    assert ended.returncode == 1
+    red = [line for line in ended.stdout.splitlines() if line.startswith("flowrt: ")]
+    assert [line.split(",")[0] for line in red] == ["flowrt: devices", "flowrt: reference device"]
+    assert "trainer or rollout workers use cuda" in red[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -85,6 +95,7 @@ def test_this_node_alone(tmp_path: Path) -> None:
         (["--on", "true", "--nodes", "2"], "0 of 2 nodes answered"),
         (["--on", "ssh 'host"], "--on cannot be split into words"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--device", "gpu"], "device is 'gpu'; use one of auto, cpu, cuda, npu"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str) -> None:

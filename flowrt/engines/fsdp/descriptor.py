@@ -28,6 +28,11 @@ class FsdpTraining(TrainEngineDescriptor):
     needs_process_group = True
     applies_supports = True
 
+    def check(self, trainer: TrainerSettings) -> None:
+        for key, value, default in (("device", trainer.device, ""), ("dtype", trainer.dtype, "float32")):
+            if value != default:
+                raise ConfigError(f"trainer.{key} is of engine torch; for engine fsdp set trainer.fsdp.{key}")
+
     def check_packages(self, trainer: TrainerSettings) -> None:
         if trainer.lora.rank and importlib.util.find_spec("peft") is None:
             raise ConfigError(
@@ -35,7 +40,7 @@ class FsdpTraining(TrainEngineDescriptor):
             )
 
     def device(self, trainer: TrainerSettings) -> str:
-        return trainer.fsdp.device
+        return trainer.fsdp.device or "auto"
 
     def is_lock_step(self, trainer: TrainerSettings) -> bool:
         return trainer.fsdp.gather == "pass"

@@ -29,6 +29,8 @@ PARALLELISM_ARGUMENTS = ("--tp", "--tp-size", "--tensor-parallel-size", "--pp-si
 class SglangGeneration(RolloutEngineDescriptor):
     """A server that the worker starts, or a running one at ``rollout.sglang.url``."""
 
+    is_in_worker = False
+
     def check(self, rollout: RolloutSettings, published: PublishedWeights, *, deterministic: bool) -> None:
         server = rollout.sglang
         if published.lora:
@@ -48,10 +50,6 @@ class SglangGeneration(RolloutEngineDescriptor):
             raise ConfigError(
                 f"rollout.workers is {rollout.workers}: two workers cannot change the weights of one server; use 1"
             )
-        if server.device == "npu" and server.weights == "broadcast":
-            raise ConfigError(
-                "rollout.sglang.weights broadcast uses gloo, which does not support NPUs; use disk or tensor"
-            )
         try:
             shlex.split(server.arguments)
         except ValueError as error:
@@ -62,9 +60,18 @@ class SglangGeneration(RolloutEngineDescriptor):
             raise ConfigError(
                 "rollout.compile is for --rollout.engine torch; pass compile options in rollout.sglang.arguments"
             )
+        for key, value, default in (("device", rollout.device, ""), ("dtype", rollout.dtype, "auto")):
+            if value != default:
+                raise ConfigError(f"rollout.{key} is of engine torch; for engine sglang set rollout.sglang.{key}")
         if not rollout.recompute_kv_on_update:
             raise ConfigError(
                 "rollout.recompute_kv_on_update is for --rollout.engine torch; use --rollout.sglang.pause in_place"
+            )
+
+    def check_device(self, rollout: RolloutSettings) -> None:
+        if rollout.sglang.device == "npu" and rollout.sglang.weights == "broadcast":
+            raise ConfigError(
+                "rollout.sglang.weights broadcast uses gloo, which does not support NPUs; use disk or tensor"
             )
 
     def device(self, rollout: RolloutSettings) -> str:

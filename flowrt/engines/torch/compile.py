@@ -21,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from flowrt.engines.torch.graphs import GraphedStep, cuda_capture
 from flowrt.engines.torch.inflight import CachedModel, Step
-from flowrt.engines.torch.kv_cache import GROWTH, RowCache
+from flowrt.engines.torch.kv_cache import GROWTH
 from flowrt.engines.training.shared_prefix import NO_MASK, allowed_nats
 from flowrt.errors import EngineError
 
@@ -80,8 +81,9 @@ _OPTIONS: dict[str, Any] = {
 _compiled = torch.compile(decode_step, dynamic=True, fullgraph=True, options=_OPTIONS)
 
 
-def step_compiled(model: Any, cache: RowCache, tokens_R: torch.Tensor) -> torch.Tensor:
+def step_compiled(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
     """Logits [R, V] after these tokens of the cache's first rows, at the positions given to `begin_decode`."""
+    model, cache = cached.model, cached.cache
     assert cache.positions_R is not None
     positions_R = cache.positions_R.clone()  # an inference tensor like the others; otherwise the step is recompiled
     count = len(tokens_R)
@@ -151,23 +153,30 @@ UNSUPPORTED_ERRORS = (
 
 @torch.inference_mode()
 def compile_decode_step(model: Any, *, single_row: bool) -> Step:
-    """Compile a decode step for this model, in 10 s to a minute. Returns the step.
+    """Compile a decode step for this model, on a CPU in 10 s to a minute. Returns the step.
 
-    One compilation serves all numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with
-    numbers that equal no other dimension of the model, because PyTorch treats equal dimensions as the same. The
-    decoding thread must have as many intra-op threads as this one, otherwise the step is recompiled.
+    On a GPU the step consists of CUDA graphs (`flowrt.engines.torch.graphs`). On a CPU one compilation serves all
+    numbers of sequences (with ``single_row``, one) and of cache positions: it is traced with numbers that equal no
+    other dimension of the model, because PyTorch treats equal dimensions as the same. The decoding thread must have as
+    many intra-op threads as this one, otherwise the step is recompiled.
 
     Raises EngineError if the model is unsupported, or the result differs from the eager step.
     """
-    replace_attention(model)
+    device: torch.device = next(model.parameters()).device
+    if device.type == "cpu":
+        replace_attention(model)
+    elif device.type != "cuda":
+        raise EngineError(unsupported(model, f"there is no way to compile it for device {device.type}"))
     try:
         sequences, capacity = _trial(model, single_row=single_row)
         plain_SRV = _decode_all(model, sequences, capacity, None)
-        compiled_SRV = _decode_all(model, sequences, capacity, step_compiled)
+        compiled_SRV = _decode_all(model, sequences, capacity, _step(device))
     except UNSUPPORTED_ERRORS as error:
         reason = str(error).strip() or type(error).__name__
         raise EngineError(unsupported(model, reason.splitlines()[0])) from error
-    whole = [model(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0, -STEPS:] for sequence in sequences]
+    whole = [
+        model(input_ids=sequence.unsqueeze(0).to(device), use_cache=False).logits[0, -STEPS:] for sequence in sequences
+    ]
     noise = float((torch.stack(whole, 1).log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     difference = float((compiled_SRV.log_softmax(-1) - plain_SRV.log_softmax(-1)).abs().max())
     allowed = allowed_nats(plain_SRV.dtype, noise)
@@ -175,7 +184,12 @@ def compile_decode_step(model: Any, *, single_row: bool) -> Step:
         raise EngineError(
             unsupported(model, f"log-probabilities differ by {difference:.2g} nats, more than {allowed:.2g}")
         )
-    return step_compiled
+    return _step(device)
+
+
+def _step(device: torch.device) -> Step:
+    """The step for a device: compiled, or of graphs that are captured when they are first used."""
+    return step_compiled if device.type == "cpu" else GraphedStep(cuda_capture(device))
 
 
 def _trial(model: Any, *, single_row: bool) -> tuple[list[torch.Tensor], int]:
@@ -204,5 +218,9 @@ def _decode_all(model: Any, sequences: list[torch.Tensor], capacity: int, step: 
     cached.cache.reserve(capacity)
     cached.fill([sequence[:-STEPS] for sequence in sequences], range(len(sequences)))
     lengths_R = torch.tensor([len(sequence) for sequence in sequences])
-    tokens_SR = torch.stack([sequence[-STEPS:] for sequence in sequences], 1)
-    return torch.stack([cached.decode(tokens_R, lengths_R - STEPS + step) for step, tokens_R in enumerate(tokens_SR)])
+    tokens_SR = torch.stack([sequence[-STEPS:] for sequence in sequences], 1).to(cached.device)
+    positions_SR = torch.stack([lengths_R - STEPS + number for number in range(STEPS)]).to(cached.device)
+    longest = max(map(len, sequences)) - STEPS + 1
+    return torch.stack(
+        [cached.decode(tokens_SR[number], positions_SR[number], longest + number) for number in range(STEPS)]
+    )

@@ -1,9 +1,10 @@
-"""The torch engines: the whole model in each process, on the CPU."""
+"""The torch engines: the whole model in each process, on any device."""
 
 from typing import TYPE_CHECKING
 
 from flowrt.engines.descriptor import (
     DTYPE_BYTES,
+    LAYER_TENSORS,
     STAGED_VERSIONS,
     ModelShape,
     PublishedWeights,
@@ -12,9 +13,11 @@ from flowrt.engines.descriptor import (
     RolloutSettings,
     RolloutSetup,
     TrainEngineDescriptor,
+    TrainerMemory,
     TrainerSettings,
     TrainerSetup,
 )
+from flowrt.engines.options import Dtype
 from flowrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ TOKEN_BYTES = 4
 
 
 class TorchTraining(TrainEngineDescriptor):
-    """Each rank holds parameters, gradients and optimiser state in float32."""
+    """Each rank holds parameters, gradients and optimiser state in float32, or float64; bfloat16 needs a copy more."""
 
     applies_supports = True
 
@@ -35,20 +38,59 @@ class TorchTraining(TrainEngineDescriptor):
                 "trainer.lora.rank is set, but the torch engine has no adapters; use --trainer.engine fsdp"
             )
 
+    def device(self, trainer: TrainerSettings) -> str:
+        return trainer.device or "cpu"
+
+    def published(self, trainer: TrainerSettings) -> PublishedWeights:
+        return PublishedWeights(trainer.dtype)
+
+    def forward_dtype(self, trainer: TrainerSettings) -> Dtype:
+        return trainer.dtype
+
+    def memory(self, trainer: TrainerSettings, shape: ModelShape) -> TrainerMemory:
+        memory = super().memory(trainer, shape)
+        if trainer.dtype == "float32":
+            return memory
+        narrow, wide = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[_wide(trainer.dtype)]
+        state = 5 * wide * shape.parameters  # parameters, gradients, their concatenation, both moments
+        copies = narrow * shape.parameters if narrow < wide else 0
+        token = shape.layers * LAYER_TENSORS * shape.hidden_size * narrow
+        return TrainerMemory(
+            model=state + copies,
+            passes=trainer.forward_tokens * token + shape.head_bytes(trainer.forward_tokens),
+            first_rank=memory.first_rank,
+        )
+
     def build(self, setup: TrainerSetup) -> "TorchTrainer":
+        import torch
+
         from flowrt.engines.hf import load_model
         from flowrt.engines.torch.trainer import TorchTrainer
 
+        dtype = setup.settings.dtype
         return TorchTrainer(
-            load_model(setup.model),
+            load_model(setup.model, str(setup.device.torch), getattr(torch, _wide(dtype))),
             setup.options,
             setup.algorithm,
             temperature=setup.temperature,
+            narrow=getattr(torch, dtype),
         )
 
 
+def _wide(dtype: Dtype) -> Dtype:
+    """The dtype of the optimiser's parameters."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 class TorchGeneration(RolloutEngineDescriptor):
-    """Generates with the parameters and dtype that the trainer publishes."""
+    """Generates inside the worker, on its device."""
+
+    def check_device(self, rollout: RolloutSettings) -> None:
+        if rollout.compile and rollout.device == "npu":
+            raise ConfigError("rollout.compile is for CPUs and GPUs, and rollout.device is npu; leave it out")
+
+    def device(self, rollout: RolloutSettings) -> str:
+        return rollout.device or "cpu"
 
     def memory(
         self, rollout: RolloutSettings, shape: ModelShape, published: PublishedWeights, cache_elements: int
@@ -56,10 +98,13 @@ class TorchGeneration(RolloutEngineDescriptor):
         # An in-flight update with recomputation needs a second model and a second KV cache.
         copies = 2 if rollout.weight_update == "in_flight" and rollout.recompute_kv_on_update else 1
         adapters = shape.adapter_parameters(published.lora) if published.lora else 0
-        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[published.dtype]
+        model = (shape.parameters + adapters + cache_elements) * DTYPE_BYTES[_model_dtype(rollout, published)]
         versions = STAGED_VERSIONS * published.size_bytes(shape)
         sequence = shape.logits_bytes + rollout.max_new_tokens * rollout.truncation.top_k * TOKEN_BYTES
-        return RolloutMemory(host=copies * model + versions + rollout.max_running_requests * sequence)
+        computing = copies * model + rollout.max_running_requests * sequence
+        if self.device(rollout) == "cpu":
+            return RolloutMemory(host=computing + versions)
+        return RolloutMemory(host=versions, device=computing)
 
     def build(self, setup: RolloutSetup) -> "TorchRollout":
         import torch
@@ -68,11 +113,16 @@ class TorchGeneration(RolloutEngineDescriptor):
         from flowrt.engines.stopping import StopConditions
         from flowrt.engines.torch.rollout import TorchRollout, optimize_layout
         from flowrt.engines.training.lora import add_adapters
+        from flowrt.transport.devices import own_device
 
         published, rollout = setup.published, setup.settings
-        model = load_model(setup.model, dtype=getattr(torch, published.dtype))
+        device = own_device(self.device(rollout))
+        device.use()
+        if setup.deterministic:
+            device.compute_deterministically()
+        model = load_model(setup.model, str(device.torch), getattr(torch, _model_dtype(rollout, published)))
         if published.lora:
-            model = add_adapters(model, published.lora).to(model.dtype)
+            model = add_adapters(model, published.lora).to(device.torch, model.dtype)
         return TorchRollout(
             # Memory layout changes rounding: a deterministic run keeps the layout of a plain loop.
             model if setup.deterministic else optimize_layout(model),
@@ -83,4 +133,10 @@ class TorchGeneration(RolloutEngineDescriptor):
             truncation=rollout.truncation,
             recompute=rollout.recompute_kv_on_update,
             compiled=rollout.compile,
+            published=getattr(torch, published.dtype),
         )
+
+
+def _model_dtype(rollout: RolloutSettings, published: PublishedWeights) -> Dtype:
+    """The dtype of a rollout worker's model."""
+    return published.dtype if rollout.dtype == "auto" else rollout.dtype

@@ -24,9 +24,8 @@ FEW_TOKENS = 2
 """Lag at which the engine switches: one decode step can compute this many more tokens at little extra cost."""
 MAX_ROUNDS = 4
 """Maximum catch-up rounds: generation may be as fast as catching up."""
-Step = Callable[[Any, RowCache, torch.Tensor], torch.Tensor]
-"""Decode step: logits [R, V] of a model after tokens [R] of the cache's first rows, at its current positions."""
-FIRST_ONLY = torch.zeros(1, dtype=torch.long)
+Step = Callable[["CachedModel", torch.Tensor], torch.Tensor]
+"""Decode step: logits [R, V] of a model after tokens [R] of its cache's first rows, at the cache's positions."""
 
 
 class CachedModel:
@@ -34,8 +33,10 @@ class CachedModel:
 
     def __init__(self, model: Any, rows: int, step: Step | None = None) -> None:
         self.model = model
-        self.cache = RowCache(model.config.num_hidden_layers, rows)
+        self.device: torch.device = next(model.parameters()).device
+        self.cache = RowCache(model.config.num_hidden_layers, rows, self.device)
         self.step = step
+        self._first_U = torch.zeros(1, dtype=torch.long, device=self.device)
         config = model.config.get_text_config()
         # The name of the cache's argument since transformers 5.24, and before.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -64,50 +65,71 @@ class CachedModel:
         """Masks in the form the model needs: given masks must include sliding windows, which may differ by layer."""
         masks = {"full_attention": mask}
         if self._window:
-            near = torch.arange(mask.shape[-1]) > positions.unsqueeze(2) - self._window
+            near = torch.arange(mask.shape[-1], device=mask.device) > positions.unsqueeze(2) - self._window
             masks["sliding_attention"] = mask & near.unsqueeze(1)
         if self._adds_mask:
             least = torch.finfo(torch.float32).min
-            masks = {kind: torch.zeros(one.shape).masked_fill(~one, least) for kind, one in masks.items()}
+            masks = {
+                kind: torch.zeros(one.shape, device=one.device).masked_fill(~one, least) for kind, one in masks.items()
+            }
         if not self._window or "sliding_attention" not in self._kinds:
             return masks["full_attention"]
         return masks if "full_attention" in self._kinds else masks["sliding_attention"]
 
     def fill(self, sequences: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
-        """Prefill these sequences into these rows."""
-        count, longest = len(sequences), max(len(sequence) for sequence in sequences)
-        tokens_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-        self.cache.begin_prefill(longest)
-        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(count, 1, longest, longest)
-        self.forward(tokens_RL, mask, torch.arange(longest).expand(count, longest), FIRST_ONLY)
-        self.cache.store_prefill(torch.tensor(rows), torch.arange(count))
+        """Prefill these sequences, which are on the CPU, into these rows."""
+        count = len(sequences)
+        tokens_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
+        self.prefill(tokens_RL, self._first_U)
+        self.cache.store_prefill(torch.tensor(rows, device=self.device), torch.arange(count, device=self.device))
 
-    def decode(self, tokens_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] after one more token of each of the first rows, at these positions. No other row is in use."""
-        longest = int(positions_R.max()) + 1
+    def prefill(self, tokens_PL: torch.Tensor, kept_U: torch.Tensor) -> torch.Tensor:
+        """Logits [P, U, V] at positions ``kept_U`` of right-padded prompts; `RowCache.store_prefill` completes it."""
+        count, longest = tokens_PL.shape
+        self.cache.begin_prefill(longest)
+        square = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()
+        positions_PL = torch.arange(longest, device=self.device).expand(count, longest)
+        return self.forward(tokens_PL, square.expand(count, 1, longest, longest), positions_PL, kept_U)
+
+    def decode(self, tokens_R: torch.Tensor, positions_R: torch.Tensor, longest: int) -> torch.Tensor:
+        """Logits [R, V] after one more token of each of the first rows, at these positions. No other row is in use.
+
+        ``longest`` is the largest position plus 1, which the host knows without waiting for the device.
+        """
         self.cache.begin_decode(positions_R, longest)
-        if self.step is not None:
-            return self.step(self.model, self.cache, tokens_R)
-        mask = (torch.arange(longest) <= positions_R.unsqueeze(1))[:, None, None, :]
-        return self.forward(tokens_R.unsqueeze(1), mask, positions_R.unsqueeze(1), FIRST_ONLY)[:, 0]
+        return self.decode_eagerly(tokens_R) if self.step is None else self.step(self, tokens_R)
+
+    def decode_eagerly(self, tokens_R: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] after these tokens, at the positions given to `RowCache.begin_decode`."""
+        positions_R = self.cache.positions_R
+        assert positions_R is not None
+        mask = (torch.arange(self.cache.longest, device=self.device) <= positions_R.unsqueeze(1))[:, None, None, :]
+        return self.forward(tokens_R.unsqueeze(1), mask, positions_R.unsqueeze(1), self._first_U)[:, 0]
 
     def extend(self, sequences: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
-        """Compute the last ``tokens`` tokens of each of the first rows. Returns logits [R, 1, V] after the last one."""
+        """Compute the last ``tokens`` tokens of each of the first rows. Returns logits [R, 1, V] after the last one.
+
+        The sequences are on the CPU.
+        """
         lengths_R = torch.tensor([len(sequence) for sequence in sequences])
         longest = int(lengths_R.max())
         # A shorter sequence repeats its first token, with the same result each time.
         positions_RT = (lengths_R.unsqueeze(1) - tokens + torch.arange(tokens)).clamp(min=0)
         padded_RL = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-        mask = (torch.arange(longest) <= positions_RT.unsqueeze(2)).unsqueeze(1)
+        tokens_RT = padded_RL.gather(1, positions_RT).to(self.device)
+        mask = (torch.arange(longest) <= positions_RT.unsqueeze(2)).unsqueeze(1).to(self.device)
+        positions_RT = positions_RT.to(self.device)
         self.cache.begin_decode(positions_RT, longest)
-        return self.forward(padded_RL.gather(1, positions_RT), mask, positions_RT, torch.tensor([tokens - 1]))
+        return self.forward(tokens_RT, mask, positions_RT, torch.tensor([tokens - 1], device=self.device))
 
 
 class ShadowModel:
     """The copy of the model that catches up with new weights. Used by one thread at a time."""
 
-    def __init__(self, first: CachedModel) -> None:
+    def __init__(self, first: CachedModel, published: torch.dtype | None = None) -> None:
+        """``published``: dtype of versions, if it is not that of the model."""
         self._original = first
+        self._published = published
         self.cached: CachedModel | None = None
         self.version = -1
         self._rounds = 0
@@ -140,7 +162,7 @@ class ShadowModel:
                 model = copy.deepcopy(self._original.model)
                 self.cached = CachedModel(model, self._original.cache.rows, self._original.step)
         if not self._rounds:
-            snapshot.restore(named_parameters(self.cached.model))
+            snapshot.restore(named_parameters(self.cached.model), self._published)
         self._rounds += 1
         missing = self._arrange(self.cached, sequences)
         if missing:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+CPU = torch.device("cpu")
 PAGE_BYTES = 2 << 20
 ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 
@@ -114,12 +115,13 @@ def _grown(slab: torch.Tensor, capacity: int) -> torch.Tensor:
 class RowCache(Cache):  # type: ignore[misc]
     """The cache of all layers, and the positions that the next update writes to."""
 
-    def __init__(self, layers: int, rows: int) -> None:
+    def __init__(self, layers: int, rows: int, device: torch.device = CPU) -> None:
         self.rows = rows
+        self.device = device
         self.capacity = GROWTH
         self.positions_R: torch.Tensor | None = None
         self.longest = 0
-        self.row_index_R = torch.arange(rows)
+        self.row_index_R = torch.arange(rows, device=device)
         self._places: dict[int, torch.Tensor] = {}
         super().__init__(layers=[_RowLayer(self) for _ in range(layers)])
 
@@ -142,7 +144,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """Flat indices of this step's tokens in a layer with ``heads`` heads, in order of row, head, token."""
         assert self.positions_R is not None
         if heads not in self._places:
-            rows = self.row_index_R[: len(self.positions_R), None] * heads + torch.arange(heads)
+            rows = self.row_index_R[: len(self.positions_R), None] * heads + torch.arange(heads, device=self.device)
             places = rows.unsqueeze(2) * self.capacity + self.positions_R.view(len(rows), 1, -1)
             self._places[heads] = places.flatten()
         return self._places[heads]
@@ -164,7 +166,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """Copy row ``sources[i]`` to row i, for all i at once."""
         if sources != list(range(len(sources))):
             for layer in self.layers:
-                layer.pick(torch.tensor(sources))
+                layer.pick(torch.tensor(sources, device=self.device))
 
     def reserve(self, length: int) -> None:
         """Grow the capacity to at least ``length`` positions a row."""

@@ -16,6 +16,7 @@ from flowrt.engines.hf import named_parameters
 from flowrt.engines.options import Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.inflight import CachedModel, ShadowModel
+from flowrt.engines.torch.kv_cache import CPU
 from flowrt.engines.torch.sampling import draw_truncated
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
@@ -28,15 +29,15 @@ class TorchRollout:
     Weights may be swapped while sequences run.
 
     Args:
-        model: a transformers causal LM.
+        model: a transformers causal LM, on the device of the engine.
         stop: what ends a sequence before the length limit.
         rows: maximum number of running sequences.
         max_new_tokens: maximum length of a response.
         temperature: of sampling, above 0.
         truncation: which tokens can be drawn; responses then have their support.
-        version: of the model's weights.
         recompute: on an in-flight update, recompute the KV cache with the new weights; otherwise keep it.
         compiled: compile the decode step.
+        published: dtype of the versions given to `swap`; None: that of the model.
 
     Raises:
         EngineError: if the temperature is not above 0, or ``compiled`` is unsupported by the model.
@@ -51,9 +52,9 @@ class TorchRollout:
         max_new_tokens: int,
         temperature: float,
         truncation: Truncation | None = None,
-        version: int = 0,
         recompute: bool = True,
         compiled: bool = False,
+        published: torch.dtype | None = None,
     ) -> None:
         if temperature <= 0:
             raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
@@ -65,10 +66,12 @@ class TorchRollout:
 
             step = compile_decode_step(model.eval(), single_row=rows == 1)
         self._cached = CachedModel(model.eval(), rows, step)
-        self._shadow = ShadowModel(self._cached)
+        self._device = device = self._cached.device
+        self._published = published if published != model.dtype else None
+        self._shadow = ShadowModel(self._cached, self._published)
         self._missing_tokens = 0  # per row, before its last token; computed by the next decode step as well
         self._stop = stop
-        self._stop_ids = torch.tensor(stop.token_ids, dtype=torch.int32)
+        self._stop_ids = torch.tensor(stop.token_ids, dtype=torch.int32, device=device)
         self._rows = rows
         self._max_new = max_new_tokens
         self._temperature = temperature
@@ -76,19 +79,20 @@ class TorchRollout:
         self._supports: list[
             list[Support]
         ] = []  # of each running sequence, a token at a time; unused without truncation
-        self.version = version
+        self.version = 0
         self._recompute = recompute
         self._waiting: list[Prompt] = []
         self._running: list[Prompt] = []
         self._spans: list[
             tuple[int, ...]
         ] = []  # of each running sequence: (version, tokens) of earlier versions, flattened
-        self._positions_R = torch.zeros(rows, dtype=torch.long)
-        self._counts_R = torch.zeros(rows, dtype=torch.long)
-        self._greedy_R = torch.zeros(rows, dtype=torch.bool)
-        self._draws_RT = torch.zeros(rows, max_new_tokens)
-        self._tokens_RT = torch.zeros(rows, max_new_tokens, dtype=torch.int32)
-        self._logprobs_RT = torch.zeros(rows, max_new_tokens)
+        self._generated: list[int] = []  # tokens of each running sequence: the host never asks the device for them
+        self._positions_R = torch.zeros(rows, dtype=torch.long, device=device)
+        self._counts_R = torch.zeros(rows, dtype=torch.long, device=device)
+        self._greedy_R = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._draws_RT = torch.zeros(rows, max_new_tokens, device=device)
+        self._tokens_RT = torch.zeros(rows, max_new_tokens, dtype=torch.int32, device=device)
+        self._logprobs_RT = torch.zeros(rows, max_new_tokens, device=device)
 
     @property
     def running(self) -> int:
@@ -120,10 +124,9 @@ class TorchRollout:
         if prepared:
             self._cached, self._missing_tokens = self._shadow.swap_in(self._cached, self._sequences())
         else:
-            snapshot.restore(named_parameters(self._cached.model))
+            snapshot.restore(named_parameters(self._cached.model), self._published)
             self._missing_tokens = 0
-        counts = self._counts_R[: len(self._running)].tolist()
-        self._spans = [self._spans_of(row, count) for row, count in enumerate(counts)]
+        self._spans = [self._spans_of(row, count) for row, count in enumerate(self._generated)]
         self.version = snapshot.version
         if self._running and self._recompute and not prepared:
             self._cached.fill(list(self._sequences().values()), range(len(self._running)))
@@ -135,12 +138,15 @@ class TorchRollout:
         return (*spans, self.version, rest) if rest else spans
 
     def _sequences(self) -> dict[int, torch.Tensor]:
-        """Running sequences by key, in the order of rows, without the last token: its decode step is next."""
-        sequences = {}
-        for row, prompt in enumerate(self._running):
-            count = int(self._positions_R[row]) - len(prompt.tokens)
-            sequences[prompt.key] = torch.cat([prompt.tokens.long(), self._tokens_RT[row, :count].long()])
-        return sequences
+        """Running sequences by key, in the order of rows, without the last token: its decode step is next.
+
+        They are on the CPU.
+        """
+        tokens_RT = self._tokens_RT[: len(self._running)].cpu()
+        return {
+            prompt.key: torch.cat([prompt.tokens.long(), tokens_RT[row, : self._generated[row] - 1].long()])
+            for row, prompt in enumerate(self._running)
+        }
 
     @torch.inference_mode()
     def run(self, interrupt: Interrupt) -> list[Response]:
@@ -167,31 +173,35 @@ class TorchRollout:
         tokens_PL = torch.zeros(len(unique), longest, dtype=torch.long)
         for row, tokens in enumerate(unique):
             tokens_PL[row, : len(tokens)] = torch.tensor(tokens)
-        self._cached.cache.begin_prefill(longest)
-        mask = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(unique), 1, longest, longest)
-        positions_PL = torch.arange(longest).expand(len(unique), longest)
         # Only logits after each prompt's last token are used: at few distinct positions U.
         kept_U, place_P = (lengths_P - 1).unique(return_inverse=True)
-        logits_PUV = self._cached.forward(tokens_PL, mask, positions_PL, kept_U)
-        last_PV = logits_PUV[torch.arange(len(unique)), place_P]
+        device = self._device
+        logits_PUV = self._cached.prefill(tokens_PL.to(device), kept_U.to(device))
+        last_PV = logits_PUV[torch.arange(len(unique), device=device), place_P.to(device)]
         rows = slice(first, first + len(new))
-        chosen = torch.tensor(sources)
-        self._cached.cache.store_prefill(torch.arange(rows.start, rows.stop), chosen)
+        lengths_N = lengths_P[torch.tensor(sources)].to(device)
+        chosen = torch.tensor(sources, device=device)
+        self._cached.cache.store_prefill(torch.arange(rows.start, rows.stop, device=device), chosen)
         self._running.extend(new)
         self._spans.extend([()] * len(new))
         self._supports.extend([] for _ in new)
-        self._positions_R[rows] = lengths_P[chosen]
+        self._generated.extend([0] * len(new))
+        self._positions_R[rows] = lengths_N
         self._counts_R[rows] = 0
-        self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new])
-        for row, prompt in enumerate(new, first):
+        self._greedy_R[rows] = torch.tensor([prompt.greedy for prompt in new], device=device)
+        # By the host's generator: the same numbers on every device.
+        draws_NT = torch.empty(len(new), self._max_new)
+        for draws_T, prompt in zip(draws_NT, new, strict=True):
             generator = torch.Generator().manual_seed(prompt.seed)
-            torch.rand(self._max_new, generator=generator, out=self._draws_RT[row])
+            torch.rand(self._max_new, generator=generator, out=draws_T)
+        self._draws_RT[rows] = draws_NT.to(device)
         self._sample(rows, last_PV[chosen])
 
     def _decode(self) -> None:
         count = len(self._running)
         if self._missing_tokens:
-            last_R = self._tokens_RT[torch.arange(count), self._counts_R[:count] - 1].long().unsqueeze(1)
+            rows = self._cached.cache.row_index_R[:count]
+            last_R = self._tokens_RT[rows, self._counts_R[:count] - 1].long().unsqueeze(1).cpu()
             sequences = [torch.cat(pair) for pair in zip(self._sequences().values(), last_R, strict=True)]
             logits_R1V = self._cached.extend(sequences, self._missing_tokens + 1)
             self._missing_tokens = 0
@@ -201,7 +211,8 @@ class TorchRollout:
         rows = self._cached.cache.row_index_R[:count]
         positions_R = self._positions_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1].long()
-        logits_RV = self._cached.decode(last_R, positions_R)
+        longest = max(map(_position, self._running, self._generated)) + 1
+        logits_RV = self._cached.decode(last_R, positions_R, longest)
         self._positions_R[:count] += 1
         self._sample(slice(count), logits_RV)
 
@@ -219,47 +230,49 @@ class TorchRollout:
             chosen_R1, drawn_R1, supports = draw_truncated(logprobs_RV, uniform_R1, self._truncation)
             for row, support in enumerate(supports, rows.start or 0):
                 self._supports[row].append(support)
-        greedy_R1 = self._greedy_R[rows].unsqueeze(1)
-        if greedy_R1.any():
+        if any(prompt.greedy for prompt in self._running[rows]):
+            greedy_R1 = self._greedy_R[rows].unsqueeze(1)
             best_R1 = logits_RV.argmax(dim=-1, keepdim=True)
             chosen_R1 = torch.where(greedy_R1, best_R1, chosen_R1)
             drawn_R1 = torch.where(greedy_R1, logprobs_RV.gather(1, best_R1), drawn_R1)
         self._tokens_RT[rows].scatter_(1, places_R1, chosen_R1.to(torch.int32))
         self._logprobs_RT[rows].scatter_(1, places_R1, drawn_R1)
         self._counts_R[rows] += 1
+        self._generated[rows] = [count + 1 for count in self._generated[rows]]
 
     def _remove_finished(self) -> list[Response]:
         """Remove the rows that have ended, close the gaps, and return their responses."""
         count = len(self._running)
         rows = self._cached.cache.row_index_R[:count]
         last_R = self._tokens_RT[rows, self._counts_R[:count] - 1]
-        stopped_R = torch.isin(last_R, self._stop_ids)
+        # The only time in a decode step that the host waits for the device.
+        stopped: list[bool] = torch.isin(last_R, self._stop_ids).tolist()
         if self._stop.strings:
-            stopped_R |= self._has_stop_string()
-        done_R = stopped_R | (self._counts_R[:count] == self._max_new)
+            stopped = [one or other for one, other in zip(stopped, self._has_stop_string(), strict=True)]
         finished = []
-        for row in reversed(done_R.nonzero().squeeze(1).tolist()):
-            length = int(self._counts_R[row])
+        for row in reversed(range(count)):
+            length = self._generated[row]
+            if not stopped[row] and length < self._max_new:
+                continue
             finished.append(
                 Response(
                     key=self._running[row].key,
-                    tokens=self._tokens_RT[row, :length].clone(),
-                    logprobs=self._logprobs_RT[row, :length].clone(),
+                    tokens=self._tokens_RT[row, :length].to("cpu", copy=True),
+                    logprobs=self._logprobs_RT[row, :length].to("cpu", copy=True),
                     spans=self._spans_of(row, length),
-                    truncated=not stopped_R[row],
-                    support=join_supports(self._supports[row]) if self._truncation else None,
+                    truncated=not stopped[row],
+                    support=join_supports(self._supports[row]).to(CPU) if self._truncation else None,
                 )
             )
             self._free_row(row)
         return finished[::-1]
 
-    def _has_stop_string(self) -> torch.Tensor:
-        """Whether the last token of each running sequence completes a stop string: [R] bool."""
-        ends = [
-            self._stop.complete_string(self._tokens_RT[row, :length].tolist())
-            for row, length in enumerate(self._counts_R[: len(self._running)].tolist())
+    def _has_stop_string(self) -> list[bool]:
+        """Whether the last token of each running sequence completes a stop string."""
+        tokens_RT = self._tokens_RT[: len(self._running)].cpu()
+        return [
+            self._stop.complete_string(tokens_RT[row, :length].tolist()) for row, length in enumerate(self._generated)
         ]
-        return torch.tensor(ends, dtype=torch.bool)
 
     def _free_row(self, row: int) -> None:
         last = len(self._running) - 1
@@ -267,6 +280,7 @@ class TorchRollout:
             self._running[row] = self._running[last]
             self._spans[row] = self._spans[last]
             self._supports[row] = self._supports[last]
+            self._generated[row] = self._generated[last]
             self._cached.cache.move(last, row)
             for state in (
                 self._positions_R,
@@ -280,6 +294,12 @@ class TorchRollout:
         self._running.pop()
         self._spans.pop()
         self._supports.pop()
+        self._generated.pop()
+
+
+def _position(prompt: Prompt, generated: int) -> int:
+    """The position of a sequence's last token, whose decode step is next."""
+    return len(prompt.tokens) + generated - 1
 
 
 def optimize_layout(model: Any) -> Any:

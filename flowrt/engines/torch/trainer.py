@@ -17,6 +17,7 @@ from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
 from flowrt.engines.options import TrainOptions
+from flowrt.engines.torch.masters import MasterParameters
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
@@ -33,16 +34,34 @@ from flowrt.errors import EngineError
 
 
 class TorchTrainer:
-    """AdamW on the terms of an algorithm. With more than one rank, `torch.distributed` must be initialised."""
+    """AdamW on the terms of an algorithm. With more than one rank, `torch.distributed` must be initialised.
+
+    Args:
+        model: a transformers causal LM, on the device of the engine, in the dtype of the optimiser's parameters.
+        options: of the optimiser and of forward passes.
+        algorithm: the objective.
+        temperature: of sampling.
+        narrow: dtype of forward and backward passes, and of the published weights; None: that of the model.
+    """
 
     applies_supports = True
 
-    def __init__(self, model: Any, options: TrainOptions, algorithm: Algorithm, *, temperature: float):
+    def __init__(
+        self,
+        model: Any,
+        options: TrainOptions,
+        algorithm: Algorithm,
+        *,
+        temperature: float,
+        narrow: torch.dtype | None = None,
+    ) -> None:
+        wide: torch.dtype = model.dtype
+        self._masters = MasterParameters(model, narrow) if narrow not in (None, wide) else None
         self.model = apply_optimizations(disable_dropout(model), options).train()
         self._options = options
         self._passes = LossPasses(algorithm, temperature=temperature, forward_tokens=options.forward_tokens)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = adamw(self._parameters, options, "cpu")
+        self._parameters = [self._master(one) for one in model.parameters() if one.requires_grad]
+        self._optimizer = adamw(self._parameters, options, next(model.parameters()).device.type)
         self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each step's global gradient
         self._steps = 0
         self._lr = 0.0
@@ -51,7 +70,7 @@ class TorchTrainer:
         origin = str(getattr(model, "name_or_path", ""))
         from_files = bool(origin) and (Path(origin) / "config.json").is_file()
         keep_dtype = options.final_dtype == "source" and not from_files
-        self._final_dtype = model.dtype if keep_dtype else export_dtype(origin, options.final_dtype)
+        self._final_dtype = wide if keep_dtype else export_dtype(origin, options.final_dtype)
 
     def accumulate(self, batch: TrainingBatch) -> None:
         self._passes.note_batch()
@@ -102,7 +121,13 @@ class TorchTrainer:
             parameter.grad = gradient[offset : offset + size].view_as(parameter)
             offset += size
         self._lr = optimizer_step(self._optimizer, self._options, self._steps)
+        if self._masters is not None:
+            self._masters.write()
         return norm
+
+    def _master(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """What the optimiser updates for this parameter of the model."""
+        return parameter if self._masters is None or not parameter.requires_grad else self._masters.of(parameter)
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return named_parameters(self.model)
@@ -115,10 +140,10 @@ class TorchTrainer:
         tensors["steps"] = torch.tensor(self._steps)
         tensors |= number_tensors(self._passes.numbers)
         for name, parameter in self._named_state().items():
-            tensors[f"model.{name}"] = parameter.detach()
+            tensors[f"model.{name}"] = parameter.detach().cpu()
         for name, parameter in self.model.named_parameters():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = value
+            for key, value in self._optimizer.state.get(self._master(parameter), {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value.cpu()
         write_tensors(directory, tensors)
 
     def load(self, directory: Path) -> None:
@@ -130,9 +155,11 @@ class TorchTrainer:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
+        if self._masters is not None:
+            self._masters.write()
         self._optimizer.state.clear()
-        for name, parameter in self.model.named_parameters():
-            start = f"optimizer.{name}."
+        for name, narrow in self.model.named_parameters():
+            parameter, start = self._master(narrow), f"optimizer.{name}."
             state = {key.removeprefix(start): value for key, value in tensors.items() if key.startswith(start)}
             if state:  # AdamW keeps its step counts on the host
                 self._optimizer.state[parameter] = {
@@ -149,7 +176,7 @@ class TorchTrainer:
             return
         # Copy everything but the weights, which are shared if their dtype matches; tied weights stay tied.
         weights = {
-            id(one): torch.nn.Parameter(one.detach().to(self._final_dtype), requires_grad=False)
+            id(one): torch.nn.Parameter(self._master(one).detach().to("cpu", self._final_dtype), requires_grad=False)
             for one in self.model.parameters()
         }
         copy.deepcopy(self.model, weights).save_pretrained(directory)
@@ -160,8 +187,9 @@ class TorchTrainer:
         self._passes.reset()
 
     def _named_state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, each once."""
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        """Parameters, as the optimiser has them, and buffers by name, each once."""
+        parameters = {name: self._master(one) for name, one in self.model.named_parameters()}
+        return {**parameters, **dict(self.model.named_buffers())}
 
     @staticmethod
     def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.ids import ROLLOUT, TRAINER
+from flowrt.launcher.accelerators import shared_device_bytes
 from flowrt.launcher.doctor.estimate import (
     ResourceEstimate,
     device_bytes,
@@ -16,6 +17,7 @@ from flowrt.launcher.doctor.estimate import (
 )
 from flowrt.launcher.doctor.facts import PACKAGES, Facts
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.devices import named_accelerators, reference_device
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 4096
@@ -53,7 +55,8 @@ class Wanted:
 
     host_bytes: int = 0
     device_bytes: int = 0
-    device: str = ""  # cuda or npu, where the configuration names one
+    device: str = ""  # cuda or npu, where trainer or rollout workers are to use one
+    shared_device_bytes: int = 0  # of the fullest device, where several processes share one
     reference_device: str = ""  # of reference workers: cuda, npu, or auto where a node has accelerators
     reference_bytes: int = 0  # of the fullest device with reference workers
     disk_bytes: int = 0
@@ -64,13 +67,15 @@ class Wanted:
 def wanted(config: RunConfig, needs: ResourceEstimate, all_facts: Sequence[Facts], controller: bool) -> Wanted:
     """What the run needs of nodes like these; device ``auto`` uses the accelerators that they have."""
     there = any(facts.devices for facts in all_facts)
-    device = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
+    named = named_accelerators(config)
+    devices = max((len(facts.devices) for facts in all_facts), default=0)
     return Wanted(
         host_bytes=host_bytes(config, needs, len(all_facts), there),
         device_bytes=device_bytes(config, needs, there),
-        device=device if device in ("cuda", "npu") else "",
-        reference_device=config.reference.device if has_accelerated_reference(config, there) else "",
-        reference_bytes=reference_bytes(config, needs, max((len(facts.devices) for facts in all_facts), default=0)),
+        device=named.get(TRAINER) or named.get(ROLLOUT, ""),
+        shared_device_bytes=shared_device_bytes(config, needs, devices),
+        reference_device=reference_device(config) if has_accelerated_reference(config, there) else "",
+        reference_bytes=reference_bytes(config, needs, devices),
         disk_bytes=needs.disk,
         controller=controller,
         lane_bytes_per_s=config.controller.min_transfer_mb_per_s * 1e6,
@@ -114,7 +119,8 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
         "devices",
         bool(facts.devices) or not want.device,
         f"{len(facts.devices)} ({names})" if facts.devices else "none, CPU only",
-        f"trainer.fsdp.device is {want.device}: ask for devices (--gpus), load their driver, or use cpu",
+        f"trainer or rollout workers use {want.device}: ask for devices (--gpus), load their driver, install a torch "
+        "built for them, or use device cpu",
     )
     yield finding(
         "model",
@@ -158,6 +164,14 @@ def _node_checks(facts: Facts, want: Wanted, single_node: bool) -> Iterator[Find
             "lower trainer.forward_tokens, use more ranks with --trainer.engine fsdp, --trainer.fsdp.gather pass, "
             "or --trainer.fsdp.recompute True",
         )
+        if want.shared_device_bytes:
+            yield finding(
+                "shared device",
+                free >= want.shared_device_bytes,
+                f"{_gib(free)} free, the processes that share one need about {_gib(want.shared_device_bytes)}",
+                "lower rollout.workers, rollout.max_running_requests or trainer.forward_tokens, use dtype bfloat16, or "
+                "set a role's device to cpu",
+            )
     if want.controller and facts.round_trip_s is None:
         yield finding(
             "controller",

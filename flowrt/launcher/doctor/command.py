@@ -31,6 +31,7 @@ from flowrt.net.curve_keys import controller_keys
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, parse
+from flowrt.recipes.devices import check_devices
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.host import reachable
 from flowrt.runtime.waits import wait_until
@@ -44,6 +45,7 @@ class DoctorOptions:
     """The arguments of ``flowrt doctor``; text that is empty was not given."""
 
     config: str
+    device: str
     run_dir: str
     model: str
     controller: str
@@ -60,6 +62,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
     """Check and print; returns the exit code: 1 if any finding is bad. Raises ConfigError on bad input."""
     config = from_file(Path(options.config)) if options.config else parse([])
     config = dataclasses.replace(config, run_dir=options.run_dir or config.run_dir, model=options.model or config.model)
+    config = dataclasses.replace(config, device=options.device or config.device)
+    check_devices(config)
     try:
         prefix = shlex.split(options.on)
     except ValueError as error:

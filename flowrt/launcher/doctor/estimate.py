@@ -15,6 +15,7 @@ from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype
+from flowrt.recipes.devices import reference_device, rollout_device, training_device, with_devices
 from flowrt.recipes.model_files import read_header, weight_files
 
 PROCESS_BYTES = 700 * 10**6
@@ -38,7 +39,7 @@ class ResourceEstimate:
     trainer_first: int  # rank 0, in addition
     trainer_device: int  # each rank, on its accelerator; without one, in host memory
     rollout: int
-    server: int  # of a rollout worker that starts one, on its accelerator; without one, in host memory
+    server: int  # of a rollout engine that may use an accelerator, there; without one, in host memory
     reference: int
     reference_device: int  # of each reference worker, on its accelerator; without one, in host memory
     small: int  # controller, source and reward together, with the live samples
@@ -98,14 +99,12 @@ def accelerated(config: RunConfig, there: bool) -> tuple[bool, bool]:
         config: of the run.
         there: whether the nodes have accelerators.
     """
-    training = TRAIN_ENGINES[config.trainer.engine].device(config.trainer)
-    generating = ROLLOUT_ENGINES[config.rollout.engine].device(config.rollout)
-    return _is_accelerated(training, there), _is_accelerated(generating, there)
+    return _is_accelerated(training_device(config), there), _is_accelerated(rollout_device(config), there)
 
 
 def has_accelerated_reference(config: RunConfig, there: bool) -> bool:
     """Whether the run has reference workers that use an accelerator, if the nodes have any (``there``)."""
-    return needs_reference(config.algorithm) and _is_accelerated(config.reference.device, there)
+    return needs_reference(config.algorithm) and _is_accelerated(reference_device(config), there)
 
 
 def _is_accelerated(device: str, there: bool) -> bool:
@@ -119,7 +118,7 @@ def model_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     """The peak memory of each process of this run, and the disk space that it fills."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer, rollout = config.trainer, with_devices(config).rollout
     training = TRAIN_ENGINES[trainer.engine]
     memory = training.memory(trainer, shape)
     length = min(shape.max_length or config.build.max_length, config.build.max_length)

@@ -1,6 +1,6 @@
 """Snapshot of a model's weights as flat buckets of bytes in host memory, and its checksum.
 
-- Values are never converted.
+- Values are converted only by `Snapshot.restore`, for an engine that computes in another dtype than was published.
 - The checksum is the CRC-32 of all bytes, equal to ``zlib.crc32``.
 - Weights of a device are copied through pinned memory, which the device reads and writes by DMA, on a separate stream.
   This uses torch's interface for CUDA, whose names torch_npu has for NPUs; IT HAS NOT RUN ON A GPU OR AN NPU YET: its
@@ -71,10 +71,13 @@ class Snapshot:
                     offset += flat.numel()
         return snapshot
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the buckets into the tensors. Raises TransferError, with nothing changed, if sizes differ."""
-        groups = _grouped(tensors)
-        sizes = [sum(t.nbytes for t in group) for group in groups]
+    def restore(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        """Copy the buckets into the tensors. Raises TransferError, with nothing changed, if sizes differ.
+
+        ``dtype`` is that of the version's values, if the tensors have another one.
+        """
+        groups = _grouped(tensors, dtype)
+        sizes = [sum(_nbytes(t, dtype) for t in group) for group in groups]
         if sizes != self.bucket_bytes():
             raise TransferError(
                 f"version {self.version} has buckets of {self.bucket_bytes()} bytes, this model needs {sizes}; "
@@ -85,8 +88,9 @@ class Snapshot:
             for bucket, group in zip(self.buckets, groups, strict=True):
                 source, offset = for_device(bucket, device), 0
                 for tensor in group:
-                    _fill(tensor.detach(), source[offset : offset + tensor.nbytes])
-                    offset += tensor.nbytes
+                    size = _nbytes(tensor, dtype)
+                    _fill(tensor.detach(), source[offset : offset + size], dtype)
+                    offset += size
 
     def pinned_for(self, device: torch.device) -> "Snapshot":
         """The same version in memory pinned for a device, so that `restore` only copies."""
@@ -119,24 +123,33 @@ class RunningChecksum:
         return await asyncio.wrap_future(self._thread.submit(self._crc.value))
 
 
-def _fill(tensor: torch.Tensor, row_major: torch.Tensor) -> None:
-    """Fill a tensor of any memory layout with the bytes of its elements in row-major order."""
-    if tensor.is_contiguous():
+def _fill(tensor: torch.Tensor, row_major: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Fill a tensor of any memory layout with the bytes of its elements in row-major order, in ``dtype``."""
+    if dtype is not None and dtype != tensor.dtype:
+        aligned = row_major if row_major.storage_offset() % dtype.itemsize == 0 else row_major.clone()
+        tensor.copy_(aligned.view(dtype).view(tensor.shape), non_blocking=True)
+    elif tensor.is_contiguous():
         # As bytes: their offset may not be aligned for a wider type.
         copy_bytes(tensor.reshape(-1).view(torch.uint8), row_major, non_blocking=True)
     else:
         tensor.copy_(row_major.clone().view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
 
-def _grouped(tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+    """Size of a tensor's elements in ``dtype``, or in its own."""
+    return tensor.nbytes if dtype is None else tensor.numel() * dtype.itemsize
+
+
+def _grouped(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> list[list[torch.Tensor]]:
     groups: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors.values():
-        if not groups or tensor.nbytes > room:
+        size = _nbytes(tensor, dtype)
+        if not groups or size > room:
             groups.append([])
             room = BUCKET_BYTES
         groups[-1].append(tensor)
-        room -= tensor.nbytes
+        room -= size
     return groups
 
 

@@ -17,6 +17,7 @@ from flowrt.engines.hf import named_parameters, save_model
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch import compile as compiled_steps
+from flowrt.engines.torch.inflight import CachedModel
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.errors import EngineError
 from flowrt.recipes.config_io import parse
@@ -142,8 +143,8 @@ def test_what_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) 
     """As a model would be whose layers do more with what came before than attend to it."""
     right = compiled_steps.step_compiled
 
-    def off(model: Any, cache: Any, tokens_R: torch.Tensor) -> torch.Tensor:
-        return right(model, cache, tokens_R) * 1.01
+    def off(cached: CachedModel, tokens_R: torch.Tensor) -> torch.Tensor:
+        return right(cached, tokens_R) * 1.01
 
     monkeypatch.setattr("flowrt.engines.torch.compile.step_compiled", off)
     with pytest.raises(EngineError, match=r"Qwen2ForCausalLM cannot be compiled: log-probabilities differ by .* nats"):

@@ -1,5 +1,6 @@
 """Who sees which accelerators of the machine that a run is started on."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError
-from flowrt.launcher.accelerators import environments, visible
+from flowrt.launcher.accelerators import environments, shared_device_bytes, visible
+from flowrt.launcher.doctor.estimate import estimate
 from flowrt.launcher.processes import Children
 from flowrt.recipes.config_io import parse
+from tests.unit.launcher.test_memory_needs import SEVEN_B
 
 FSDP = ["--trainer.engine", "fsdp", "--trainer.ranks", "2"]
 SPLIT = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
@@ -46,6 +49,14 @@ def seen(flags: list[str], dev: Path, **environment: str) -> dict[str, str]:
         ([*FSDP, "--launch.rollout", "srun"], {"trainer": "0,1"}),
         ([*FSDP, "--launch.trainer", "srun"], {"rollout-0": "0", "rollout-1": "1"}),
         (["--launch.devices", "none"], {}),
+        (
+            ["--device", "cuda"],
+            {"trainer": "0", "rollout-0": "1", "rollout-1": "2", "reference": "1"},
+        ),
+        (
+            ["--device", "cuda", "--rollout.workers", "1", "--launch.devices", "0"],
+            {"trainer": "0", "rollout-0": "0", "reference": "0"},
+        ),
         ([*FSDP, "--launch.devices", "3,1,GPU-5a"], {"trainer": "3,1", "rollout-0": "GPU-5a", "rollout-1": "GPU-5a"}),
     ],
 )
@@ -85,3 +96,11 @@ async def test_a_worker_is_started_with_what_is_its_own(tmp_path: Path) -> None:
         assert await child.wait_exit(30.0) == 0
     logs = [(tmp_path / f"{name}.log").read_text().split() for name in ("rollout-1", "reward")]
     assert logs == [["1", "3", "1", "3"], ["1", *filter(None, [os.environ.get("CUDA_VISIBLE_DEVICES")])]]
+
+
+def test_the_memory_of_a_device_is_that_of_all_that_share_it() -> None:
+    config = parse(["--device", "cuda", "--rollout.workers", "3"])
+    needs = dataclasses.replace(estimate(config, SEVEN_B), trainer_device=1000, server=10)
+    assert [shared_device_bytes(config, needs, devices) for devices in (0, 1, 2, 3, 4)] == [0, 1030, 30, 20, 0]
+    mixed = parse(["--device", "cuda", "--rollout.device", "cpu"])
+    assert shared_device_bytes(mixed, needs, 1) == 0  # the trainer has it for itself

@@ -40,6 +40,7 @@ WELL = Facts(
 )
 WANT = Wanted(host_bytes=8 * GIB, disk_bytes=GIB, controller=True)
 ON_GPU = dataclasses.replace(WANT, device="cuda", device_bytes=50 * GIB)
+SHARED = dataclasses.replace(ON_GPU, shared_device_bytes=500 * GIB)
 
 
 def other(name: str, **changes: Any) -> Facts:
@@ -71,6 +72,7 @@ def test_a_node_that_is_well() -> None:
         ("Python", {"python": "3.10.2"}, WANT, "3.11 or newer"),
         ("torch", {"torch_error": "ImportError: libcudart.so"}, WANT, "flowrt.launcher.doctor.probe"),
         ("devices", {}, ON_GPU, "ask for devices"),
+        ("shared device", {"devices": [GPU]}, SHARED, "rollout.workers"),
         ("device memory", {"devices": [GPU, {**GPU, "free_bytes": 40 * GIB}]}, ON_GPU, "trainer.forward_tokens"),
         ("model", {"model_error": "there is no directory /m"}, WANT, "that all nodes mount"),
         ("memory", {"free_memory_bytes": 7 * GIB}, WANT, "rollout.max_running_requests"),

@@ -112,6 +112,23 @@ def test_what_lies_on_an_accelerator_is_asked_of_it_and_not_of_the_host() -> Non
     assert estimate(elsewhere, SEVEN_B).server == 0
 
 
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_on_a_device_the_torch_engines_need_little_of_the_host(name: str) -> None:
+    config = parse(["--device", name, "--trainer.dtype", "bfloat16"])
+    needs = estimate(config, SEVEN_B)
+    assert needs.trainer_device > (5 * 4 + 2) * SEVEN_B.parameters  # masters, their gradients, moments; what computes
+    assert needs.trainer_first == WEIGHTS  # two versions of half the size
+    assert WEIGHTS / 2 < needs.server < WEIGHTS
+    assert needs.rollout < 1.2 * WEIGHTS  # two versions
+    want = wanted(config, needs, [other("a", devices=[GPU])], False)
+    assert want.device == ("cuda" if name == "cuda" else "")
+    assert want.shared_device_bytes == needs.trainer_device + 2 * needs.server
+    assert want.host_bytes < want.device_bytes
+    wide = estimate(parse(["--device", name, "--rollout.dtype", "bfloat16"]), SEVEN_B)
+    assert wide.server == needs.server
+    assert wide.trainer_first == 2 * WEIGHTS
+
+
 def test_reference_workers_share_a_device_with_the_trainer_only_where_none_is_left() -> None:
     flags = ["--trainer.engine", "fsdp", "--trainer.fsdp.device", "cuda", "--reference.device", "cuda"]
     config = parse([*flags, "--reference.workers", "3"])

@@ -436,6 +436,10 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     [
         (["--trainer.lora.rank", "4"], "the torch engine has no adapters; use --trainer.engine fsdp"),
         (["--trainer.fsdp.device", "tpu"], "trainer.fsdp.device is 'tpu'; use one of auto, cpu, cuda, npu"),
+        (["--trainer.device", "gpu"], "trainer.device is 'gpu'; use one of auto, cpu, cuda, npu"),
+        (["--device", "gpu"], "device is 'gpu'; use one of auto, cpu, cuda, npu"),
+        (["--trainer.engine", "fsdp", "--trainer.device", "cpu"], "for engine fsdp set trainer.fsdp.device"),
+        (["--trainer.engine", "fsdp", "--trainer.dtype", "bfloat16"], "for engine fsdp set trainer.fsdp.dtype"),
         (["--trainer.min-lr", "2"], "trainer.min_lr is 2.0, above trainer.lr"),
         (["--trainer.compile", "True", "--trainer.fsdp.recompute", "True"], "trainer.compile changes nothing with"),
     ],

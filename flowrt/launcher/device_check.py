@@ -1,0 +1,55 @@
+"""Whether this host has the accelerators that a run names: checked before anything starts.
+
+The answer is that of torch, in a process of its own (`flowrt.launcher.device_probe`).
+"""
+
+import subprocess
+import sys
+from functools import partial
+
+from flowrt.engines.table import ROLLOUT_ENGINES
+from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.ids import REFERENCE, ROLLOUT, TRAINER
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.devices import named_accelerators
+from flowrt.runtime.waits import blocking
+
+LIMIT_S = 120.0
+"""Of the import of torch and the answer of the driver."""
+
+
+def wanted_here(config: RunConfig) -> dict[str, tuple[int, list[str]]]:
+    """By accelerator: how many one role needs on this host, and the roles. Without what starts on other hosts."""
+    launch, trainer = config.launch, config.trainer
+    elsewhere = {TRAINER: launch.trainer, ROLLOUT: launch.rollout, REFERENCE: launch.auxiliary}
+    if not ROLLOUT_ENGINES[config.rollout.engine].is_in_worker:
+        elsewhere[ROLLOUT] = "a server, whose torch is not that of this environment"
+    wanted: dict[str, tuple[int, list[str]]] = {}
+    for role, name in named_accelerators(config).items():
+        if not elsewhere[role]:
+            count, roles = wanted.get(name, (0, []))
+            ranks = trainer.ranks // trainer.nodes if role == TRAINER else 1
+            wanted[name] = max(count, ranks), [*roles, role]
+    return wanted
+
+
+def check_devices_here(config: RunConfig) -> None:
+    """Raise ConfigError if the run names an accelerator that this host does not have, or too few of them."""
+    for name, (count, roles) in wanted_here(config).items():
+        if reason := missing(name, count):
+            raise ConfigError(f"device {name} of {' and '.join(roles)}: {reason}")
+
+
+def missing(name: str, count: int) -> str:
+    """Why there are no ``count`` accelerators of this kind; empty if there are."""
+    words = [sys.executable, "-m", "flowrt.launcher.device_probe", name, str(count)]
+    call = partial(subprocess.run, words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    try:
+        ended = blocking(call, LIMIT_S, f"torch to find the {name} devices of this host", "the driver")
+    except subprocess.TimeoutExpired:
+        return f"torch did not answer within {LIMIT_S:.0f} s whether there is one; is its driver stuck?"
+    if ended.returncode != EXIT_OK:
+        lines = ended.stderr.strip().splitlines()
+        return f"torch failed: {lines[-1] if lines else f'exit code {ended.returncode}'}"
+    lines = ended.stdout.strip().splitlines()
+    return lines[-1] if lines else ""

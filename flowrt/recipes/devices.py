@@ -1,0 +1,67 @@
+"""The device of each role: its own key, else that of the run (``device``), else the default of its engine."""
+
+from dataclasses import replace
+
+from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
+from flowrt.errors import ConfigError
+from flowrt.ids import AUTO, REFERENCE, ROLLOUT, TRAINER
+from flowrt.recipes.algorithms import needs_reference
+from flowrt.recipes.config import RunConfig
+
+DEVICES = (AUTO, "cpu", "cuda", "npu")
+ACCELERATORS = ("cuda", "npu")
+
+
+def with_devices(config: RunConfig) -> RunConfig:
+    """The configuration with the run's device in each key of a device that is empty."""
+    name = config.device
+    if not name:
+        return config
+    trainer, rollout, reference = config.trainer, config.rollout, config.reference
+    server = rollout.sglang
+    if not server.device and name != AUTO:  # an empty key is SGLang's own choice
+        server = replace(server, device=name)
+    fsdp = replace(trainer.fsdp, device=trainer.fsdp.device or name)
+    return replace(
+        config,
+        trainer=replace(trainer, device=trainer.device or name, fsdp=fsdp),
+        rollout=replace(rollout, device=rollout.device or name, sglang=server),
+        reference=replace(reference, device=reference.device or name),
+    )
+
+
+def training_device(config: RunConfig) -> str:
+    """The device of the trainer: cpu, cuda, npu or auto."""
+    return TRAIN_ENGINES[config.trainer.engine].device(with_devices(config).trainer)
+
+
+def rollout_device(config: RunConfig) -> str:
+    """The device of the rollout workers' engines: cpu, cuda, npu or auto."""
+    return ROLLOUT_ENGINES[config.rollout.engine].device(with_devices(config).rollout)
+
+
+def reference_device(config: RunConfig) -> str:
+    """The device of the reference workers: cpu, cuda, npu or auto."""
+    return with_devices(config).reference.device or "cpu"
+
+
+def named_accelerators(config: RunConfig) -> dict[str, str]:
+    """The accelerator that each role needs, by role; without roles on the CPU, and those that use what there is."""
+    devices = {TRAINER: training_device(config), ROLLOUT: rollout_device(config)}
+    if needs_reference(config.algorithm):
+        devices[REFERENCE] = reference_device(config)
+    return {role: name for role, name in devices.items() if name in ACCELERATORS}
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raise ConfigError for a device that does not exist anywhere."""
+    keys = {
+        "device": config.device,
+        "trainer.device": config.trainer.device,
+        "trainer.fsdp.device": config.trainer.fsdp.device,
+        "rollout.device": config.rollout.device,
+        "reference.device": config.reference.device,
+    }
+    for key, name in keys.items():
+        if name and name not in DEVICES:
+            raise ConfigError(f"{key} is {name!r}; use one of {', '.join(DEVICES)}")

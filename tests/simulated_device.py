@@ -1,0 +1,196 @@
+"""A simulated accelerator: tensors that state its device, refuse to mix with those of the host, and compute on the CPU.
+
+- Programs run whole and with real numbers, so that their results can be compared with those of the CPU.
+- Stricter than CUDA: index tensors have to be on the device too. Tensors of no dimension may be on the host.
+- A module on its way to the device loses what ties its weights (`on_device` ties them again), and inference mode, which
+  torch does not support for such tensors, has to be replaced by `without_inference_mode`.
+- What kernels an accelerator has, how fast it is, how it rounds, and what runs concurrently, are not simulated.
+
+torch's device type "privateuseone" takes the name of an NPU. That cannot be undone: use it in a process of its own.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+aten = torch.ops.aten
+COPIES = frozenset({aten.copy_.default, aten._to_copy.default})
+WAITS = frozenset({aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default})
+"""Operations whose result, or its shape, the host needs: it waits for the device."""
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor of the simulated device. Its elements are in ``host``."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, device: torch.device) -> "SimulatedTensor":
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=device,
+        )
+        made.host = host
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{self.host!r} on {self.device}"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} on a tensor of the simulated device, which is not in use")
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """While it is in use, tensors can be made on ``device``.
+
+    Attributes:
+        device: its first and only one.
+        waits: the operations for which the host waited.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.waits: list[str] = []
+        self._pinned: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        here = [one for one in tensors if isinstance(one, SimulatedTensor)]
+        self._check(func, tensors, here)
+        if here and self._host_waits(func, args, kwargs, tensors):
+            self.waits.append(str(func))
+        if func is aten.is_pinned.default:
+            return any(one.data_ptr() == args[0].data_ptr() for one in self._pinned)
+        if func is aten._pin_memory.default:
+            self._pinned.append(args[0].clone())
+            return self._pinned[-1]
+        pinned = kwargs.pop("pin_memory", None)
+        wanted = kwargs.get("device")
+        on_device = bool(here)
+        if wanted is not None:
+            on_device = torch.device(wanted).type == self.device.type
+            kwargs["device"] = torch.device("cpu")
+        elif func in COPIES:
+            on_device = isinstance(args[0], SimulatedTensor)
+        args, kwargs = tree_map_only(SimulatedTensor, lambda one: one.host, (args, kwargs))
+        known = {id(one.host if isinstance(one, SimulatedTensor) else one): one for one in tensors}
+        result = func(*args, **kwargs)
+        if pinned:
+            self._pinned.append(result)
+
+        def wrapped(one: torch.Tensor) -> torch.Tensor:
+            given = known.get(id(one))
+            if given is not None and isinstance(given, SimulatedTensor) == on_device:
+                return given  # in place
+            return SimulatedTensor(one, self.device) if on_device else one
+
+        return tree_map_only(torch.Tensor, wrapped, result)
+
+    def _check(self, func: Any, tensors: Sequence[torch.Tensor], here: Sequence[torch.Tensor]) -> None:
+        if not here or func in COPIES:
+            return
+        strange = [one for one in tensors if not isinstance(one, SimulatedTensor) and one.dim()]
+        if strange:
+            shapes = ", ".join(str(tuple(one.shape)) for one in strange)
+            raise RuntimeError(f"{func}: tensors of {self.device} and of the host ({shapes}) in one operation")
+
+    def _host_waits(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        if func is aten._to_copy.default:
+            to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+            return to_host and not kwargs.get("non_blocking")
+        if func is aten.copy_.default:
+            return not isinstance(args[0], SimulatedTensor) and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        by_mask = func is aten.index.Tensor and any(one.dtype is torch.bool for one in tensors[1:])
+        return func in WAITS or by_mask
+
+
+class RecordingNpu:
+    """torch_npu.npu as far as flowrt calls it: records the names of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        answers = {
+            "device_count": 1,
+            "current_device": 0,
+            "is_initialized": True,
+            "is_available": True,
+            "mem_get_info": (1 << 30, 2 << 30),
+        }
+
+        def call(*_: Any) -> Any:
+            self.calls.append(name)
+            return answers.get(name, 0)
+
+        return call
+
+    def device(self, index: Any) -> AbstractContextManager[None]:
+        self.calls.append("device")
+        assert isinstance(index, int) or torch.device(index).type == "npu"
+        return nullcontext()
+
+    def stream(self, stream: "RecordingNpu") -> AbstractContextManager[None]:
+        self.calls.append("stream")
+        assert isinstance(stream, RecordingNpu)
+        return nullcontext()
+
+    def Stream(self) -> "RecordingNpu":
+        return self._made("Stream")
+
+    def current_stream(self) -> "RecordingNpu":
+        return self._made("current_stream")
+
+    def record_event(self) -> "RecordingNpu":
+        return self._made("record_event")
+
+    def _made(self, name: str) -> "RecordingNpu":
+        self.calls.append(name)
+        return self
+
+
+def without_inference_mode() -> None:
+    """Make ``torch.inference_mode`` the same as ``torch.no_grad``. Call it before other modules are imported."""
+
+    def mode(enabled: bool = True) -> Any:
+        return torch.no_grad() if enabled else nullcontext()
+
+    torch.inference_mode = mode  # type: ignore[assignment, misc]
+
+
+def on_device(model: Any, device: torch.device) -> Any:
+    """A model of transformers, moved to the simulated device."""
+    model.to(device)
+    model.tie_weights()
+    return model
+
+
+def simulate_npu() -> tuple[SimulatedDevice, RecordingNpu]:
+    """Make an NPU in this process, and a module torch_npu that records calls. Call it once, after all imports."""
+    module, calls = ModuleType("torch_npu"), RecordingNpu()
+    _setup_privateuseone_for_python_backend("npu", backend_module=calls)
+    torch._C._set_only_lift_cpu_tensors(True)  # so that a mode sees what torch.tensor does for a device
+    module.__spec__ = ModuleSpec("torch_npu", None)
+    module.npu = calls  # type: ignore[attr-defined]
+    sys.modules["torch_npu"] = module
+    return SimulatedDevice(torch.device("npu", 0)), calls

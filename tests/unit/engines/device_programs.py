@@ -1,0 +1,372 @@
+"""Whole programs of the torch engines on a simulated NPU, each against the same on the CPU.
+
+Run by `test_devices` in a process of its own, with `main`: prints a JSON object with the traceback of each program,
+empty if it has passed.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from flowrt.algorithms.objective import Kl, Objective
+from flowrt.engines.base import Prompt, Response, TrainingBatch
+from flowrt.engines.hf import named_parameters
+from flowrt.engines.options import TrainOptions, Truncation
+from flowrt.engines.stopping import StopConditions
+from flowrt.engines.torch.rollout import TorchRollout
+from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.roles.reference import score_on
+from flowrt.transport.devices import Device
+from flowrt.transport.weights.snapshot import Snapshot
+from tests.decoders import COMMON, DECODERS
+from tests.simulated_device import SimulatedDevice, on_device, simulate_npu
+
+KINDS = {name: DECODERS[name] for name in ("gpt2", "llama", "gemma2")}
+KINDS["qwen3"] = (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=8))
+NEW, ROWS = 12, 4
+WORD = 7
+PROGRAMS: dict[str, Callable[[SimulatedDevice], None]] = {}
+
+
+def program(run: Callable[[SimulatedDevice], None]) -> Callable[[SimulatedDevice], None]:
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+def model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    make, config = KINDS[kind]
+    return make(copy.deepcopy(config)).to(dtype).eval()
+
+
+def prompts(count: int = 6, greedy: Sequence[int] = (1,)) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(2, 40, (3 + row % 3,), generator=generator, dtype=torch.int32) for row in range(count)]
+    return [Prompt(row, tokens[row - row % 2], 50 + row, row in greedy) for row in range(count)]
+
+
+class After:
+    """Set after so many steps."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def is_set(self) -> bool:
+        self._looks -= 1
+        return self._looks <= 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def engine(one: Any, **options: Any) -> TorchRollout:
+    return TorchRollout(one, stop=StopConditions((1, 2, 3)), rows=ROWS, max_new_tokens=NEW, temperature=0.9, **options)
+
+
+def finish(rollout: TorchRollout, left: list[Prompt], done: dict[int, Response]) -> dict[int, Response]:
+    never = threading.Event()
+    while left or rollout.running:
+        while left and rollout.room:
+            rollout.add([left.pop(0)])
+        done |= {one.key: one for one in rollout.run(never)}
+    return done
+
+
+def same(here: dict[int, Response], there: dict[int, Response], nats: float = 1e-5) -> None:
+    """The responses of the CPU and of the device, which have to be in host memory."""
+    assert here.keys() == there.keys()
+    for key, one in here.items():
+        other = there[key]
+        assert other.tokens.device.type == other.logprobs.device.type == "cpu"
+        assert torch.equal(one.tokens, other.tokens), (one.tokens, other.tokens)
+        assert float((one.logprobs - other.logprobs).abs().max()) <= nats
+        assert (one.spans, one.truncated) == (other.spans, other.truncated)
+        if one.support is not None:
+            assert other.support is not None
+            assert torch.equal(one.support.tokens_E, other.support.tokens_E)
+
+
+def generates(kind: str, device: SimulatedDevice, **options: Any) -> None:
+    here = finish(engine(model(kind), **options), prompts(), {})
+    there = finish(engine(on_device(model(kind), device.device), **options), prompts(), {})
+    same(here, there)
+    assert len({len(one.tokens) for one in here.values()}) > 1  # some end early
+
+
+for _kind in KINDS:
+    PROGRAMS[f"generates_{_kind}"] = partial(generates, _kind)
+
+
+@program
+def draws_from_truncated_distributions(device: SimulatedDevice) -> None:
+    generates("llama", device, truncation=Truncation(top_k=10, top_p=0.9, min_p=0.01))
+
+
+@program
+def waits_once_a_decode_step(device: SimulatedDevice) -> None:
+    rollout = engine(on_device(model("qwen3"), device.device))
+    rollout.add(prompts(ROWS, greedy=()))
+    rollout.run(After(1))
+    device.waits.clear()
+    rollout._decode()
+    assert device.waits == [], device.waits
+    rollout._remove_finished()
+    assert len(device.waits) == 1, device.waits
+
+
+@program
+def ends_at_a_stop_string(device: SimulatedDevice) -> None:
+    class Words:
+        """A tokenizer whose tokens are letters."""
+
+        eos_token_id = 1
+
+        def decode(self, tokens: Sequence[int], **_: Any) -> str:
+            return "".join(chr(60 + token) for token in tokens)
+
+    stop = StopConditions((1,), (chr(60 + WORD),), Words())
+
+    def responses(one: Any) -> dict[int, Response]:
+        rollout = TorchRollout(one, stop=stop, rows=ROWS, max_new_tokens=NEW, temperature=3.0)
+        return finish(rollout, prompts(16, greedy=()), {})
+
+    here = responses(model("llama"))
+    same(here, responses(on_device(model("llama"), device.device)))
+    assert any(one.tokens[-1] == WORD for one in here.values())
+
+
+def updates(device: SimulatedDevice, *, recompute: bool) -> None:
+    def responses(one: Any) -> dict[int, Response]:
+        rollout = engine(one, recompute=recompute)
+        rollout.add(prompts(ROWS, greedy=()))
+        done = {one.key: one for one in rollout.run(After(3))}
+        snapshot = Snapshot.take(7, named_parameters(model("llama", 1)))
+        while (work := rollout.prepare(snapshot)) is not None:
+            work()
+            done |= {one.key: one for one in rollout.run(After(2))}
+        rollout.swap(snapshot)
+        rollout.add([Prompt(90, torch.tensor([4, 5, 6], dtype=torch.int32), 9)] if rollout.room else [])
+        return finish(rollout, [], done)
+
+    here = responses(model("llama"))
+    same(here, responses(on_device(model("llama"), device.device)))
+    assert any(7 in one.spans[::2] and 0 in one.spans[::2] for one in here.values())
+
+
+@program
+def updates_in_flight_with_a_shadow_model(device: SimulatedDevice) -> None:
+    updates(device, recompute=True)
+
+
+@program
+def updates_in_flight_and_keeps_the_cache(device: SimulatedDevice) -> None:
+    updates(device, recompute=False)
+
+
+@program
+def computes_in_another_dtype_than_is_published(device: SimulatedDevice) -> None:
+    published = Snapshot.take(1, named_parameters(model("llama", 3)))
+    rollout = engine(on_device(model("llama", dtype=torch.bfloat16), device.device), published=torch.float32)
+    rollout.swap(published)
+    expected = named_parameters(model("llama", 3, torch.bfloat16))
+    for name, found in named_parameters(rollout._cached.model).items():
+        assert found.device == device.device
+        assert torch.equal(found.cpu(), expected[name]), name
+    assert len(finish(rollout, prompts(), {})) == len(prompts())
+
+
+# ---- training
+
+
+OPTIONS = TrainOptions(lr=1e-3, warmup_steps=1, max_grad_norm=0.5, weight_decay=0.1, forward_tokens=64)
+
+
+def samples(step: int) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(step)
+    prompt = [torch.randint(2, 40, (4 + group,), generator=generator) for group in range(3)]
+    lengths = torch.randint(1, 9, (12,), generator=generator).tolist()
+    return TrainingBatch(
+        prompts=[prompt[row // 4] for row in range(12)],
+        responses=[torch.randint(2, 40, (length,), generator=generator) for length in lengths],
+        rollout_logprobs=[-3.5 + 0.3 * torch.randn(length, generator=generator) for length in lengths],
+        reference_logprobs=[-3.5 + 0.3 * torch.randn(length, generator=generator) for length in lengths],
+        advantages_N=torch.randn(12, generator=generator),
+        weights_N=torch.ones(12),
+        groups_N=torch.arange(12) // 4,
+        ages=[torch.zeros(length, dtype=torch.int64) for length in lengths],
+    )
+
+
+def trainer(one: Any, algorithm: Any = None, options: TrainOptions = OPTIONS, **more: Any) -> TorchTrainer:
+    return TorchTrainer(one, options, algorithm or Objective(kl=Kl(1e-2)), temperature=0.9, **more)
+
+
+def train(one: TorchTrainer, steps: range) -> list[dict[str, float]]:
+    metrics = []
+    for step in steps:
+        one.accumulate(samples(step))
+        metrics.append(one.step())
+    return metrics
+
+
+def near(here: Any, there: Any, limit: float = 1e-4) -> None:
+    """The weights and metrics of two trainers."""
+    for mine, theirs in zip(here[1], there[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert abs(value - theirs[name]) <= limit * max(1.0, abs(value)), (name, value, theirs[name])
+    for name, weights in here[0].parameters().items():
+        assert float((weights - there[0].parameters()[name].cpu()).abs().max()) <= limit, name
+
+
+def trains(kind: str, device: SimulatedDevice, limit: float = 1e-4, **more: Any) -> None:
+    here, there = trainer(model(kind), **more), trainer(on_device(model(kind), device.device), **more)
+    gradients: list[torch.Tensor] = []
+    here.on_gradient = there.on_gradient = lambda gradient: gradients.append(gradient.detach().cpu().clone())
+    near((here, train(here, range(1))), (there, train(there, range(1))), limit)
+    half = len(gradients) // 2
+    for mine, theirs in zip(gradients[:1], gradients[half : half + 1], strict=True):
+        assert float((mine - theirs).norm() / mine.norm()) < limit
+    # Adam makes a step of whole size from a gradient of rounding errors, such as that of a bias of keys.
+    near((here, train(here, range(1, 3))), (there, train(there, range(1, 3))), 2e-2)
+    assert all(one.device == device.device for one in there.parameters().values())
+    moments = [value for state in there._optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert moments
+    assert all(one.device == device.device for one in moments)
+
+
+for _kind in KINDS:
+    PROGRAMS[f"trains_{_kind}"] = partial(trains, _kind)
+
+
+@program
+def trains_padded_samples(device: SimulatedDevice) -> None:
+    trains("llama", device, options=TrainOptions(lr=1e-3, share_prompts=False, forward_tokens=64))
+
+
+@program
+def trains_with_the_fused_head(device: SimulatedDevice) -> None:
+    with patch("flowrt.engines.training.fused_head.WHOLE_LOGITS", 0):
+        trains("llama", device)
+        trains("gpt2", device, options=TrainOptions(lr=1e-3, share_prompts=False, forward_tokens=64))
+
+
+@program
+def trains_several_updates_a_step(device: SimulatedDevice) -> None:
+    from flowrt.recipes.config_io import parse
+    from flowrt.roles.algorithm import algorithm
+
+    flags = ["--algorithm", "grpo", "--algorithm.plan.updates", "2", "--algorithm.plan.epochs", "2"]
+    trains("qwen3", device, algorithm=algorithm(parse(flags)))
+
+
+@program
+def trains_in_bfloat16(device: SimulatedDevice) -> None:
+    narrow = torch.bfloat16
+    here, there = (
+        trainer(model("llama"), narrow=narrow),
+        trainer(on_device(model("llama"), device.device), narrow=narrow),
+    )
+    near((here, train(here, range(3))), (there, train(there, range(3))), 0.05)
+    assert {one.dtype for one in there.parameters().values()} == {narrow}
+    assert {one.dtype for one in there._parameters} == {torch.float32}
+    assert all(one.device == device.device for one in there._parameters)
+
+
+@program
+def continues_from_a_checkpoint(device: SimulatedDevice) -> None:
+    """Written on the device and on the CPU, read on the other; and the weights, on their way to rollout workers."""
+    for narrow in (None, torch.bfloat16):
+        whole = trainer(on_device(model("llama"), device.device), narrow=narrow)
+        train(whole, range(2))
+        for place in (device.device, torch.device("cpu")):
+            with tempfile.TemporaryDirectory() as name:
+                whole.save(Path(name))
+                resumed = trainer(on_device(model("llama", 5), place), narrow=narrow)
+                resumed.load(Path(name))
+            for mine, theirs in zip(whole._parameters, resumed._parameters, strict=True):
+                assert theirs.device == place
+                assert torch.equal(mine.cpu(), theirs.cpu())
+            states = zip(whole._optimizer.state.values(), resumed._optimizer.state.values(), strict=True)
+            for mine, theirs in states:
+                assert all(torch.equal(value.cpu(), theirs[key].cpu()) for key, value in mine.items())
+        before = copy.deepcopy([one.detach().cpu() for one in whole._parameters])
+        train(whole, range(2, 3))
+        train(resumed, range(2, 3))
+        moved = max(
+            float((one.cpu() - other).abs().max()) for one, other in zip(whole._parameters, before, strict=True)
+        )
+        limit = 1e-4 if narrow is None else 0.05
+        for mine, theirs in zip(whole._parameters, resumed._parameters, strict=True):
+            assert float((mine.cpu() - theirs.cpu()).abs().max()) <= limit
+        assert moved > 0
+        taken = Snapshot.take(3, whole.parameters())
+        assert all(bucket.device.type == "cpu" for bucket in taken.buckets)
+        target = {name: torch.zeros_like(one) for name, one in whole.parameters().items()}
+        taken.restore(target)
+        for name, one in whole.parameters().items():
+            assert target[name].device == device.device
+            assert torch.equal(target[name].cpu(), one.cpu()), name
+        with tempfile.TemporaryDirectory() as name:
+            whole.export(Path(name) / "final")
+            exported = type(whole.model).from_pretrained(Path(name) / "final", dtype=torch.float32)
+        for mine, other in zip(whole._parameters, exported.parameters(), strict=True):
+            assert torch.equal(mine.cpu(), other)
+
+
+@program
+def scores_by_a_reference(device: SimulatedDevice) -> None:
+    batch = samples(0)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.2)):
+        found = [
+            score_on(
+                where, on_device(model("gemma2", dtype=dtype), where.torch), batch.prompts, batch.responses, 0.9, 64
+            )
+            for where in (Device("cpu"), Device("npu"))
+        ]
+        for mine, theirs in zip(*found, strict=True):
+            assert theirs.device.type == "cpu"
+            assert float((mine - theirs).abs().max()) <= limit
+
+
+@program
+def refuses_a_tensor_of_the_host(device: SimulatedDevice) -> None:
+    """The simulation itself: a program that mixes devices fails."""
+    ones = torch.ones(3, device=device.device)
+    mixed: list[Callable[[], torch.Tensor]] = [lambda: ones + torch.ones(3), lambda: ones[torch.tensor([0, 1])]]
+    for one in mixed:
+        try:
+            one()
+        except RuntimeError as error:
+            assert "in one operation" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("tensors of two devices were accepted")
+    assert float((ones * torch.tensor(2.0)).sum()) == 6.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:] or list(PROGRAMS)
+    device, calls = simulate_npu()
+    failed: dict[str, str] = {}
+    # The CPU takes the attention kernel that a device without one of its own takes.
+    with device, sdpa_kernel(SDPBackend.MATH):
+        for name in chosen:
+            try:
+                PROGRAMS[name](device)
+                failed[name] = ""
+            except BaseException:  # noqa: BLE001 (each is reported; that of a checkpoint is no Exception)
+                failed[name] = traceback.format_exc()
+    print(json.dumps({"programs": failed, "npu_calls": sorted(set(calls.calls))}))  # noqa: T201

@@ -1,0 +1,38 @@
+"""The torch engines on a device that is not the CPU: whole programs, in a process with a simulated NPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.engines.device_programs import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 900.0
+CODE = """
+from tests.simulated_device import without_inference_mode
+without_inference_mode()
+from tests.unit.engines.device_programs import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    """What happened to each program, by name, and which functions of torch_npu were called."""
+    words = [sys.executable, "-c", CODE]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_a_program_on_a_device_finds_what_it_finds_on_the_cpu(name: str, report: Any) -> None:
+    assert report["programs"][name] == "", report["programs"][name]
+
+
+def test_weights_are_copied_on_a_stream_of_their_own_which_waits_for_what_was_queued(report: Any) -> None:
+    assert {"Stream", "wait_stream", "record_event", "synchronize", "set_device"} <= set(report["npu_calls"])

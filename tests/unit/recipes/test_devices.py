@@ -1,0 +1,81 @@
+"""The device of each role: its own, else that of the run, else the default of its engine."""
+
+import sys
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.launcher.device_check import wanted_here
+from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.devices import named_accelerators, reference_device, rollout_device, training_device, with_devices
+
+FSDP = ["--trainer.engine", "fsdp"]
+SGLANG = ["--rollout.engine", "sglang", "--rollout.sglang.python", sys.executable]
+ALONE = ["--algorithm.kl.coef", "0"]  # without a reference
+
+
+@pytest.mark.parametrize(
+    ("flags", "trainer", "rollout", "reference"),
+    [
+        ([], "cpu", "cpu", "cpu"),
+        ([*FSDP, *SGLANG], "auto", "auto", "cpu"),
+        (["--device", "cuda"], "cuda", "cuda", "cuda"),
+        (["--device", "auto"], "auto", "auto", "auto"),
+        (["--device", "cuda", "--rollout.device", "cpu"], "cuda", "cpu", "cuda"),
+        (["--trainer.device", "npu"], "npu", "cpu", "cpu"),
+        ([*FSDP, *SGLANG, "--device", "cuda"], "cuda", "cuda", "cuda"),
+        ([*FSDP, *SGLANG, "--device", "cpu"], "cpu", "cpu", "cpu"),
+        ([*FSDP, "--trainer.fsdp.device", "auto", "--device", "cpu"], "auto", "cpu", "cpu"),
+        ([*SGLANG, "--device", "auto"], "auto", "auto", "auto"),
+        (["--device", "cuda", "--reference.device", "cpu"], "cuda", "cuda", "cpu"),
+    ],
+)
+def test_the_device_of_a_role(flags: list[str], trainer: str, rollout: str, reference: str) -> None:
+    config = parse(flags)
+    assert (training_device(config), rollout_device(config), reference_device(config)) == (trainer, rollout, reference)
+    assert with_devices(from_toml(to_toml(config))) == with_devices(config)
+
+
+def test_without_a_device_the_configuration_is_unchanged() -> None:
+    config = parse([])
+    assert with_devices(config) is config
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {}),
+        (["--device", "auto"], {}),
+        (["--device", "cuda", *ALONE], {"cuda": (1, ["trainer", "rollout"])}),
+        (["--device", "cuda"], {"cuda": (1, ["trainer", "rollout", "reference"])}),
+        (["--device", "cuda", *ALONE, "--trainer.ranks", "3"], {"cuda": (3, ["trainer", "rollout"])}),
+        (["--device", "cuda", *ALONE, "--launch.trainer", "srun"], {"cuda": (1, ["rollout"])}),
+        (["--device", "cuda", *ALONE, *SGLANG], {"cuda": (1, ["trainer"])}),  # its torch is another one
+        (["--trainer.device", "cuda", "--rollout.device", "npu"], {"cuda": (1, ["trainer"]), "npu": (1, ["rollout"])}),
+    ],
+)
+def test_what_this_host_must_have(flags: list[str], expected: dict[str, tuple[int, list[str]]]) -> None:
+    assert wanted_here(parse(flags)) == expected
+
+
+def test_a_reference_that_the_run_does_not_have_names_no_accelerator() -> None:
+    assert "reference" not in named_accelerators(parse(["--device", "cuda", *ALONE]))
+    with pytest.raises(ConfigError, match=r"reference\.device is cuda"):
+        parse(["--reference.device", "cuda", *ALONE])
+    assert parse(["--reference.device", "cpu", *ALONE])  # as without it
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--rollout.device", "gpu"], "rollout.device is 'gpu'; use one of auto, cpu, cuda, npu"),
+        (["--reference.device", "gpu"], "reference.device is 'gpu'"),
+        ([*SGLANG, "--rollout.device", "cuda"], "for engine sglang set rollout.sglang.device"),
+        ([*SGLANG, "--rollout.dtype", "bfloat16"], "for engine sglang set rollout.sglang.dtype"),
+        (["--device", "npu", "--rollout.compile", "True"], "rollout.compile is for CPUs and GPUs"),
+        ([*SGLANG, "--device", "npu", "--rollout.sglang.weights", "broadcast"], "does not support NPUs"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
+        parse(flags)
