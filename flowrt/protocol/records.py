@@ -101,6 +101,10 @@ def values_fault(columns: Iterable[Values]) -> str:
 
 
 NO_BASE = -1
+NO_LIMIT = 2**63 - 1
+"""The highest version of an offer that any later version may generate too."""
+NO_VERSION = -1
+"""Of a slot: any version that its offer allows may generate it, and more than one."""
 KEPT_TOKENS = "kept_tokens"
 """Inline column of a train batch: the number of tokens of each sample to train, if steps have a token budget."""
 

@@ -75,7 +75,7 @@ def _order(state: State, env: Environment, versions: VersionTable, now: float) -
         one = fetch.weights
         turn = state.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
         models.note_order(one.model, fetch.receiver, turn, now)
-        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one)))
+        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one, fetch.older)))
         commands.append(Send(fetch.holder, m.SendWeights(turn, one.model, one.version, one.base)))
     for worker, version in versions.retire():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))
