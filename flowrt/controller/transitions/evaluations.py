@@ -24,7 +24,8 @@ LOST_VERSION = "no worker has the version any more that it had to be generated w
 def update_pin(state: State, env: Environment) -> list[Command]:
     """Pin a worker to the version that is evaluated, and drop evaluations of versions that no worker has any more."""
     versions, exact, membership = state.models.policy, state.table.exact, state.membership
-    is_leaving = versions.pin is not None and membership.is_leaving(versions.pin.worker)
+    pin = versions.pin
+    is_leaving = pin is not None and pin.worker in membership and membership.is_leaving(pin.worker)
     if not (exact.is_changed or versions.is_changed or is_leaving):
         return []
     commands: list[Command] = []
@@ -33,8 +34,10 @@ def update_pin(state: State, env: Environment) -> list[Command]:
     exact.is_changed = False
     versions.keep(exact.live)
     leaving = [worker for worker in versions.receivers if membership.is_leaving(worker)]
-    if versions.set_pin(exact.active, leaving) and versions.pin is not None:
-        state.work.add_worker(versions.pin.worker)
+    if versions.set_pin(exact.active, leaving):
+        for one in (pin, versions.pin):
+            if one is not None and one.worker in membership:
+                state.work.add_worker(one.worker)  # its parked pulls may be served, or need newer weights
     return commands
 
 
