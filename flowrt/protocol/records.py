@@ -166,12 +166,22 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The results of an evaluation of one version on one data set."""
+
+    name: str
+    version: int
+    numbers: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run continues: steps trained, prompts consumed, and numbers of the summary so far."""
+    """Where a run continues: steps trained, prompts consumed, numbers of the summary so far, evaluations."""
 
     step: int = 0
     passed: tuple[Passed, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 WORD_BITS = 62

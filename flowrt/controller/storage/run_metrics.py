@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.diagnostics.counters import finite
-from flowrt.controller.events import FRACTIONS, StepClosed
+from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
 from flowrt.errors import FlowError
-from flowrt.protocol.records import BusySpan, Position
+from flowrt.protocol.records import BusySpan, Evaluation, Position
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import Span, busy_fraction, is_span, is_step, read_lines
 
@@ -29,6 +29,8 @@ RESERVED_FIELDS = frozenset(
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+EVALUATION = "eval/"
+"""Prefix of the results in the line of an evaluation, followed by the name of its data set."""
 GUARD = "guard_"
 """Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
 MAX_WINDOW_STEPS = 10
@@ -45,6 +47,7 @@ class RunMetrics:
         position: Position | None = None,
         resumed_from: int | None = None,
         lines: Sequence[str] = (),
+        evaluations: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
         """Open the files of a new, resumed or restarted run.
 
@@ -54,11 +57,15 @@ class RunMetrics:
             position: where the run continues; None for a new run.
             resumed_from: the step from which the run was resumed, if that is not the step of ``position``, which is
                 later after a restart of the controller.
-            lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them.
+            lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them, and from
+            evaluations: its lines of evaluations, by data set and version.
         """
         position = position or Position()
         metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
-        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
+            key: json.loads(line) for key, line in (evaluations or {}).items()
+        }
+        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines, list(self.evaluations.values()))
         self._run_dir = run_dir
         self._start_s = start_s - elapsed_s
         self._first_step = position.step if resumed_from is None else resumed_from
@@ -115,6 +122,28 @@ class RunMetrics:
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
         return text
+
+    def is_evaluated(self, name: str, version: int) -> bool:
+        """Whether the results of this evaluation are known."""
+        return (name, version) in self.evaluations
+
+    def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
+        """Write the line of an evaluation; returns it."""
+        line = {
+            "evaluation": closed.name,
+            "version": closed.version,
+            "wall_s": round(now - self._start_s, 4),
+            **{f"{EVALUATION}{closed.name}/{name}": value for name, value in finite(closed.numbers)},
+        }
+        self.evaluations[closed.name, closed.version] = line
+        return self._write(self._metrics, line)
+
+    def evaluated(self) -> tuple[Evaluation, ...]:
+        """The results of all evaluations, in the order in which they came."""
+        return tuple(
+            Evaluation(name, version, tuple(_results(name, line).items()))
+            for (name, version), line in self.evaluations.items()
+        )
 
     def _count(self, line: dict[str, Any], lag_sum: int | None = None) -> None:
         """Add a step to the numbers of the summary."""
@@ -188,6 +217,7 @@ class RunMetrics:
             "reward_window": window,
             "reward_first": _mean(self._first[:window]),
             "reward_last": _mean(list(self._last)[-window:]),
+            "evaluations": self._evaluation_summary(),
             "eval_first": self.numbers.get("eval_first"),
             "eval_last": self.numbers.get("eval_last"),
             "samples": totals["samples"],
@@ -202,6 +232,16 @@ class RunMetrics:
             "dropped": dict(dropped),
             "busy_fraction": self._busy_fraction(training_start_s, self._train_end_s),
         }
+
+    def _evaluation_summary(self) -> dict[str, Any]:
+        """By data set: the number of evaluations, and the version and results of the last one."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for name, _ in self.evaluations):
+            versions = [version for of, version in self.evaluations if of == name]
+            last = max(versions)
+            results = _results(name, self.evaluations[name, last])
+            found[name] = {"evaluations": len(versions), "version": last, **results}
+        return found
 
     def _busy_fraction(self, start_s: float, end_s: float) -> dict[str, float]:
         """Per role, the mean over its workers of the busy fraction of this attempt's training time."""
@@ -233,10 +273,19 @@ def _truncate_partial_line(path: Path) -> None:
             os.truncate(path, len(lines) + len(newline))
 
 
-def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
-    """Rewrite metrics.jsonl from the ledger's lines; returns them parsed, and the run's elapsed seconds."""
+def _results(name: str, line: Mapping[str, Any]) -> dict[str, float]:
+    """The results in the line of an evaluation, by their names without the data set."""
+    prefix = f"{EVALUATION}{name}/"
+    return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
+
+
+def _rewrite_metrics(
+    path: Path, known: Sequence[str], evaluations: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], float]:
+    """Rewrite metrics.jsonl from the ledger's lines; returns those of steps parsed, and the run's elapsed seconds."""
     found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]
-    if path.exists() or kept:
-        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
+    lines = sorted([*kept, *evaluations], key=lambda line: float(line["wall_s"]))
+    if path.exists() or lines:
+        atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
     return kept, max((line["wall_s"] for line in (*found, *kept)), default=0.0)
