@@ -268,13 +268,10 @@ class Evaluations:
                 self._session.offer_many(
                     EVAL,
                     one.prompts,
-                    max(version, 0),
-                    self._config.eval.samples,
-                    one.columns,
-                    None,
-                    version,
-                    None,
-                    version,
+                    members=self._config.eval.samples,
+                    tensors=one.columns,
+                    at_least=version,
+                    at_most=version,
                 )
             )
             over = asyncio.create_task(_wait_set(training_is_over))

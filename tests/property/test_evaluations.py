@@ -41,6 +41,8 @@ def assert_evaluated(cluster: SimulatedCluster) -> None:
     done = {version: len({row.slot for row in rows}) for version, rows in cluster.shared.evaluated.items()}
     for version, count in Counter(opened.values()).items():
         assert done.get(version, 0) == 3 * count or version in cluster.shared.lost, f"{version}: {done} of {opened}"
+    newest = cluster.core.state.models.policy.newest
+    assert not [one for one in cluster.workers["source0"].offers.values() if one.at_most <= newest]
     exact = cluster.core.state.table.exact
     assert (exact.live, exact.to_generate) == ({}, {})
     assert cluster.core.state.models.policy.pin is None

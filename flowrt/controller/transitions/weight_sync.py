@@ -24,6 +24,7 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
     versions.publish(worker, message.forms, dict(message.divergence))
     # Workers whose pulls wait for newer weights were not sent to fetch any while there were none.
     state.work.add_stages(state.table.flows.generating)
+    state.work.add_offers()  # some may wait for this version
     return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest))]
 
 
