@@ -28,11 +28,6 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / count for count in range(answers - solved + 1, answers + 1))
 
 
-def ks(answers: int) -> list[int]:
-    """The values of k for which pass@k is reported: powers of 2 below n, and n."""
-    return sorted({2**power for power in range(answers.bit_length()) if 2**power < answers} | {answers})
-
-
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """The mean of P values, and its standard error; 0 for a single value."""
     count = len(values)
@@ -42,17 +37,18 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
 
 
-def statistics(rewards_Pn: Sequence[Sequence[float]], solved_reward: float) -> dict[str, float]:
-    """The metrics of an evaluation by name: avg@n, and pass@k of each k of `ks`, each with its standard error.
+def statistics(rewards_Pn: Sequence[Sequence[float]], solved_reward: float, ks: Sequence[int]) -> dict[str, float]:
+    """The metrics of an evaluation by name: avg@n and pass@k, each with its standard error.
 
     Args:
         rewards_Pn: n rewards for each of P prompts, P and n at least 1.
         solved_reward: reward from which an answer counts as right.
+        ks: values of k, at most n.
     """
     answers = len(rewards_Pn[0])
     found: dict[str, float] = {}
     of_prompts = {f"avg@{answers}": [math.fsum(rewards) / answers for rewards in rewards_Pn]}
-    for k in ks(answers):
+    for k in ks:
         solved = [sum(reward >= solved_reward for reward in rewards) for rewards in rewards_Pn]
         of_prompts[f"pass@{k}"] = [pass_at_k(answers, count, k) for count in solved]
     for name, values in of_prompts.items():

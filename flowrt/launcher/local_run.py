@@ -44,8 +44,10 @@ from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
+from flowrt.recipes.eval_names import eval_paths
+from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
-from flowrt.recipes.tasks.registry import check_task
+from flowrt.recipes.tasks.registry import check_task, task_of
 from flowrt.runtime.files import atomic_write, private_directory
 from flowrt.runtime.waits import pause
 
@@ -98,6 +100,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             reward=_absolute(config.data.reward),
             chat_template=_template(config.data.chat_template),
         ),
+        eval=dataclasses.replace(
+            config.eval, data=tuple(f"{name}={_absolute(path)}" for name, path in eval_paths(config).items())
+        ),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
@@ -129,6 +134,7 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_programs(config)
     check_machine(config, os.cpu_count() or 1)
     check_task(config, functools.partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    check_eval_sets(config, task_of(config))
     return asyncio.run(LocalRun(with_own_needs(config), console).run())
 
 

@@ -78,12 +78,29 @@ def read_flags(
     import tyro  # late: workers read configurations, but no flags
 
     words = [re.sub(r"^--data(?==|$)", "--data.path", word) for word in words]
-    base, words = _with_guards(base, words)
+    base, words = _with_guards(base, _joined("--eval.data", words))
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
         tyro.cli(kind, prog=command, description=description, args=["--help"], default=value, config=config)
     return tyro.cli(RunConfig, prog=command, description=description, args=words, default=base, config=config)
+
+
+def _joined(flag: str, words: Sequence[str]) -> list[str]:
+    """The words with one flag in place of its repetitions, whose values are a list."""
+    rest: list[str] = []
+    values: list[str] = []
+    takes = False
+    for word in words:
+        if word == flag or word.startswith(f"{flag}="):
+            takes = word == flag
+            values += [] if takes else [word.removeprefix(f"{flag}=")]
+        elif takes and not word.startswith("-"):
+            values.append(word)
+        else:
+            takes = False
+            rest.append(word)
+    return [*rest, flag, *values] if values else list(words)
 
 
 def _with_guards(base: RunConfig, words: Sequence[str]) -> tuple[RunConfig, list[str]]:

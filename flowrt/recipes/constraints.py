@@ -25,6 +25,7 @@ from flowrt.recipes.config import (
     RunConfig,
     TrainerConfig,
 )
+from flowrt.recipes.eval_constraints import check_eval
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -56,6 +57,7 @@ def check(config: RunConfig) -> None:
     _check_controller(config)
     _check_hosts(config)
     _check_data(config)
+    check_eval(config)
     if config.data.reward and not recipe(config.recipe).takes_reward:
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
     if config.model:

@@ -22,6 +22,7 @@ from flowrt.client.session import Session
 from flowrt.errors import WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL
+from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.base import Example
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, cancel_and_wait, wait_any, wait_until
 
@@ -245,7 +246,7 @@ class Evaluations:
         groups = await self._offer(one, version, training_is_over)
         if groups is None:
             return None
-        begin_s = monotonic()
+        begin_s, options = monotonic(), self._config.eval
         answers = _Answers(self._config.eval.samples)
         self._collector.open(groups, answers)
         if not await self._collector.wait(answers, version):
@@ -254,7 +255,7 @@ class Evaluations:
         (of_version,) = answers.versions
         count = len(groups) * answers.members
         numbers = {
-            **statistics(list(answers.rewards.values()), self._config.eval.solved_reward),
+            **statistics(list(answers.rewards.values()), options.solved_reward, pass_ks(options.samples)),
             "length": answers.tokens / count,
             "truncated": answers.truncated / count,
             "seconds": monotonic() - begin_s,

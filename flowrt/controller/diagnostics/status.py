@@ -17,6 +17,7 @@ def status(
     latest: Mapping[str, Any],
     numbers: Mapping[str, float],
     cut_off: Mapping[str, float],
+    evaluated: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The content of a Status message.
 
@@ -27,6 +28,7 @@ def status(
         latest: the last line of metrics.jsonl.
         numbers: numbers that workers reported for the summary.
         cut_off: workers whose link is down, and for how many seconds.
+        evaluated: the newest results by data set.
     """
     state, weights = core.state, core.state.models.policy
     receivers = weights.receivers
@@ -48,5 +50,6 @@ def status(
         "graph": core.wait_graph(now, request_timeout_s).as_json(),
         "latest": dict(latest),
         "numbers": dict(numbers),
+        "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],
     }

@@ -389,4 +389,5 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            evaluated=self.metrics.evaluation_summary(),
         )

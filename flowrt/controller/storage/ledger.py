@@ -223,12 +223,12 @@ class Ledger:
         self._uncommitted.steps.append((step, line))
 
     def add_evaluation(self, name: str, version: int, line: str) -> None:
-        """Buffer the line of metrics.jsonl of an evaluation."""
+        """Buffer the line of evaluations.jsonl of an evaluation."""
         self._uncommitted.evaluations.append((name, version, line))
         self._commit_needed = True
 
     def evaluation_lines(self) -> dict[tuple[str, int], str]:
-        """The line of metrics.jsonl of each evaluation, by data set and version, in order of versions."""
+        """The line of evaluations.jsonl of each evaluation, by data set and version, in order of versions."""
         self.flush()
         rows = self._db.execute("SELECT name, version, line FROM evaluations ORDER BY version, name").fetchall()
         return {(name, version): line for name, version, line in rows}

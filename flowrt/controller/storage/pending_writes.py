@@ -38,7 +38,7 @@ class PendingWrites(NamedTuple):
     steps: list[tuple[int, str]]
     """The line of metrics.jsonl of each closed step."""
     evaluations: list[tuple[str, int, str]]
-    """Data set, version and the line of metrics.jsonl of each evaluation."""
+    """Data set, version and the line of evaluations.jsonl of each evaluation."""
 
     def extend(self, other: "PendingWrites") -> None:
         for mine, theirs in zip(self, other, strict=True):

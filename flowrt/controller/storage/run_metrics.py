@@ -1,4 +1,4 @@
-"""Run metrics: metrics.jsonl, timeline.jsonl, and the numbers of summary.json.
+"""Run metrics: metrics.jsonl, evaluations.jsonl, timeline.jsonl, and the numbers of summary.json.
 
 A resumed run continues in the same files: the lines of steps that were rolled back are removed, and the summary counts
 the whole run.
@@ -30,7 +30,7 @@ RESERVED_FIELDS = frozenset(
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
 EVALUATION = "eval/"
-"""Prefix of the results in the line of an evaluation, followed by the name of its data set."""
+"""Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
 """Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
 MAX_WINDOW_STEPS = 10
@@ -57,22 +57,28 @@ class RunMetrics:
             position: where the run continues; None for a new run.
             resumed_from: the step from which the run was resumed, if that is not the step of ``position``, which is
                 later after a restart of the controller.
-            lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them, and from
-            evaluations: its lines of evaluations, by data set and version.
+            lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them.
+            evaluations: the ledger's lines of evaluations, by data set and version; evaluations.jsonl is rewritten from
+                them.
         """
         position = position or Position()
         metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
         self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
             key: json.loads(line) for key, line in (evaluations or {}).items()
         }
-        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines, list(self.evaluations.values()))
+        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        evaluated = run_dir / "evaluations.jsonl"
+        if evaluated.exists() or self.evaluations:
+            atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
         self._run_dir = run_dir
         self._start_s = start_s - elapsed_s
         self._first_step = position.step if resumed_from is None else resumed_from
         _truncate_partial_line(timeline)
-        for path in (metrics, timeline):
+        for path in (metrics, timeline, evaluated):
             path.touch(mode=0o600)  # the run directory may be readable for all users
         self._metrics: TextIO = metrics.open("a", buffering=1)
+        self._evaluations: TextIO = evaluated.open("a", buffering=1)
+        self._new_results: dict[str, float] = {}  # of evaluations since the last line of a step
         self._timeline: TextIO = timeline.open("a", buffering=1)
         self._timeline_start = self._timeline.tell()  # an earlier controller may have had another clock
         self._training_start_s: float | None = None  # in this attempt of the run
@@ -118,7 +124,9 @@ class RunMetrics:
             **{name: round(value, 6) for name, value in closed.fractions},
             **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
             **{f"{GUARD}{metric}": violations for metric, violations in closed.fired},
+            **self._new_results,
         }
+        self._new_results = {}
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
         return text
@@ -128,20 +136,18 @@ class RunMetrics:
         return (name, version) in self.evaluations
 
     def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
-        """Write the line of an evaluation; returns it."""
-        line = {
-            "evaluation": closed.name,
-            "version": closed.version,
-            "wall_s": round(now - self._start_s, 4),
-            **{f"{EVALUATION}{closed.name}/{name}": value for name, value in finite(closed.numbers)},
-        }
+        """Write the line of an evaluation; returns it. The next line of a step has its results too."""
+        results = dict(finite(closed.numbers))
+        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self._start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
-        return self._write(self._metrics, line)
+        named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
+        self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
+        return self._write(self._evaluations, line)
 
     def evaluated(self) -> tuple[Evaluation, ...]:
         """The results of all evaluations, in the order in which they came."""
         return tuple(
-            Evaluation(name, version, tuple(_results(name, line).items()))
+            Evaluation(name, version, tuple(_results(line).items()))
             for (name, version), line in self.evaluations.items()
         )
 
@@ -190,7 +196,7 @@ class RunMetrics:
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        for file in (self._metrics, self._timeline):
+        for file in (self._metrics, self._timeline, self._evaluations):
             # Closing retries a failed write, which fails again.
             with contextlib.suppress(OSError):
                 file.close()
@@ -217,7 +223,7 @@ class RunMetrics:
             "reward_window": window,
             "reward_first": _mean(self._first[:window]),
             "reward_last": _mean(list(self._last)[-window:]),
-            "evaluations": self._evaluation_summary(),
+            "evaluations": self.evaluation_summary(),
             "eval_first": self.numbers.get("eval_first"),
             "eval_last": self.numbers.get("eval_last"),
             "samples": totals["samples"],
@@ -233,13 +239,13 @@ class RunMetrics:
             "busy_fraction": self._busy_fraction(training_start_s, self._train_end_s),
         }
 
-    def _evaluation_summary(self) -> dict[str, Any]:
+    def evaluation_summary(self) -> dict[str, Any]:
         """By data set: the number of evaluations, and the version and results of the last one."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for name, _ in self.evaluations):
             versions = [version for of, version in self.evaluations if of == name]
             last = max(versions)
-            results = _results(name, self.evaluations[name, last])
+            results = _results(self.evaluations[name, last])
             found[name] = {"evaluations": len(versions), "version": last, **results}
         return found
 
@@ -273,19 +279,15 @@ def _truncate_partial_line(path: Path) -> None:
             os.truncate(path, len(lines) + len(newline))
 
 
-def _results(name: str, line: Mapping[str, Any]) -> dict[str, float]:
-    """The results in the line of an evaluation, by their names without the data set."""
-    prefix = f"{EVALUATION}{name}/"
-    return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
+def _results(line: Mapping[str, Any]) -> dict[str, float]:
+    """The results in the line of an evaluation."""
+    return {key: value for key, value in line.items() if key not in ("name", "version", "wall_s")}
 
 
-def _rewrite_metrics(
-    path: Path, known: Sequence[str], evaluations: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], float]:
-    """Rewrite metrics.jsonl from the ledger's lines; returns those of steps parsed, and the run's elapsed seconds."""
+def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
+    """Rewrite metrics.jsonl from the ledger's lines; returns them parsed, and the run's elapsed seconds."""
     found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]
-    lines = sorted([*kept, *evaluations], key=lambda line: float(line["wall_s"]))
-    if path.exists() or lines:
-        atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
+    if path.exists() or kept:
+        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept, max((line["wall_s"] for line in (*found, *kept)), default=0.0)

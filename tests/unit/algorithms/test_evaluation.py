@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.algorithms.evaluation import ks, mean_and_error, pass_at_k, statistics
+from flowrt.algorithms.evaluation import mean_and_error, pass_at_k, statistics
+from flowrt.recipes.metric_names import pass_ks
 
 
 @pytest.mark.parametrize("answers", range(1, 9))
@@ -37,14 +38,14 @@ def test_the_standard_error_is_that_of_the_mean(values: list[float]) -> None:
 
 
 def test_statistics_of_greedy_and_of_sampled_answers() -> None:
-    assert statistics([[1.0], [0.0]], 1.0) == {
+    assert statistics([[1.0], [0.0]], 1.0, pass_ks(1)) == {
         "avg@1": 0.5,
         "avg@1_error": 0.5,
         "pass@1": 0.5,
         "pass@1_error": 0.5,
     }
-    found = statistics([[1.0, 0.0, 0.1, 1.0], [0.1, 0.0, 0.0, 0.0]], 1.0)
-    assert ks(4) == [1, 2, 4]
+    found = statistics([[1.0, 0.0, 0.1, 1.0], [0.1, 0.0, 0.0, 0.0]], 1.0, pass_ks(4))
+    assert (pass_ks(4), pass_ks(6), pass_ks(1)) == ([1, 2, 4], [1, 2, 4, 6], [1])
     assert found["avg@4"] == pytest.approx((2.1 / 4 + 0.1 / 4) / 2)
     assert (found["pass@1"], found["pass@4"]) == (0.25, 0.5)
     assert found["pass@2"] == pytest.approx((1 - 1 / 6) / 2)
