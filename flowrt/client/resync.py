@@ -28,6 +28,7 @@ class ResyncState:
         self._exhausted: dict[str, None] = {}
         self._finished = False
         self._numbers: dict[str, float] = {}
+        self._evaluated: dict[tuple[str, int], m.Evaluated] = {}
 
     def granted(self, pull: m.Pull, grant: m.Grant) -> None:
         """A pull was granted. A grant for a step shows that all earlier steps are closed for good."""
@@ -61,6 +62,9 @@ class ResyncState:
     def reported(self, numbers: Mapping[str, float]) -> None:
         self._numbers.update(numbers)
 
+    def evaluated(self, done: m.Evaluated) -> None:
+        self._evaluated[done.name, done.version] = done
+
     def renewals(self) -> Iterator[m.RenewLease]:
         """Renewals of the open leases."""
         for number, lease in self._leases.items():
@@ -76,6 +80,7 @@ class ResyncState:
         """Everything else. The controller may know some of it; receiving it twice is harmless."""
         yield from self._steps.values()
         yield from (m.EndOfData(flow) for flow in self._exhausted)
+        yield from self._evaluated.values()
         if self._numbers:
             yield m.Report((), tuple(self._numbers.items()), ())
         if self._finished:

@@ -18,6 +18,7 @@ import torch
 
 from flowrt.client.batch import Batch, Columns, Numbers
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
+from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable
 from flowrt.client.resync import ResyncState, resync_messages
 from flowrt.client.sample_transfers import SampleTransfers, UncommittedColumns
@@ -25,7 +26,7 @@ from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.records import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
@@ -90,6 +91,7 @@ class Session:
         self._requests = RequestTable(worker, connection.send, connection.spin_wait, self._release_unclaimed)
         self._uncommitted = UncommittedColumns(self.store)
         self._resync = ResyncState(welcome.renewable)
+        self.evaluations = EvaluationNews()
         connection.handle_directly(self._on_message)
         self._spawn(self._run())
         self._spawn(self._send_heartbeats())
@@ -152,6 +154,8 @@ class Session:
                 self.params.send(event)
             case m.EvictVersion():
                 self.params.evict(event)
+            case m.VersionLost() | m.Evaluated():
+                self.evaluations.add(event)
             case m.Drain():
                 self._requests.set_leaving()
             case m.Stop(reason, code):
@@ -179,13 +183,14 @@ class Session:
         tensors: Mapping[str, torch.Tensor],
         at_least: int = 0,
         deadline_s: float | None = None,
+        at_most: int = NO_LIMIT,
     ) -> int | None:
         """Offer one prompt as a group of ``members`` slots, as `offer_many` does.
 
         Returns the group's id, or None when the run needs no more prompts.
         """
         columns = {column: [tensor] for column, tensor in tensors.items()}
-        groups = await self.offer_many(flow, [prompt], epoch, members, columns, None, at_least, deadline_s)
+        groups = await self.offer_many(flow, [prompt], epoch, members, columns, None, at_least, deadline_s, at_most)
         return None if groups is None else groups[0]
 
     async def offer_many(
@@ -198,6 +203,7 @@ class Session:
         tags: Mapping[str, Sequence[float]] | None = None,
         at_least: int = 0,
         deadline_s: float | None = None,
+        at_most: int = NO_LIMIT,
     ) -> range | None:
         """Offer prompts, each as a group of ``members`` slots; returns when all of them are admitted.
 
@@ -212,9 +218,12 @@ class Session:
             at_least: the lowest policy version that may generate these samples; -1: the one after the last
                 closed step.
             deadline_s: seconds to wait for admission; None for the run's default.
+            at_most: the version that has to generate all tokens of these samples, equal to ``at_least``; the offer
+                waits for its publication. Not for a flow that is trained. Without it, any later version may.
 
         Returns:
-            The ids of the groups, or None when the run needs no more prompts.
+            The ids of the groups, or None when the run needs no more prompts, or no worker has version ``at_most`` any
+            more. `EvaluationNews` tells of a version that is lost afterwards.
 
         Raises:
             WaitExpired: the groups were not admitted in time; none is open.
@@ -237,6 +246,7 @@ class Session:
             at_least=at_least,
             lengths=lengths,
             tags=tag_values,
+            at_most=at_most,
         )
         opened = await self._requests.ask(offer, m.OfferAccepted, deadline_s or self.welcome.request_timeout_s)
         return None if opened.first < 0 else range(opened.first, opened.first + len(prompts))
@@ -341,6 +351,11 @@ class Session:
         if batch.slots:
             self._release(batch.grant, stage, reason)
 
+    def give_back_slots(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
+        """Release the leases on these slots without a result. They are granted again, to this or another worker."""
+        self._resync.lease_ended(slots, leases)
+        self.send(m.ReleaseLease(stage=stage, slots=tuple(slots), leases=tuple(leases), lost=False, reason=reason))
+
     def lost(self, stage: str, slots: Sequence[int], leases: Sequence[int], reason: str) -> None:
         """Report samples that cannot be made (a broken environment, for example); the run's policy decides on them."""
         self._resync.lease_ended(slots, leases)
@@ -376,6 +391,20 @@ class Session:
         if spans or named or waits or self._last_waits:
             self.send(m.Report(spans, tuple(named.items()), waits))
         self._last_waits = waits
+
+    def evaluated(self, name: str, version: int, numbers: Mapping[str, float], *, is_best: bool = False) -> None:
+        """Report the results of an evaluation; the trainers are told.
+
+        Args:
+            name: of the data set; empty: no evaluation follows.
+            version: that generated all answers.
+            numbers: results by name.
+            is_best: whether the weights of this version are to be written as the best.
+        """
+        results = tuple((key, float(value)) for key, value in numbers.items())
+        done = m.Evaluated(name, version, results, is_best)
+        self._resync.evaluated(done)
+        self.send(done)
 
     def finished(self) -> None:
         """Report that this worker's role is complete; it continues to serve the tensors it holds."""

@@ -45,6 +45,8 @@ class StagedWeights:
 
     model: str
     snapshot: Snapshot
+    older: bool = False
+    """It is older than the version in use, and takes its place for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,8 @@ class WeightTransfers:
     def applied(self, model: str, version: int) -> None:
         """Report that this worker generates with ``version`` of a model from now on, and unstage it."""
         staged = self._staged.get(model)
-        if staged is not None and staged.snapshot.version <= version:
+        found = -1 if staged is None else staged.snapshot.version
+        if staged is not None and (found == version or (found < version and not staged.older)):
             del self._staged[model]
             if staged.snapshot.device.type != "cpu":
                 self._devices[model] = staged.snapshot.device
@@ -232,8 +235,9 @@ class WeightTransfers:
         before = self._staged.get(model)
         in_use = self._applied.get(model, version - 1)
         # An older version may arrive after a newer one whose transfer the controller believed to be lost.
-        if in_use < version and (before is None or before.snapshot.version < version):
-            self._staged[model] = StagedWeights(model, snapshot)
+        is_newer = in_use < version and (before is None or before.snapshot.version < version)
+        if is_newer or (order.older and in_use != version):
+            self._staged[model] = StagedWeights(model, snapshot, older=order.older)
             self._changed.set()
         self._send_message(WeightsStaged(model, version))
 

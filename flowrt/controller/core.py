@@ -31,6 +31,7 @@ from flowrt.controller.state.state import State
 from flowrt.controller.transitions import (
     commits,
     drain,
+    evaluations,
     members,
     offers,
     preemption,
@@ -62,6 +63,7 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.WeightsStaged: weight_sync.weights_staged,
     m.WeightsActivated: weight_sync.weights_activated,
     m.FetchFailed: weight_sync.fetch_failed,
+    m.Evaluated: evaluations.evaluated,
     m.RenewLease: rejoin.renew_lease,
     m.Inventory: rejoin.inventory,
     m.Drain: drain.drain,
@@ -178,8 +180,14 @@ class Core:
                 return commands
         if (order := state.guards.take_order()) is not None and not state.preemption.is_ordered:
             commands += preemption.preempt(state, env, order, now)
-        if state.work.is_due:
-            commands += pulls.serve_worklist(state, env, now)
+        while True:
+            if state.work.is_due:
+                commands += pulls.serve_worklist(state, env, now)
+            if state.table.exact.is_idle and state.models.policy.pin is None:  # nearly always
+                break
+            commands += evaluations.update_pin(state, env)
+            if not state.work.is_due:
+                break
         commands += weight_sync.order_fetches(state, env, now)
         if state.work.take_members():
             commands += self._end_if_complete()

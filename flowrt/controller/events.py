@@ -153,6 +153,16 @@ class StepClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationClosed:
+    """The results of an evaluation, to be recorded."""
+
+    name: str
+    version: int
+    numbers: tuple[tuple[str, float], ...]
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LogGuard:
     """Log that a guard has fired."""
 
@@ -176,4 +186,4 @@ class EndRun:
     code: int
 
 
-Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | LogGuard | Persist | EndRun
+Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | EvaluationClosed | LogGuard | Persist | EndRun

@@ -14,6 +14,7 @@ import torch
 
 from flowrt.algorithms.algorithm import Groups
 from flowrt.algorithms.support import Support
+from flowrt.engines.options import SamplingOptions
 from flowrt.transport.weights.snapshot import Snapshot
 
 
@@ -26,12 +27,14 @@ class Prompt:
         tokens: [L] int32, on the CPU.
         seed: of the sample's random numbers, in [0, 2^63).
         greedy: take the most likely token instead of sampling.
+        sampling: how its tokens are drawn; None: as those of the engine's other sequences.
     """
 
     key: int
     tokens: torch.Tensor
     seed: int
     greedy: bool = False
+    sampling: SamplingOptions | None = None
 
 
 def sample_seed(run_seed: int, prompt: int, epoch: int, member: int, attempt: int) -> int:

@@ -1,6 +1,6 @@
 """Options of the engines. Imports no torch: recipes contain them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -29,6 +29,16 @@ class Truncation:
     def is_active(self) -> bool:
         """Whether any token may be excluded."""
         return self != Truncation()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the tokens of a sequence are drawn."""
+
+    temperature: float
+    """Above 0."""
+    truncation: Truncation = field(default_factory=Truncation)
+    """Which tokens can be drawn. The support is not recorded: such sequences are not trained."""
 
 
 @dataclass(frozen=True)

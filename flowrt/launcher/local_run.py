@@ -46,9 +46,11 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
 from flowrt.recipes.devices import named_accelerators
+from flowrt.recipes.eval_names import eval_paths
+from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.filter_client import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
-from flowrt.recipes.tasks.registry import check_task
+from flowrt.recipes.tasks.registry import check_task, task_of
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.files import atomic_write, private_directory
 from flowrt.runtime.waits import pause
@@ -105,6 +107,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         reward=dataclasses.replace(
             config.reward, functions=tuple(with_paths(one, _absolute) for one in config.reward.functions)
         ),
+        eval=dataclasses.replace(
+            config.eval, data=tuple(f"{name}={_absolute(path)}" for name, path in eval_paths(config).items())
+        ),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
@@ -140,6 +145,7 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     check_devices_here(config)
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     config = check_task(config, progress)
+    check_eval_sets(config, task_of(config))
     check_filter_function(config, progress)
     return asyncio.run(_run(with_own_needs(config), console))
 

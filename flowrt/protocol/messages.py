@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from flowrt.protocol.records import (
+    NO_LIMIT,
     BusySpan,
     Column,
     ColumnLengths,
@@ -131,6 +132,9 @@ class Offer:
     at_least: int  # lowest policy version that may generate them; -1: the one after the last closed step
     lengths: tuple[ColumnLengths, ...]  # group columns, one length for each prompt
     tags: tuple[Values, ...]  # inline columns, one number for each slot
+    at_most: int = (
+        NO_LIMIT  # highest version that may generate them; else equal to ``at_least``: each is of one version
+    )
 
 
 @dataclass(slots=True)
@@ -142,7 +146,8 @@ class EndOfData:
 
 @dataclass(slots=True)
 class OfferAccepted:
-    """controller: the prompts are groups ``first``, ``first`` + 1, ...; -1 if the run needs no more prompts."""
+    """controller: the prompts are groups ``first``, ``first`` + 1, ...; -1 if the run needs no more prompts, or no
+    worker has the version any more that they were to be generated with."""
 
     request: int
     first: int
@@ -179,6 +184,7 @@ class Grant:
     incoming: tuple[Incoming, ...]
     closed: bool  # no more slots will be ready, of this step (train stage) or of the stream
     refused: Ints = ()  # of the pull's ``done``: leases that had ended before, so that their slots are granted again
+    exact: Ints = ()  # of each slot: the version that has to generate all of it, or -1; empty if none has one
 
 
 @dataclass(slots=True)
@@ -296,6 +302,7 @@ class ReceiveWeights:
 
     turn: LaneTurn
     weights: Weights
+    older: bool = False  # use it in place of a newer one: samples of this version are to be generated
 
 
 @dataclass(slots=True)
@@ -329,6 +336,26 @@ class EvictVersion:
 
     model: str
     version: int
+
+
+@dataclass(slots=True)
+class VersionLost:
+    """controller to source: no worker has this version any more; the samples that it had to generate are dropped."""
+
+    version: int
+
+
+@dataclass(slots=True)
+class Evaluated:
+    """source: the results of an evaluation; repeated after a restart of the controller.
+
+    controller to trainer: this version was evaluated, so that its snapshot is written (``is_best``) or freed.
+    """
+
+    name: str
+    version: int
+    numbers: tuple[tuple[str, float], ...]
+    is_best: bool
 
 
 @dataclass(slots=True)
@@ -382,7 +409,9 @@ Message = (
     | Drain
     | RenewLease
     | Inventory
+    | VersionLost
+    | Evaluated
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""

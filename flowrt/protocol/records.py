@@ -101,6 +101,10 @@ def values_fault(columns: Iterable[Values]) -> str:
 
 
 NO_BASE = -1
+NO_LIMIT = 2**63 - 1
+"""The highest version of an offer that any later version may generate too."""
+NO_VERSION = -1
+"""Of a slot: any version that its offer allows may generate it, and more than one."""
 KEPT_TOKENS = "kept_tokens"
 """Inline column of a train batch: the number of tokens of each sample to train, if steps have a token budget."""
 
@@ -162,12 +166,22 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The results of an evaluation of one version on one data set."""
+
+    name: str
+    version: int
+    numbers: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run continues: steps trained, prompts consumed, and numbers of the summary so far."""
+    """Where a run continues: steps trained, prompts consumed, numbers of the summary so far, evaluations."""
 
     step: int = 0
     passed: tuple[Passed, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 WORD_BITS = 62

@@ -17,6 +17,7 @@ from flowrt.engines.options import (
     LearningRate,
     LoraOptions,
     RestartCount,
+    SamplingOptions,
     SglangOptions,
     StepCount,
     TrainOptions,
@@ -97,13 +98,52 @@ class DataConfig:
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
-    """Held-out prompts, the last rows, of several sets in proportion to the weights; answered greedily before and after
-    training; 0: no evaluation."""
+    """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, and without eval.data no
+    evaluation."""
 
     @property
     def prompt_format(self) -> PromptFormat:
         """How prompts become token ids. Raises ConfigError if the variables of the template are no JSON object."""
         return PromptFormat.of(self.chat_template, self.chat_template_kwargs, self.system_prompt, prefill=self.prefill)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation: answers to held-out prompts, all of one version of the weights; training goes on meanwhile."""
+
+    data: tuple[str, ...] = ()
+    """Data sets NAME=PATH of prompts to evaluate, in the form of --data; repeatable; none: the held-out rows, as
+    held_out."""
+    interval: Annotated[int, Interval(ge=0, le=10_000_000)] = 0
+    """Optimiser steps between evaluations; 0: only at the ends."""
+    at_start: bool = True
+    """Evaluate the initial weights, before training."""
+    at_end: bool = True
+    """Evaluate the last weights."""
+    samples: Annotated[int, Interval(ge=1, le=65_536)] = 1
+    """Answers to each prompt, over which avg@k and pass@k are measured."""
+    temperature: Annotated[float, Interval(ge=0, le=100)] = 0.0
+    """Sampling temperature; 0: the most likely token, of which one sample is all."""
+    top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
+    """Sample from this many most likely tokens; 0: from all."""
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to this; 1: from all."""
+    limit: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
+    """Prompts of each data set, the first ones; 0: all."""
+    overlap: Literal["skip", "wait"] = "skip"
+    """An evaluation that is due while another one runs: skip it, unless its version is still there afterwards; or let
+    it wait, its version kept in the trainer's memory, for at most two at a time."""
+    solved_reward: Reward = 1.0
+    """Reward from which an answer counts as right, in pass@k."""
+    stop_at: Reward = 0.0
+    """End training once the mean reward of an evaluation of the first data set reaches this; 0: never."""
+
+    @property
+    def sampling(self) -> SamplingOptions | None:
+        """How answers are drawn; None: the most likely tokens."""
+        if not self.temperature:
+            return None
+        return SamplingOptions(self.temperature, Truncation(self.top_k, self.top_p))
 
 
 @dataclass(frozen=True)
@@ -580,6 +620,11 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep."""
     preemption_save_timeout_s: Annotated[float, Interval(ge=0, le=MAX_TIMEOUT_S)] = 60.0
     """How long a run that received SIGTERM may take to save a checkpoint, in seconds; 0: end without saving."""
+    best: str = ""
+    """Result of evaluations, as held_out/avg@1, by which the best weights are kept, in "best" in the run directory; the
+    trainer keeps each evaluated version in memory until its results are known; empty: none."""
+    keep_best: Annotated[int, Interval(gt=0, le=1_000)] = 1
+    """Number of versions to keep there, best first."""
 
 
 @dataclass(frozen=True)
@@ -651,6 +696,8 @@ class RunConfig:
     """Prompts."""
     reward: RewardOptions = field(default_factory=RewardOptions)
     """Reward functions."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
     build: BuildConfig = field(default_factory=BuildConfig)
     """The embedded model."""
     sft: SftConfig = field(default_factory=SftConfig)

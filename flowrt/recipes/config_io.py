@@ -104,6 +104,7 @@ def read_flags(
     guards, words = _take_all("--guard", words)
     rewards, words = _take_all("--reward", words)
     base = _with_rewards(_with_data(_with_guards(base, guards), data), rewards)
+    words = _joined("--eval.data", words)
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)
@@ -123,6 +124,23 @@ def _take_all(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return values, rest
+
+
+def _joined(flag: str, words: Sequence[str]) -> list[str]:
+    """The words with one flag in place of its repetitions, whose values are a list."""
+    rest: list[str] = []
+    values: list[str] = []
+    takes = False
+    for word in words:
+        if word == flag or word.startswith(f"{flag}="):
+            takes = word == flag
+            values += [] if takes else [word.removeprefix(f"{flag}=")]
+        elif takes and not word.startswith("-"):
+            values.append(word)
+        else:
+            takes = False
+            rest.append(word)
+    return [*rest, flag, *values] if values else list(words)
 
 
 def _with_guards(base: RunConfig, flags: Sequence[str]) -> RunConfig:

@@ -27,6 +27,7 @@ from flowrt.recipes.config import (
 )
 from flowrt.recipes.data_sets import check_sets
 from flowrt.recipes.devices import check_devices, with_devices
+from flowrt.recipes.eval_constraints import check_eval
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
 from flowrt.recipes.tasks.registry import recipe
@@ -61,6 +62,7 @@ def check(config: RunConfig) -> None:
     _check_controller(config)
     _check_hosts(config)
     check_data_options(config)
+    check_eval(config)
     _check_reward(config)
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens)

@@ -7,7 +7,7 @@
     reward    needs    response, answer, truncated       makes reward
     reference needs    prompt, response                  makes ref_logprobs        (training only)
     train     needs    all of these, for all samples of a group                    (training only)
-    evaluate  needs    reward                                                      (evaluation only)
+    evaluate  needs    reward, truncated                                           (evaluation only)
 
 `reward` and `reference` run concurrently: a stage is ready once the columns it needs exist. ``truncated`` is 1 for a
 response that was cut at the length limit, else 0. With top-k, top-p or min-p sampling the rollout stage also makes
@@ -69,7 +69,7 @@ def dataflow(config: RunConfig) -> Dataflow:
     stages = [
         Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
         Stage("reward", needs=("response", "answer", "truncated"), makes=("reward", *reward_columns(config.reward))),
-        Stage("evaluate", needs=("reward",), makes=(), flow=EVAL),
+        Stage("evaluate", needs=("reward", "truncated"), makes=(), flow=EVAL),
     ]
     if with_reference:
         columns.append(Column("ref_logprobs", "float32", "slot"))

@@ -35,6 +35,11 @@ OF_LOSS: dict[PolicyLossName, tuple[str, ...]] = {
 }
 
 
+def pass_ks(answers: int) -> list[int]:
+    """The values of k for which an evaluation has pass@k: powers of 2 below the number of answers, and that."""
+    return sorted({2**power for power in range(answers.bit_length()) if 2**power < answers} | {answers})
+
+
 def metric_names(config: RunConfig) -> frozenset[str]:
     """Names of all metrics of a run; of a class of the user's, without those of its own terms."""
     names = {*OF_ALL_STEPS, *(f"divergence_{age}" for age in range(min(config.max_staleness, MAX_AGE) + 1))}

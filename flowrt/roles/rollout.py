@@ -11,8 +11,10 @@ from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
 from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed
+from flowrt.engines.options import SamplingOptions
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
+from flowrt.protocol.records import NO_VERSION
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.roles.engines import rollout_engine
@@ -41,7 +43,15 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
         async with asyncio.TaskGroup() as tasks:
             in_flight = config.rollout.weight_update == "in_flight"
             with_support = config.rollout.truncation.is_active
-            await RolloutLoop(session, engine, config.seed, tasks, in_flight=in_flight, with_support=with_support).run()
+            await RolloutLoop(
+                session,
+                engine,
+                config.seed,
+                tasks,
+                in_flight=in_flight,
+                with_support=with_support,
+                eval_sampling=config.eval.sampling,
+            ).run()
 
 
 class RolloutLoop:
@@ -49,9 +59,11 @@ class RolloutLoop:
 
     By default weights are swapped between sequences: once new weights are staged, no sequence is started until all
     running ones have finished. With ``in_flight`` they are swapped in while sequences run, which continue with the new
-    weights; an engine that `SupportsInFlightUpdate` prepares the swap in the background first.
+    weights; an engine that `SupportsInFlightUpdate` prepares the swap in the background first. While sequences of an
+    evaluation run, which are of one version, no weights are swapped.
 
     ``with_support``: the sampling is truncated, so the tokens that could be drawn are committed too.
+    ``eval_sampling``: of evaluations; None: the most likely tokens.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class RolloutLoop:
         *,
         in_flight: bool = False,
         with_support: bool = False,
+        eval_sampling: SamplingOptions | None = None,
     ) -> None:
         self._session = session
         self._engine = engine
@@ -70,6 +83,9 @@ class RolloutLoop:
         self._tasks = tasks
         self._in_flight = in_flight
         self._with_support = with_support
+        self._eval_sampling = eval_sampling
+        self._version = 0  # of the weights in use
+        self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
         self._pull: asyncio.Task[Batch | None] | None = None
         # (slot, lease) by key. A slot may be granted again, with another lease, while its earlier sequence still runs.
@@ -95,12 +111,14 @@ class RolloutLoop:
     async def _generate(self) -> None:
         self._interrupt.clear()
         staged = self._session.params.staged() is not None and self._preparing is None
-        if (staged and self._in_flight) or (not staged and self._pull is not None and self._pull.done()):
+        in_flight = self._may_swap_in_flight
+        if (staged and in_flight) or (not staged and self._pull is not None and self._pull.done()):
             return
         with self._session.timeline.busy("generate"):
             run = asyncio.to_thread(self._engine.run, self._interrupt)
-            finished = await (self._interrupt_when_staged(run) if self._in_flight else run)
+            finished = await (self._interrupt_when_staged(run) if in_flight else run)
         if finished:
+            self._exact.difference_update(response.key for response in finished)
             self._tasks.create_task(self._commit(finished))
 
     async def _interrupt_when_staged(self, run: Coroutine[Any, Any, list[Response]]) -> list[Response]:
@@ -131,13 +149,21 @@ class RolloutLoop:
 
     async def _swap_if_safe(self) -> None:
         staged = self._preparing_for or self._session.params.staged()
-        if staged is None or (self._in_flight and await self._is_preparing(staged)):
+        if staged is None or self._exact or (self._in_flight and await self._is_preparing(staged)):
             return
-        if self._in_flight or not self._engine.running:
+        if self._may_swap_in_flight or not self._engine.running:
             with self._session.timeline.busy("swap"):
                 await asyncio.to_thread(self._engine.swap, staged.snapshot)
             self._session.params.applied(staged.model, staged.snapshot.version)
+            self._version = staged.snapshot.version
             self._preparing_for = None
+
+    @property
+    def _may_swap_in_flight(self) -> bool:
+        """Whether running sequences may continue with the staged weights: not those of an evaluation, nor with older
+        weights, which would make them too old to be trained."""
+        staged = self._preparing_for or self._session.params.staged()
+        return self._in_flight and not self._exact and not (staged is not None and staged.older)
 
     async def _is_preparing(self, staged: StagedWeights) -> bool:
         """Start the next preparation for these weights, if the engine has one; True while the swap has to wait for it.
@@ -184,13 +210,22 @@ class RolloutLoop:
             return
         grant = batch.grant
         prompts = []
+        exact = grant.exact or (NO_VERSION,) * len(batch.slots)
         for row, slot in enumerate(batch.slots):
+            if exact[row] not in (NO_VERSION, self._version):
+                reason = f"it is of version {exact[row]}, and {self._version} is in use"
+                self._session.give_back_slots("rollout", (slot,), (grant.lease,), reason)
+                continue
             self._last_key += 1
+            if exact[row] != NO_VERSION:
+                self._exact.add(self._last_key)
             self._running[self._last_key] = slot, grant.lease
             seed = sample_seed(
                 self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
             )
-            prompts.append(Prompt(self._last_key, batch.tensors["prompt"][row], seed, greedy=batch.flows[row] == EVAL))
+            prompt, is_eval = batch.tensors["prompt"][row], batch.flows[row] == EVAL
+            greedy, sampling = is_eval and self._eval_sampling is None, self._eval_sampling if is_eval else None
+            prompts.append(Prompt(self._last_key, prompt, seed, greedy=greedy, sampling=sampling))
         self._engine.add(prompts)
 
     async def _commit(self, finished: list[Response]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import LaneTurn, Part, Weights
+from flowrt.protocol.records import NO_VERSION, LaneTurn, Part, Weights
 from tests.simulation.scenario import GROUP_COLUMNS, Scenario, leases_of
 
 Key = tuple[str, int]
@@ -29,6 +29,7 @@ class Row:
     epoch: int
     spans: tuple[int, ...]
     needs: tuple[Key, ...]
+    exact: int = NO_VERSION
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Shared:
     sent: Turns = field(default_factory=lambda: defaultdict(deque))
     broken: set[LaneId] = field(default_factory=set)
     evals_offered: int = 0
+    evaluated: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))  # by version
+    lost: set[int] = field(default_factory=set)  # versions that could not be evaluated
     passed: dict[int, frozenset[int]] = field(default_factory=dict)  # prompts that the run is done with, by epoch
 
 
@@ -68,8 +71,9 @@ def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
     assert len(grant.spans) in (0, len(grant.slots))
     assert all(len(values.values) == len(grant.slots) for values in grant.inline)
     granted = keys_of(grant.parts)
-    for (slot, lease, group, member, prompt, epoch), spans in zip(
-        ids, grant.spans or [()] * len(grant.slots), strict=True
+    count = len(grant.slots)
+    for (slot, lease, group, member, prompt, epoch), spans, exact in zip(
+        ids, grant.spans or [()] * count, grant.exact or [NO_VERSION] * count, strict=True
     ):
         needs = tuple((part.column, group if part.column in GROUP_COLUMNS else slot) for part in grant.parts)
         assert all(need in granted for need in needs), f"grant of slot {slot} has no part for one of {needs}"
@@ -83,4 +87,5 @@ def rows_of(grant: m.Grant, stage: str) -> Iterator[Row]:
             epoch=epoch,
             spans=spans,
             needs=needs,
+            exact=exact,
         )

@@ -123,6 +123,8 @@ class Scenario:
     ranks: int = 1
     capacity: int = 3  # slots that a worker works on at once
     evals: int = 0
+    exact_evals: int = 0  # evaluations of one version
+    swaps_at_once: bool = False  # workers swap while they generate for an evaluation, which they must not
     publish_every: int = 1
     speeds: tuple[tuple[str, float], ...] = ()  # of the workers that are not as fast as the rest, by id
     fetch_speed: float = 1.0

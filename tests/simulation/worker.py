@@ -14,7 +14,7 @@ from flowrt.controller.events import Event, MessageReceived, WorkerConnected
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Incoming, LaneTurn, Part, Values, Weights
+from flowrt.protocol.records import NO_BASE, NO_LIMIT, NO_VERSION, Incoming, LaneTurn, Part, Values, Weights
 from tests.simulation.rows import Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
 from tests.simulation.scenario import (
     COLUMNS,
@@ -40,6 +40,7 @@ class Worker:
         self.sequences: dict[LaneId, int] = {}
         self.expected: Turns = defaultdict(deque)
         self.weights: set[int] = set()
+        self.going_back: set[LaneTurn] = set()  # turns that bring an older version than the one in use
         self.told: Counter[int] = Counter()  # versions that the controller was told of, and has not retired since
         self.forms: dict[tuple[int, int], Weights] = {}  # whole or as changes, here or coming
         self.relays: dict[Weights, list[LaneTurn]] = defaultdict(list)  # turns that pass on what is still coming
@@ -73,7 +74,10 @@ class Worker:
                 self._granted(message)
             case m.OfferAccepted(request, group):
                 offer = self.offers.pop(request)
-                self.closed = self.closed or group < 0
+                if group < 0 and offer.flow == "eval":
+                    self.shared.lost.add(offer.at_most)
+                else:
+                    self.closed = self.closed or group < 0
                 for one in offer.lengths if group >= 0 else ():
                     for item, length in enumerate(one.lengths, group):
                         self.have[one.column, item] = (length, -1)
@@ -106,7 +110,10 @@ class Worker:
                 self._issue(turn, parts, self.shared.sent)
             case m.SendWeights():
                 self._serve_weights(message)
-            case m.ReceiveWeights(turn, weights):
+            case m.VersionLost(version):
+                self.shared.lost.add(version)
+            case m.ReceiveWeights(turn, weights, older):
+                self.going_back.update([turn] if older else ())
                 based = weights.base == NO_BASE or weights.base in self.weights
                 assert based, f"{self.id} is sent changes to {weights.base}, but has {self.weights}"
                 self.forms[weights.version, weights.base] = weights
@@ -190,7 +197,7 @@ class Worker:
         if isinstance(packet, Weights):
             self.weights.add(packet.version)
             self.forms[packet.version, NO_BASE] = replace(packet, base=NO_BASE)
-            self.staged = max(self.staged, packet.version)
+            self.staged = packet.version if turn in self.going_back else max(self.staged, packet.version)
             for relayed in self.relays.pop(packet, ()):
                 self.shared.sent[lane_of(relayed)].append((relayed, packet))
             self.told[packet.version] += 1
@@ -217,7 +224,7 @@ class Worker:
     def options(self) -> Iterator[Callable[[], None]]:
         """Everything that this worker could do next by itself."""
         if self.hung or self.role == "source":
-            if not self.hung and not self.closed and len(self.offers) < 2:
+            if not self.hung and not self.closed and sum(one.at_most == NO_LIMIT for one in self.offers.values()) < 2:
                 yield self._offer
             return
         for job in self.jobs:
@@ -226,7 +233,8 @@ class Worker:
                 yield partial(self.abandon, job, False, "its tensors did not come")
             elif job.begun >= 0 or all(key in self.have for key in needs):
                 yield partial(self._finish if job.begun >= 0 or self.role != "rollout" else self._begin, job)
-        if self.staged > self.applied:
+        is_evaluating = any(job.begun >= 0 and job.rows[0].exact >= 0 for job in self.jobs)
+        if self.staged != self.applied and (not is_evaluating or self.shared.scenario.swaps_at_once):
             yield self._apply
         if self.unpublished is not None:
             yield self._publish
@@ -240,7 +248,21 @@ class Worker:
         scenario, rng, evals = self.shared.scenario, self.shared.rng, self.shared.evals_offered
         number, lengths = self.requests, (rng.randint(1, 6), rng.randint(1, 3))
         self.requests += 1
-        if evals < scenario.evals and rng.random() < 0.5:
+        if evals < scenario.exact_evals and rng.random() < 0.3:
+            self.shared.evals_offered += 1
+            version = min(max(self.shared.latest() + rng.randint(-1, 2), 0), scenario.steps)
+            offer = m.Offer(
+                request=number,
+                flow="eval",
+                prompts=(evals,),
+                epoch=version,
+                members=3,
+                at_least=version,
+                lengths=offered_lengths(*lengths),
+                tags=(),
+                at_most=version,
+            )
+        elif evals < scenario.evals and rng.random() < 0.5:
             self.shared.evals_offered += 1
             offer = m.Offer(
                 request=number,
@@ -301,6 +323,9 @@ class Worker:
         self.unpublished = None
 
     def _begin(self, job: Job) -> None:
+        if job.rows[0].exact not in (NO_VERSION, self.applied):
+            self.abandon(job, False, "it has swapped its weights since")
+            return
         job.begun = self.applied
 
     def _reward(self, row: Row) -> float:
@@ -337,6 +362,11 @@ class Worker:
         if self.role == "trainer":
             self.trained += job.rows
             return
+        if self.role == "evaluate":
+            for row in job.rows:
+                if row.exact >= 0:
+                    assert set(row.spans[::2]) == {row.exact}, f"{row} is to be of version {row.exact}"
+                    self.shared.evaluated[row.exact].append(row)
         self.requests += 1
         rng = self.shared.rng
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)

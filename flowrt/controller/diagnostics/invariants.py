@@ -57,6 +57,9 @@ def _check_slot(table: SampleTable, slot: Slot) -> None:
         assert not done or present == list(stage.makes), f"slot {slot.id} has only {present} although {name} is done"
         if done and stage.generates:
             assert slot.spans_of == name, f"slot {slot.id} has no spans although {name} is done"
+            if slot.group.is_exact:
+                wrong = f"slot {slot.id} of version {slot.group.at_most} was generated as {slot.spans}"
+                assert set(slot.spans[::2]) == {slot.group.at_most}, wrong
         if done or name in slot.leases:
             missing = [need for need in stage.needs if not slot.has(need)]
             assert not missing, f"slot {slot.id} lacks {missing}, which {name} needs"
@@ -90,17 +93,26 @@ def _check_leases(table: SampleTable) -> None:
             assert slot.leases.get(lease.stage) is lease, f"lease {lease.id} has slot {slot.id}, which is not leased"
             if lease.stage in table.flows.generating:
                 assert (lease.version or 0) >= slot.group.at_least, f"slot {slot.id} is generated with too old weights"
+                is_exact = lease.version == slot.group.at_most or not slot.group.is_exact
+                assert is_exact, f"slot {slot.id} of {slot.group.at_most} is generated with version {lease.version}"
 
 
 def _check_counters(table: SampleTable) -> None:
     """Counters that are updated with each change equal a new count."""
     rows, tensor_bytes, undone = Counter[str](), Counter[str](), Counter[str]()
+    live, to_generate = Counter[int](), Counter[int]()
     for group in table.groups.values():
         rows[group.flow] += len(group.slots)
+        if group.is_exact:
+            live[group.at_most] += len(group.slots)
+            open_slots = sum(not table.is_done(slot, name) for slot in group.slots for name in table.flows.generating)
+            to_generate.update({group.at_most: open_slots} if open_slots else {})
         for column, holding in [*group.tensors.items(), *(one for s in group.slots for one in s.tensors.items())]:
             tensor_bytes[group.flow] += holding.length * table.flows.item_bytes[column]
         for stage in table.flows.of(group.flow):
             undone[stage.name] += sum(not table.is_done(slot, stage.name) for slot in group.slots)
+    exact = (table.exact.live, table.exact.to_generate)
+    assert exact == (live, to_generate), f"{exact} slots of evaluations are counted, there are {(live, to_generate)}"
     assert table.rows == rows, f"the row counter is {dict(table.rows)}, there are {dict(rows)}"
     assert table.bytes == tensor_bytes, f"the byte counter is {dict(table.bytes)}, there are {dict(tensor_bytes)}"
     assert Counter(table.undone) == undone, f"the counter of undone slots is {table.undone}, there are {dict(undone)}"
@@ -133,6 +145,8 @@ def _check_outdated(state: State, env: Environment) -> None:
         return [slot for slot in slots if _may_start(state, env, slot.group, version)]
 
     for worker in versions.behind.keys() - state.models.backing_off[versions.model]:
+        if versions.is_pinned(worker):
+            continue
         own = -1 if versions.is_late(worker) else versions.applied_version(worker)
         for parked in state.requests.of(worker):
             stage = parked.request.stage if isinstance(parked.request, Pull) else ""
@@ -142,7 +156,7 @@ def _check_outdated(state: State, env: Environment) -> None:
 
 
 def _may_start(state: State, env: Environment, group: Group, version: int) -> bool:
-    if version < group.at_least:
+    if version < group.at_least or (group.is_exact and version != group.at_most):
         return False
     step = state.window.expected_step(group)
     return group.flow != env.flow.train_flow or state.admission(env).may_start(step, version)

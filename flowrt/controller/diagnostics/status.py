@@ -18,6 +18,7 @@ def status(
     latest: Mapping[str, Any],
     numbers: Mapping[str, float],
     cut_off: Mapping[str, float],
+    evaluated: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The content of a Status message.
 
@@ -28,6 +29,7 @@ def status(
         latest: the last line of metrics.jsonl.
         numbers: numbers that workers reported for the summary.
         cut_off: workers whose link is down, and for how many seconds.
+        evaluated: the newest results by data set.
     """
     state, weights = core.state, core.state.models.policy
     receivers = weights.receivers
@@ -50,5 +52,6 @@ def status(
         "guards": {"firing": state.guards.firing[:MAX_LOGGED], "log": [list(one) for one in state.guards.log]},
         "latest": dict(latest),
         "numbers": dict(numbers),
+        "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],
     }

@@ -15,6 +15,7 @@ from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import pulls
 from flowrt.ids import CONTROLLER, OBSERVER, WorkerId
 from flowrt.protocol.messages import Offer, Pull
+from flowrt.protocol.records import NO_LIMIT
 
 MAX_NAMES = 8
 """Maximum number of workers that are named for one wait; of the others only the number is given."""
@@ -183,6 +184,10 @@ class WaitGraphBuilder:
     def _offer_blocked_on(self, offer: Offer) -> tuple[WorkerId, ...]:
         if offer.flow == self._env.flow.train_flow:
             return self._workers_of(self._env.flow.train_stage)
+        if NO_LIMIT != offer.at_most > self._state.models.policy.newest:
+            publisher = self._state.models.policy.publisher
+            trainers = self._workers_of(self._env.flow.train_stage)
+            return (publisher,) if publisher is not None and publisher in self._state.membership else trainers
         undone, flows = self._state.table.undone, self._state.table.flows
         stages = [stage.name for stage in flows.of(offer.flow) if undone[stage.name]]
         return tuple(dict.fromkeys(worker for stage in stages for worker in self._workers_of(stage)))

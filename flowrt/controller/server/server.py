@@ -89,6 +89,7 @@ class Server:
             position=position,
             resumed_from=self.ledger.resumed_from,
             lines=lines,
+            evaluations=self.ledger.evaluation_lines(),
         )
         self._recorder = RunRecorder(self.ledger, self.metrics)
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
@@ -260,7 +261,10 @@ class Server:
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
         numbers = tuple(self.metrics.numbers.items())
-        position = dataclasses.replace(self._core.settings.position, passed=passed, numbers=numbers)
+        evaluations = self.metrics.evaluated() if self._connections.role(worker) == SOURCE else ()
+        position = dataclasses.replace(
+            self._core.settings.position, passed=passed, numbers=numbers, evaluations=evaluations
+        )
         self._connections.send(worker, dataclasses.replace(self._welcome, position=position))
 
     def _send_delayed_welcomes(self) -> None:
@@ -385,4 +389,5 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            evaluated=self.metrics.evaluation_summary(),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.samples import ColumnLocation, Group, Slot
 from flowrt.ids import GroupId, SlotId, WorkerId
-from flowrt.protocol.records import ColumnLengths, Ints, Part, Values
+from flowrt.protocol.records import NO_LIMIT, ColumnLengths, Ints, Part, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class GroupsOpened:
     tags: tuple[Values, ...]
     group: int
     slot: int
+    at_most: int = NO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class ReplayedSamples:
                 prompt=prompt,
                 epoch=entry.epoch,
                 at_least=entry.at_least,
+                at_most=entry.at_most,
             )
             first = index * entry.members
             for member in range(entry.members):

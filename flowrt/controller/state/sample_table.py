@@ -11,11 +11,12 @@ from typing import cast
 
 from flowrt.controller.policies.dispatch.base import Queue
 from flowrt.controller.state.dataflow import Flows
+from flowrt.controller.state.evaluations import ExactFirst, ExactSamples
 from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, Group, Lease, Slot, new_groups
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.records import NO_LIMIT, Column, Stage
 
 
 class SampleTable:
@@ -35,6 +36,9 @@ class SampleTable:
         self.slots: dict[SlotId, Slot] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
+        self.generating = {name: ExactFirst(self.ready[name]) for name in flows.generating}
+        self.ready |= self.generating
+        self.exact = ExactSamples()
         self.ready_groups: dict[str, dict[GroupId, Group]] = {s.name: {} for s in stages if s.whole_groups}
         self.regenerated: dict[
             GroupId, Group
@@ -65,6 +69,9 @@ class SampleTable:
         """Add the groups of an earlier controller and queue what is ready."""
         for group in groups:
             self.groups[group.id] = group
+            if group.is_exact:
+                to_generate = sum(self._is_to_generate(slot) for slot in group.slots)
+                self.exact.add(group.at_most, len(group.slots), to_generate)
             self.slots.update((slot.id, slot) for slot in group.slots)
             self.rows[group.flow] += len(group.slots)
             for tensors in (group.tensors, *(slot.tensors for slot in group.slots)):
@@ -87,18 +94,21 @@ class SampleTable:
         owner: WorkerId,
         lengths: Mapping[str, Sequence[int]],
         tags: Mapping[str, Sequence[float]],
+        at_most: int = NO_LIMIT,
     ) -> list[Group]:
         """Add a group of ``members`` slots for each prompt; ``owner`` holds the group columns.
 
         ``lengths`` has one number a prompt for each of them, ``tags`` (inline columns) one number a slot.
         """
-        groups, slots = new_groups(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot)
+        groups, slots = new_groups(flow, prompts, epoch, members, at_least, self._next_group, self._next_slot, at_most)
         first_group, first_slot = self._next_group, self._next_slot
         self._next_group += len(groups)
         self._next_slot += len(slots)
         self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
         self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
         self.rows[flow] += len(slots)
+        if at_most != NO_LIMIT:
+            self.exact.add(at_most, len(slots), len(slots))
         self.exhausted.setdefault(flow, set())
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
@@ -263,6 +273,8 @@ class SampleTable:
         if slot.done & self._bits[stage]:
             slot.done -= self._bits[stage]
             self.undone[stage] += 1
+            if slot.group.is_exact and self.stages[stage].generates:
+                self.exact.generated(slot.group.at_most, -1)
 
     def remove(self, slot: Slot) -> None:
         """Remove a slot; its group continues without it."""
@@ -291,6 +303,8 @@ class SampleTable:
                     self._weigh_off(flow, slot.tensors)
                 if slot.done == bits:
                     del live[slot.id]
+                    if group.is_exact:
+                        self.exact.remove(group.at_most, to_generate=False)
                 else:
                     self._take_off(slot)
             if group.tensors:
@@ -302,7 +316,12 @@ class SampleTable:
         if flow:
             self.rows[flow] -= rows
 
+    def _is_to_generate(self, slot: Slot) -> bool:
+        return not all(slot.done & self._bits[stage] for stage in self.flows.generating)
+
     def _take_off(self, slot: Slot) -> None:
+        if slot.group.is_exact:
+            self.exact.remove(slot.group.at_most, to_generate=self._is_to_generate(slot))
         for stage in self.flows.of(slot.group.flow):
             self._end_lease(slot, stage.name)
             self._dequeue(slot, stage.name)
@@ -318,6 +337,10 @@ class SampleTable:
         self.undone[stage] -= len(slots)
         if not self.undone[stage]:
             self._work.add_stage(stage)
+        if self.exact.live and self.stages[stage].generates:
+            for slot in slots:
+                if slot.group.is_exact:
+                    self.exact.generated(slot.group.at_most)
         for column in self.flows.fetched[stage]:
             for slot in slots:
                 needed = slot.holding(column)

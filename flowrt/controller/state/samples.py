@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import cast
 
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.records import LaneTurn
+from flowrt.protocol.records import NO_LIMIT, LaneTurn
 
 NO_STEP = -1
 NO_LEASE = -1
@@ -51,20 +51,28 @@ class ColumnLocation:
 class Group:
     """The slots of one prompt, over which advantages are computed."""
 
-    __slots__ = ("at_least", "epoch", "flow", "id", "prompt", "slots", "tensors")
+    __slots__ = ("at_least", "at_most", "epoch", "flow", "id", "prompt", "slots", "tensors")
 
-    def __init__(self, group_id: GroupId, flow: str, prompt: int, epoch: int, at_least: int) -> None:
+    def __init__(
+        self, group_id: GroupId, flow: str, prompt: int, epoch: int, at_least: int, at_most: int = NO_LIMIT
+    ) -> None:
         self.id = group_id
         self.flow = flow
         self.prompt = prompt
         self.epoch = epoch
         self.at_least = at_least
+        self.at_most = at_most
         self.slots: list[Slot] = []
         self.tensors = NO_TENSORS
 
     def keep(self, column: str, holding: ColumnLocation) -> None:
         """Whether this column of the group exists."""
         self.tensors = {**self.tensors, column: holding}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one version, ``at_most``, has to generate each of its samples."""
+        return self.at_most != NO_LIMIT
 
     def oldest_version(self) -> int | None:
         """Oldest version of any finished member, or that a running member may have started with."""
@@ -127,18 +135,27 @@ class Slot:
 
 
 def new_groups(
-    flow: str, prompts: Sequence[int], epoch: int, members: int, at_least: int, group_id: int, slot_id: int
+    flow: str,
+    prompts: Sequence[int],
+    epoch: int,
+    members: int,
+    at_least: int,
+    group_id: int,
+    slot_id: int,
+    at_most: int = NO_LIMIT,
 ) -> tuple[list[Group], list[Slot]]:
     """One group of ``members`` slots for each prompt, numbered from the given ids on; returns groups and slots."""
     if len(prompts) == 1:  # fast path: one prompt
-        group = Group(GroupId(group_id), flow, prompts[0], epoch, at_least)
+        group = Group(GroupId(group_id), flow, prompts[0], epoch, at_least, at_most)
         group.slots = [Slot(SlotId(slot_id + member), group, member) for member in range(members)]
         return [group], [*group.slots]
     rows = len(prompts) * members
     group_ids = cast(Sequence[GroupId], range(group_id, group_id + len(prompts)))
     slot_ids = cast(Sequence[SlotId], range(slot_id, slot_id + rows))
     # Hot path: with keywords, creating a group takes three times as long.
-    groups = [Group(one, flow, prompt, epoch, at_least) for one, prompt in zip(group_ids, prompts, strict=True)]
+    groups = [
+        Group(one, flow, prompt, epoch, at_least, at_most) for one, prompt in zip(group_ids, prompts, strict=True)
+    ]
     slots = [
         Slot(one, group, member) for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
     ]

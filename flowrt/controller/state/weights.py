@@ -7,7 +7,7 @@ receivers form a chain and cost little more than one.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,15 @@ class Fetching(NamedTuple):
     receiver: WorkerId
     holder: WorkerId
     weights: Weights
+    older: bool = False
+    """The receiver uses it in place of a newer version, for an evaluation."""
+
+
+class Pin(NamedTuple):
+    """A worker that generates with one version until the samples of its evaluation are generated."""
+
+    worker: WorkerId
+    version: int
 
 
 Form = tuple[int, int]
@@ -71,6 +80,9 @@ class VersionTable:
     serving: Counter[tuple[WorkerId, int]] = field(default_factory=Counter)  # fetches from a holder, by version
     evictable: set[WorkerId] = field(default_factory=set)  # holders that may have versions to evict
     held: dict[WorkerId, set[Form]] = field(default_factory=lambda: defaultdict(set))
+    pin: Pin | None = None
+    kept: frozenset[int] = frozenset()  # versions that their publisher keeps for evaluations
+    rewound: set[tuple[WorkerId, int]] = field(default_factory=set)  # versions that a worker drops to go back
     is_changed: bool = False  # since `begin_fetches` was last called
 
     def restore(self, newest: int) -> None:
@@ -123,7 +135,9 @@ class VersionTable:
         if worker not in self.receivers:
             self.entry[worker] = self.latest if self.latest in self.published else version
         before = self.receivers.get(worker, Receiver(worker, version, version))
-        self._received(Receiver(worker, version, max(before.staged, version)))
+        # One that goes back to an older version, for an evaluation, has nothing newer staged.
+        staged = version if version < before.applied else max(before.staged, version)
+        self._received(Receiver(worker, version, staged))
 
     def _received(self, receiver: Receiver) -> None:
         self.receivers[receiver.worker] = receiver
@@ -169,7 +183,8 @@ class VersionTable:
             )
         fetch = self._end_fetch(worker, version)
         receiver = self.receivers[worker]
-        self._received(Receiver(worker, receiver.applied, max(receiver.staged, version)))
+        is_older = fetch is not None and fetch.older
+        self._received(Receiver(worker, receiver.applied, version if is_older else max(receiver.staged, version)))
         self.whole_next.discard(worker)
         self.failures.pop(worker, None)
         # Even if this fetch was thought to be over: only known holders are told to evict a version.
@@ -259,31 +274,111 @@ class VersionTable:
     def begin_fetches(
         self, refresh: WeightSyncPolicy, outdated: Collection[WorkerId], resting: Collection[WorkerId] = ()
     ) -> list[Fetching]:
-        """Start the fetches that the policy wants and those of outdated receivers; receivers that back off wait."""
+        """Start the fetches that the policy wants and those of outdated receivers; receivers that back off wait.
+
+        A pinned worker fetches the version that it is pinned to, whatever the policy says, and no other.
+        """
         self.is_changed = False
+        started = self._fetch_pinned(resting)
         if self.latest not in self.published or not self.behind:
-            return []
+            return started
+        pinned = self.pin.worker if self.pin else None
         idle = [
             receiver._replace(divergence=self.divergence.get(receiver.applied))
             for receiver in self.receivers.values()
-            if receiver.worker not in self.fetching and receiver.worker not in resting
+            if receiver.worker not in self.fetching and receiver.worker not in resting and receiver.worker != pinned
         ]
-        due = dict.fromkeys(refresh.due(self.latest, idle, len(self.fetching)))
+        fetching = len(self.fetching) - (pinned is not None and pinned in self.fetching)
+        due = dict.fromkeys(refresh.due(self.latest, idle, fetching))
         due |= dict.fromkeys(worker for worker in outdated if worker in self.behind and worker not in resting)
+        if pinned is not None:
+            due.pop(pinned, None)
+        return started + self._fetch(due, self.latest)
+
+    def _fetch(self, due: Iterable[WorkerId], version: int, *, older: bool = False) -> list[Fetching]:
+        """Start fetches of a version by these workers, of its delta where that is possible."""
         if not due:
             return []
-        sources = {weights.base: self._sources(weights) for weights in self.published[self.latest]}
+        sources = {weights.base: self._sources(weights) for weights in self.published[version]}
         started = []
         for worker in due:
-            for weights in reversed(self.published[self.latest]):
+            for weights in reversed(self.published[version]):
                 if sources[weights.base] and self._can_use(worker, weights):
-                    fetch = Fetching(worker, pick_source(sources[weights.base], worker), weights)
+                    fetch = Fetching(worker, pick_source(sources[weights.base], worker), weights, older)
                     self.fetching[worker] = fetch
                     self.serving[fetch.holder, weights.version] += 1
                     self.behind.pop(worker, None)
                     started.append(fetch)
                     break
         return started
+
+    # ---- evaluations
+
+    def is_gone(self, version: int) -> bool:
+        """Whether a version was published (or is that of the start), and no worker has it any more."""
+        if version > self.newest or (version == self.newest == 0):
+            return False
+        if any(version in (receiver.applied, receiver.staged) for receiver in self.receivers.values()):
+            return False
+        # A receiver that has something newer is about to evict it.
+        return not self.holders.get((version, NO_BASE), set()) - self.receivers.keys()
+
+    def keep(self, versions: Iterable[int]) -> None:
+        """These are the versions that are evaluated: their publisher keeps them."""
+        kept = frozenset(versions)
+        if kept != self.kept:
+            self.kept = kept
+            self.is_changed = True
+            self.evictable.update(self.held)
+
+    def set_pin(self, version: int | None, leaving: Collection[WorkerId]) -> bool:
+        """Pin a worker to a version (None: no worker is pinned any more). Returns whether the pin has changed.
+
+        A worker stays pinned as long as it is there. A new one is the worker with the least to do until it generates
+        with the version: it has it, it is about to use it, it can fetch it, it has to go back from a newer one.
+        """
+        pin = self.pin
+        if pin is not None and pin.version == version and pin.worker in self.receivers and pin.worker not in leaving:
+            return False
+        self.pin = None
+        if version is not None:
+            found = [one for one in self.receivers.values() if one.worker not in leaving]
+            if found:
+                self.pin = Pin(min(found, key=lambda one: self._pin_order(one, version)).worker, version)
+        if self.pin != pin:
+            self.is_changed = True
+        return self.pin != pin
+
+    def _pin_order(self, receiver: Receiver, version: int) -> tuple[int, WorkerId]:
+        fetch = self.fetching.get(receiver.worker)
+        coming = receiver.staged if fetch is None else max(fetch.weights.version, receiver.staged)
+        if coming == version:
+            return int(receiver.applied != version), receiver.worker
+        return 2 if coming < version else 3, receiver.worker
+
+    def is_pinned(self, worker: WorkerId) -> bool:
+        """Whether the worker is pinned to a version."""
+        return self.pin is not None and self.pin.worker == worker
+
+    def _fetch_pinned(self, resting: Collection[WorkerId]) -> list[Fetching]:
+        """Let the pinned worker fetch its version, unless it has it or is fetching; it then forgets newer ones."""
+        if self.pin is None or self.pin.worker in self.fetching or self.pin.worker in resting:
+            return []
+        worker, version = self.pin
+        receiver = self.receivers[worker]
+        if receiver.staged == version or (version, NO_BASE) not in self.holders or version not in self.published:
+            return []
+        if receiver.staged < version:
+            return self._fetch((worker,), version)
+        if self.holders[version, NO_BASE] == {worker}:
+            return []
+        # It fetches whole what it already has, then and afterwards: each version is staged once it has arrived.
+        self.whole_next.add(worker)
+        for form in list(self.held.get(worker, ())):
+            self.held[worker].remove(form)
+            self._drop_form(worker, form)
+            self.rewound.add((worker, form[0]))
+        return self._fetch((worker,), version, older=True)
 
     def _can_use(self, worker: WorkerId, weights: Weights) -> bool:
         """Whether a receiver can use these weights: a delta needs its base."""
@@ -310,13 +405,16 @@ class VersionTable:
 
     def retire(self) -> list[tuple[WorkerId, int]]:
         """(holder, version) pairs to evict: the holder has a newer version, and no receiver fetches the old one."""
-        if not self.evictable:
+        if not self.evictable and not self.rewound:
             return []
-        retired = set()
+        retired, self.rewound = self.rewound, set()
         for worker in self.evictable:
             newest = max((version for version, _ in self.held.get(worker, ())), default=0)
+            kept = self.kept if worker == self.publisher else ()
             for form in [
-                one for one in self.held.get(worker, ()) if one[0] < newest and not self.serving[worker, one[0]]
+                one
+                for one in self.held.get(worker, ())
+                if one[0] < newest and not self.serving[worker, one[0]] and one[0] not in kept
             ]:
                 self.held[worker].remove(form)
                 self._drop_form(worker, form)
@@ -324,7 +422,8 @@ class VersionTable:
         self.evictable.clear()
         if retired:
             self._forget_unheld()
-        self.suspects = {(worker, version) for worker, version in self.suspects if version == self.latest}
+        current = {self.latest, *self.kept}
+        self.suspects = {(worker, version) for worker, version in self.suspects if version in current}
         return sorted(retired)
 
 

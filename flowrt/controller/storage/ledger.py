@@ -53,6 +53,8 @@ _ROLLBACK = (
     # Evaluations before the first step stay valid, even if no step was trained.
     "DELETE FROM summary_values WHERE step >= MAX(:step, 1)",
     "DELETE FROM steps WHERE step >= :step",
+    # A version is made by the steps before it.
+    "DELETE FROM evaluations WHERE version > :step",
 )
 _DROPPED = (
     "SELECT reason FROM events WHERE (state = 'dropped' OR (state = 'unread' AND reason NOT LIKE 'rolled back%')) "
@@ -219,6 +221,17 @@ class Ledger:
     def add_step(self, step: int, line: str) -> None:
         """Buffer the line of metrics.jsonl of a closed step, from which the file can be rewritten."""
         self._uncommitted.steps.append((step, line))
+
+    def add_evaluation(self, name: str, version: int, line: str) -> None:
+        """Buffer the line of evaluations.jsonl of an evaluation."""
+        self._uncommitted.evaluations.append((name, version, line))
+        self._commit_needed = True
+
+    def evaluation_lines(self) -> dict[tuple[str, int], str]:
+        """The line of evaluations.jsonl of each evaluation, by data set and version, in order of versions."""
+        self.flush()
+        rows = self._db.execute("SELECT name, version, line FROM evaluations ORDER BY version, name").fetchall()
+        return {(name, version): line for name, version, line in rows}
 
     def step_lines(self, steps: int) -> list[str]:
         """The lines of metrics.jsonl of the first ``steps`` steps. Raises FlowError if one is missing."""

@@ -20,6 +20,7 @@ _SET_PROMPT = (
 )
 _SET_SUMMARY_VALUE = "INSERT OR REPLACE INTO summary_values (name, value, step) VALUES (?, ?, ?)"
 _SET_STEP = "INSERT OR REPLACE INTO steps (step, line) VALUES (?, ?)"
+_SET_EVALUATION = "INSERT OR REPLACE INTO evaluations (name, version, line) VALUES (?, ?, ?)"
 _ADD_ENTRY = "INSERT INTO replay_log (id, kind, entry) VALUES (?, ?, ?)"
 _SET_COUNTER = "INSERT OR REPLACE INTO counters (name, value) VALUES (?, ?)"
 _pack = msgpack.Packer(use_bin_type=True).pack
@@ -36,6 +37,8 @@ class PendingWrites(NamedTuple):
     summary_values: list[tuple[str, float, int]]
     steps: list[tuple[int, str]]
     """The line of metrics.jsonl of each closed step."""
+    evaluations: list[tuple[str, int, str]]
+    """Data set, version and the line of evaluations.jsonl of each evaluation."""
 
     def extend(self, other: "PendingWrites") -> None:
         for mine, theirs in zip(self, other, strict=True):
@@ -51,7 +54,7 @@ class PendingWrites(NamedTuple):
 
 
 def no_writes() -> PendingWrites:
-    return PendingWrites(records=[], entries=[], counters=[], members=[], summary_values=[], steps=[])
+    return PendingWrites(records=[], entries=[], counters=[], members=[], summary_values=[], steps=[], evaluations=[])
 
 
 def append_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
@@ -72,6 +75,7 @@ def apply_pending(db: sqlite3.Connection, writes: PendingWrites) -> None:
         else:  # SQLite stores a NaN as NULL, which the table refuses
             log.warning("number %r is %s, which is not finite: it is left out of the ledger", name, value)
     db.executemany(_SET_STEP, writes.steps)
+    db.executemany(_SET_EVALUATION, writes.evaluations)
     db.executemany(_ADD_ENTRY, writes.entries)
     db.executemany(_SET_COUNTER, writes.counters)
     for worker, role in writes.members:

@@ -3,7 +3,7 @@
 import logging
 
 from flowrt.controller.diagnostics.counters import describe_non_finite, finite, validate_names
-from flowrt.controller.events import AppendLedger, AppendReplay, Command, StepClosed
+from flowrt.controller.events import AppendLedger, AppendReplay, Command, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.errors import FlowError
@@ -36,6 +36,8 @@ class RunRecorder:
                 if invalid := describe_non_finite((*command.inline_means, *command.metrics)):
                     self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
                 self._ledger.add_step(command.step, self._metrics.write_step(command, now))
+            case EvaluationClosed(name, version) if name and not self._metrics.is_evaluated(name, version):
+                self._ledger.add_evaluation(name, version, self._metrics.write_evaluation(command, now))
 
     def record_report(self, worker: str, role: str, report: Report, step: int) -> None:
         """Store a worker's report; its numbers are kept for a run resumed after ``step``."""

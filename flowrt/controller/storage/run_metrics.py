@@ -1,4 +1,4 @@
-"""Run metrics: metrics.jsonl, timeline.jsonl, and the numbers of summary.json.
+"""Run metrics: metrics.jsonl, evaluations.jsonl, timeline.jsonl, and the numbers of summary.json.
 
 A resumed run continues in the same files: the lines of steps that were rolled back are removed, and the summary counts
 the whole run.
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.diagnostics.counters import finite
-from flowrt.controller.events import FRACTIONS, StepClosed
+from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
 from flowrt.errors import FlowError
-from flowrt.protocol.records import BusySpan, Position
+from flowrt.protocol.records import BusySpan, Evaluation, Position
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import Span, busy_fraction, is_span, is_step, read_lines
 
@@ -29,6 +29,8 @@ RESERVED_FIELDS = frozenset(
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+EVALUATION = "eval/"
+"""Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
 """Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
 MAX_WINDOW_STEPS = 10
@@ -45,6 +47,7 @@ class RunMetrics:
         position: Position | None = None,
         resumed_from: int | None = None,
         lines: Sequence[str] = (),
+        evaluations: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
         """Open the files of a new, resumed or restarted run.
 
@@ -55,17 +58,27 @@ class RunMetrics:
             resumed_from: the step from which the run was resumed, if that is not the step of ``position``, which is
                 later after a restart of the controller.
             lines: the ledger's lines of the steps before ``position``; metrics.jsonl is rewritten from them.
+            evaluations: the ledger's lines of evaluations, by data set and version; evaluations.jsonl is rewritten from
+                them.
         """
         position = position or Position()
         metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
+        self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
+            key: json.loads(line) for key, line in (evaluations or {}).items()
+        }
         earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        evaluated = run_dir / "evaluations.jsonl"
+        if evaluated.exists() or self.evaluations:
+            atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
         self._run_dir = run_dir
         self._start_s = start_s - elapsed_s
         self._first_step = position.step if resumed_from is None else resumed_from
         _truncate_partial_line(timeline)
-        for path in (metrics, timeline):
+        for path in (metrics, timeline, evaluated):
             path.touch(mode=0o600)  # the run directory may be readable for all users
         self._metrics: TextIO = metrics.open("a", buffering=1)
+        self._evaluations: TextIO = evaluated.open("a", buffering=1)
+        self._new_results: dict[str, float] = {}  # of evaluations since the last line of a step
         self._timeline: TextIO = timeline.open("a", buffering=1)
         self._timeline_start = self._timeline.tell()  # an earlier controller may have had another clock
         self._training_start_s: float | None = None  # in this attempt of the run
@@ -111,10 +124,32 @@ class RunMetrics:
             **{name: round(value, 6) for name, value in closed.fractions},
             **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
             **{f"{GUARD}{metric}": violations for metric, violations in closed.fired},
+            **self._new_results,
         }
+        self._new_results = {}
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
         return text
+
+    def is_evaluated(self, name: str, version: int) -> bool:
+        """Whether the results of this evaluation are known."""
+        return (name, version) in self.evaluations
+
+    def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
+        """Write the line of an evaluation; returns it. The next line of a step has its results too."""
+        results = dict(finite(closed.numbers))
+        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self._start_s, 4), **results}
+        self.evaluations[closed.name, closed.version] = line
+        named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
+        self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
+        return self._write(self._evaluations, line)
+
+    def evaluated(self) -> tuple[Evaluation, ...]:
+        """The results of all evaluations, in the order in which they came."""
+        return tuple(
+            Evaluation(name, version, tuple(_results(line).items()))
+            for (name, version), line in self.evaluations.items()
+        )
 
     def _count(self, line: dict[str, Any], lag_sum: int | None = None) -> None:
         """Add a step to the numbers of the summary."""
@@ -161,7 +196,7 @@ class RunMetrics:
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        for file in (self._metrics, self._timeline):
+        for file in (self._metrics, self._timeline, self._evaluations):
             # Closing retries a failed write, which fails again.
             with contextlib.suppress(OSError):
                 file.close()
@@ -188,6 +223,7 @@ class RunMetrics:
             "reward_window": window,
             "reward_first": _mean(self._first[:window]),
             "reward_last": _mean(list(self._last)[-window:]),
+            "evaluations": self.evaluation_summary(),
             "eval_first": self.numbers.get("eval_first"),
             "eval_last": self.numbers.get("eval_last"),
             "samples": totals["samples"],
@@ -202,6 +238,16 @@ class RunMetrics:
             "dropped": dict(dropped),
             "busy_fraction": self._busy_fraction(training_start_s, self._train_end_s),
         }
+
+    def evaluation_summary(self) -> dict[str, Any]:
+        """By data set: the number of evaluations, and the version and results of the last one."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for name, _ in self.evaluations):
+            versions = [version for of, version in self.evaluations if of == name]
+            last = max(versions)
+            results = _results(self.evaluations[name, last])
+            found[name] = {"evaluations": len(versions), "version": last, **results}
+        return found
 
     def _busy_fraction(self, start_s: float, end_s: float) -> dict[str, float]:
         """Per role, the mean over its workers of the busy fraction of this attempt's training time."""
@@ -231,6 +277,11 @@ def _truncate_partial_line(path: Path) -> None:
         lines, newline, partial = path.read_bytes().rpartition(b"\n")
         if partial:
             os.truncate(path, len(lines) + len(newline))
+
+
+def _results(line: Mapping[str, Any]) -> dict[str, float]:
+    """The results in the line of an evaluation."""
+    return {key: value for key, value in line.items() if key not in ("name", "version", "wall_s")}
 
 
 def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:

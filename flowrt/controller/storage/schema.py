@@ -4,7 +4,7 @@ import sqlite3
 
 from flowrt.errors import FlowError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _TABLES = """
 CREATE TABLE prompts (
     epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, state TEXT NOT NULL, step INTEGER NOT NULL,
@@ -19,6 +19,9 @@ CREATE TABLE run_attempts (
 );
 CREATE TABLE summary_values (name TEXT PRIMARY KEY, value REAL NOT NULL, step INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE steps (step INTEGER PRIMARY KEY, line TEXT NOT NULL);
+CREATE TABLE evaluations (
+    name TEXT NOT NULL, version INTEGER NOT NULL, line TEXT NOT NULL, PRIMARY KEY (name, version)
+) WITHOUT ROWID;
 CREATE TABLE pending_writes (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE replay_log (id INTEGER PRIMARY KEY, kind INTEGER NOT NULL, entry BLOB NOT NULL);
 CREATE TABLE members (worker TEXT PRIMARY KEY, role TEXT NOT NULL) WITHOUT ROWID;

@@ -14,7 +14,7 @@ from flowrt.controller.state.replay import StageCommitted
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import State
-from flowrt.controller.transitions import rollback
+from flowrt.controller.transitions import evaluations, rollback
 from flowrt.controller.transitions.rollback import Lose
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
@@ -41,7 +41,11 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     refused: list[int] = []
     reasons: set[str] = set()
     touched: dict[int, Group] = {}
-    for lease, rows in by_lease(table, worker, message, stage):
+    of_leases = list(by_lease(table, worker, message, stage))
+    if stage.generates and table.exact.live:
+        of_leases, refused = evaluations.split_rows(table, message, of_leases)
+        reasons.update([evaluations.OTHER_VERSION] if refused else ())
+    for lease, rows in of_leases:
         if lease is None:
             late, why = _late(state, worker, message, stage, rows)
             refused += late

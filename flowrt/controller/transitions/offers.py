@@ -11,7 +11,7 @@ from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, WorkerId
 from flowrt.protocol.messages import EndOfData, Offer, OfferAccepted, Rejected, ReleaseTensors
-from flowrt.protocol.records import ITEM_BYTES, prompts_fault, values_fault
+from flowrt.protocol.records import ITEM_BYTES, NO_LIMIT, prompts_fault, values_fault
 
 MAX_OFFER_ROWS = 1_000_000
 """Maximum rows of one offer to the train flow; each takes memory in the controller."""
@@ -48,7 +48,8 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     if wait_reason(state, env, offer):
         return []
     is_training = offer.flow == env.flow.train_flow
-    if is_training and window.over:
+    exact = _exact_version(state, offer)
+    if (is_training and window.over) or (exact is not None and state.models.policy.is_gone(exact)):
         return [Send(worker, OfferAccepted(offer.request, -1))]
     state.membership.note_results(worker)
     groups = state.table.open(
@@ -60,6 +61,7 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         owner=worker,
         lengths={one.column: one.lengths for one in offer.lengths},
         tags={one.column: one.values for one in offer.tags},
+        at_most=NO_LIMIT if exact is None else exact,
     )
     commands: list[Command] = []
     if env.flow.train_stage:
@@ -82,6 +84,13 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
     return commands
 
 
+def _exact_version(state: State, offer: Offer) -> int | None:
+    """The version that has to generate all samples of the offer; None if there is none."""
+    if offer.at_most == NO_LIMIT:
+        return None
+    return state.window.step if offer.at_most < 0 else offer.at_most
+
+
 def _is_skipped(state: State, env: Environment, group: Group) -> bool:
     """Whether the curriculum leaves this prompt out of its epoch."""
     curriculum = env.policies.curriculum
@@ -98,6 +107,7 @@ def _opened(offer: Offer, worker: WorkerId, first: Group) -> GroupsOpened:
         epoch=offer.epoch,
         members=offer.members,
         at_least=first.at_least,
+        at_most=first.at_most,
         lengths=offer.lengths,
         tags=offer.tags,
         group=first.id,
@@ -149,12 +159,24 @@ def offer_fault(state: State, env: Environment, offer: Offer) -> str:
         return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
     if fault := values_fault(offer.tags):
         return f"{_name(offer)}: {fault}"
+    if offer.at_most != NO_LIMIT and (fault := _exact_fault(state, env, offer)):
+        return f"{_name(offer)} {fault}"
     if is_exhausted(state, env, offer.flow):
         return f"{_name(offer)} came after the flow was said to be exhausted"
     passed = env.passed.get(offer.epoch) if offer.flow == env.flow.train_flow else None
     if passed and (again := sorted(passed.intersection(offer.prompts))):
         return f"{_name(offer)} brings prompts {again[:3]} of epoch {offer.epoch}, which the run is done with"
     return _size_fault(state, env, offer)
+
+
+def _exact_fault(state: State, env: Environment, offer: Offer) -> str:
+    if offer.flow == env.flow.train_flow:
+        return "has a highest version; samples to train on may be of any that admission allows"
+    if offer.at_most != offer.at_least:
+        return f"has {offer.at_most} as its highest version and {offer.at_least} as its lowest; make them equal"
+    if len(state.table.flows.generating) != 1:
+        return "is of one version, and this dataflow has not one stage that generates"
+    return ""
 
 
 def _size_fault(state: State, env: Environment, offer: Offer) -> str:
@@ -196,6 +218,9 @@ def _unknown(table: SampleTable, flow: str) -> str:
 def wait_reason(state: State, env: Environment, offer: Offer) -> str:
     """What an offer waits for; empty if it can be opened or answered now."""
     if offer.flow != env.flow.train_flow:
+        exact, newest = _exact_version(state, offer), state.models.policy.newest
+        if exact is not None and exact > newest:
+            return f"version {exact}, which is to be published; version {newest} is the newest"
         return _budget_reason(state, env, offer)
     window = state.window
     if window.over:

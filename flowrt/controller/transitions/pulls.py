@@ -16,7 +16,7 @@ from flowrt.controller.state.transfers import plan
 from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.ids import WorkerId
 from flowrt.protocol.messages import CancelRequest, Grant, Offer, Pull, Rejected, SendSamples
-from flowrt.protocol.records import Ints, Values
+from flowrt.protocol.records import NO_VERSION, Ints, Values
 
 STOPPED = "no step is begun any more, what is trained is to be saved"
 NEVER_APPLIED = (
@@ -200,12 +200,15 @@ def _serve_slots(state: State, env: Environment, parked: ParkedRequest[Pull], no
     version = weights.applied_version(worker)
     held_bytes = partial(env.sizes.held_bytes, columns=table.flows.fetched[stage], worker=worker)
     may_start = _start_check(state, env, worker, version) if generates else None
-    chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes))
     if generates:
-        if not chosen and len(queue):
+        is_pinned = weights.is_pinned(worker)
+        chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes, version, is_pinned))
+        if not chosen and not is_pinned and table.generating[stage].is_waiting_for_newer(version):
             state.models.mark_outdated(worker)
         else:
             state.models.clear_outdated(worker)
+    else:
+        chosen = queue.take(Puller(worker, message.slots, may_start, held_bytes))
     if not chosen:
         if worker in state.models.outdated and worker not in weights.receivers and weights.newest:
             state.models.clear_outdated(worker)
@@ -313,11 +316,19 @@ def grant(
         incoming=incoming,
         closed=False,
         refused=refused,
+        exact=_exact(slots) if table.exact.live else (),
     )
     commands: list[Command] = [Send(lease.worker, answer)]
     for one in incoming:
         commands.append(Send(WorkerId(one.turn.sender), SendSamples(one.turn, one.parts)))
     return commands
+
+
+def _exact(slots: Sequence[Slot]) -> Ints:
+    """The version that has to generate all of each slot; empty if none has one."""
+    if not any(slot.group.is_exact for slot in slots):
+        return ()
+    return tuple([slot.group.at_most if slot.group.is_exact else NO_VERSION for slot in slots])
 
 
 def closing_grant(message: Pull, refused: Ints = ()) -> Grant:
@@ -360,6 +371,8 @@ def wait_reason(state: State, env: Environment, parked: ParkedRequest[Pull] | Pa
     if not count or request.stage in state.table.ready_groups:
         return f"slots ready for {request.stage}"
     version = weights.applied_version(parked.worker)
+    if weights.is_pinned(parked.worker) and weights.pin is not None and weights.pin.version != version:
+        return f"version {weights.pin.version}, which it has to evaluate; it generates with version {version}"
     why = f"newer weights: {count} slots ready for {request.stage}, but version {version} would be too old"
     if version >= weights.latest < weights.newest:
         why += f", and version {weights.newest} is gone with who published it: the next one has to be published"

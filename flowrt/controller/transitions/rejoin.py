@@ -73,7 +73,8 @@ def renew_lease(state: State, env: Environment, worker: WorkerId, message: Renew
         if (slot := table.slots.get(SlotId(slot_id))) is not None
         and slot.attempt == attempt
         and stage.generates
-        and version >= slot.group.at_least
+        and slot.group.at_least <= version
+        and (version == slot.group.at_most or not slot.group.is_exact)
         and table.is_ready(slot, stage)
     ]
     if slots:

@@ -24,6 +24,7 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
     versions.publish(worker, message.forms, dict(message.divergence))
     # Workers whose pulls wait for newer weights were not sent to fetch any while there were none.
     state.work.add_stages(state.table.flows.generating)
+    state.work.add_offers()  # some may wait for this version
     return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest))]
 
 
@@ -75,7 +76,7 @@ def _order(state: State, env: Environment, versions: VersionTable, now: float) -
         one = fetch.weights
         turn = state.lanes.next_turn(fetch.holder, fetch.receiver, "weights")
         models.note_order(one.model, fetch.receiver, turn, now)
-        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one)))
+        commands.append(Send(fetch.receiver, m.ReceiveWeights(turn, one, fetch.older)))
         commands.append(Send(fetch.holder, m.SendWeights(turn, one.model, one.version, one.base)))
     for worker, version in versions.retire():
         commands.append(Send(worker, m.EvictVersion(versions.model, version)))

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import Interrupt, Prompt, Response
-from flowrt.engines.options import SglangOptions, Truncation
+from flowrt.engines.options import SamplingOptions, SglangOptions, Truncation
 from flowrt.engines.sglang import protocol
 from flowrt.engines.sglang.server_process import SglangServer
 from flowrt.engines.sglang.supervisor import SglangSupervisor
@@ -73,7 +73,7 @@ class _Sequence:
         )
 
     def _support(self, tokens: torch.Tensor) -> Support:
-        if not self.supports:  # greedy
+        if not self.supports:  # greedy, or with sampling options of its own
             return singletons(tokens)
         supports = self.supports[: len(tokens)]
         return Support(
@@ -90,6 +90,11 @@ def _first_spans(spans: Sequence[int], tokens: int) -> tuple[int, ...]:
         if left > 0:
             first += [version, min(count, left)]
     return tuple(first)
+
+
+def _own(sampling: protocol.Sampling, options: SamplingOptions) -> protocol.Sampling:
+    """The parameters of a sequence with sampling options of its own, whose support is not recorded."""
+    return replace(sampling, temperature=options.temperature, truncation=options.truncation, records_supports=False)
 
 
 class SglangRollout:
@@ -264,7 +269,7 @@ class SglangRollout:
             version, aborts, incarnation = supervisor.version, supervisor.aborts, supervisor.incarnation
             call = protocol.generate(
                 [*prompt.tokens.tolist(), *sequence.tokens],
-                self._sampling,
+                self._sampling if prompt.sampling is None else _own(self._sampling, prompt.sampling),
                 generated=len(sequence.tokens),
                 seed=prompt.seed,
                 greedy=prompt.greedy,
@@ -275,9 +280,8 @@ class SglangRollout:
             except EngineGone as gone:
                 await supervisor.replace(incarnation, gone)
                 continue
-            part = protocol.parse_generated(
-                answer, supervisor.can, version, with_supports=has_support and not prompt.greedy
-            )
+            with_supports = has_support and not prompt.greedy and prompt.sampling is None
+            part = protocol.parse_generated(answer, supervisor.can, version, with_supports=with_supports)
             sequence.add(part)
             is_full = len(sequence.tokens) == self._sampling.max_new_tokens
             if not part.abort_reason or is_full:

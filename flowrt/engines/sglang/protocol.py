@@ -69,6 +69,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     truncation: Truncation = field(default_factory=Truncation)
+    records_supports: bool = True
+    """With a truncation: whether responses have the tokens that could be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def generate(
         "logprob_start_len": -1,
         "extra_key": f"version {version}",
     }
-    if sampling.truncation.is_active and not greedy:
+    if sampling.truncation.is_active and sampling.records_supports and not greedy:
         body["return_sampling_mask"] = True
     return Call("/generate", body)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from flowrt.algorithms.support import Support, join_supports
+from flowrt.algorithms.support import Support, join_supports, singletons
 from flowrt.engines.base import Interrupt, Prompt, Response
 from flowrt.engines.hf import named_parameters
-from flowrt.engines.options import Truncation
+from flowrt.engines.options import SamplingOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.inflight import CachedModel, ShadowModel
 from flowrt.engines.torch.kv_cache import CPU
-from flowrt.engines.torch.sampling import draw_truncated
+from flowrt.engines.torch.sampling import draw, draw_truncated
 from flowrt.errors import EngineError
 from flowrt.transport.weights.snapshot import Snapshot
 
@@ -222,10 +222,7 @@ class TorchRollout:
         places_R1 = self._counts_R[rows].unsqueeze(1)
         uniform_R1 = self._draws_RT[rows].gather(1, places_R1)
         if self._truncation is None:
-            cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
-            draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
-            chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logits_RV.shape[1] - 1)
-            drawn_R1 = logprobs_RV.gather(1, chosen_R1)
+            chosen_R1, drawn_R1 = draw(logprobs_RV, uniform_R1)
         else:
             chosen_R1, drawn_R1, supports = draw_truncated(logprobs_RV, uniform_R1, self._truncation)
             for row, support in enumerate(supports, rows.start or 0):
@@ -235,10 +232,35 @@ class TorchRollout:
             best_R1 = logits_RV.argmax(dim=-1, keepdim=True)
             chosen_R1 = torch.where(greedy_R1, best_R1, chosen_R1)
             drawn_R1 = torch.where(greedy_R1, logprobs_RV.gather(1, best_R1), drawn_R1)
+        self._draw_own(rows, logits_RV, uniform_R1, chosen_R1, drawn_R1)
         self._tokens_RT[rows].scatter_(1, places_R1, chosen_R1.to(torch.int32))
         self._logprobs_RT[rows].scatter_(1, places_R1, drawn_R1)
         self._counts_R[rows] += 1
         self._generated[rows] = [count + 1 for count in self._generated[rows]]
+
+    def _draw_own(
+        self,
+        rows: slice,
+        logits_RV: torch.Tensor,
+        uniform_R1: torch.Tensor,
+        chosen_R1: torch.Tensor,
+        drawn_R1: torch.Tensor,
+    ) -> None:
+        """Replace the tokens of rows with sampling options of their own, and the log-probabilities of these tokens."""
+        own: dict[SamplingOptions, list[int]] = {}
+        for place, prompt in enumerate(self._running[rows]):
+            if prompt.sampling is not None and not prompt.greedy:
+                own.setdefault(prompt.sampling, []).append(place)
+        for options, places in own.items():
+            logprobs_NV = torch.log_softmax(logits_RV[places].float() / options.temperature, dim=-1)
+            if options.truncation.is_active:
+                chosen_N1, drawn_N1, _ = draw_truncated(logprobs_NV, uniform_R1[places], options.truncation)
+            else:
+                chosen_N1, drawn_N1 = draw(logprobs_NV, uniform_R1[places])
+            chosen_R1[places], drawn_R1[places] = chosen_N1, drawn_N1
+            if self._truncation is not None:
+                for place, token_1 in zip(places, chosen_N1.to(torch.int32), strict=True):
+                    self._supports[(rows.start or 0) + place][-1] = singletons(token_1)
 
     def _remove_finished(self) -> list[Response]:
         """Remove the rows that have ended, close the gaps, and return their responses."""

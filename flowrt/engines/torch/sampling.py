@@ -1,4 +1,4 @@
-"""Draws from a truncated distribution (top-k, top-p, min-p), with its support.
+"""Draws from a distribution, or from a truncated one (top-k, top-p, min-p), with its support.
 
 Shapes: R rows, V vocabulary, K candidates a row, most likely first.
 """
@@ -7,6 +7,17 @@ import torch
 
 from flowrt.algorithms.support import Support
 from flowrt.engines.options import Truncation
+
+
+def draw(logprobs_RV: torch.Tensor, uniform_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token a row by inverse transform sampling, with a number in [0, 1) for each row.
+
+    Returns tokens_R1, int64, and their log-probabilities [R, 1].
+    """
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
+    draws_R1 = uniform_R1 * cumulative_RV[:, -1:]
+    chosen_R1 = torch.searchsorted(cumulative_RV, draws_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
+    return chosen_R1, logprobs_RV.gather(1, chosen_R1)
 
 
 def draw_truncated(

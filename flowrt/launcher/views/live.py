@@ -75,10 +75,21 @@ class LiveView:
         return Group(
             Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
             ProgressBar(total=steps, completed=step, width=HISTORY),
+            *(Text(evaluation_text(name, of), style="magenta") for name, of in status["evaluated"].items()),
             Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
             waits,
             *(Text(text, style="bold red") for text in status["guards"]["firing"]),
         )
+
+
+def evaluation_text(name: str, results: Mapping[str, Any]) -> str:
+    """The newest results of a data set as a line: averages and pass@k, with their standard errors."""
+    shown = [
+        f"{metric} {value:.3f} ± {results.get(f'{metric}_error', 0.0):.3f}"
+        for metric, value in results.items()
+        if "@" in metric and not metric.endswith("_error")
+    ]
+    return f"evaluation {name} of version {results['version']}: {'  '.join(shown)}"
 
 
 def _line(status: Mapping[str, Any]) -> str:
@@ -104,7 +115,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         f"reward, first to last {_steps(summary['reward_window'])}": _arrow(
             summary["reward_first"], summary["reward_last"]
         ),
-        "held-out accuracy (greedy)": _arrow(summary["eval_first"], summary["eval_last"]),
+        "evaluation, first to last": _arrow(summary["eval_first"], summary["eval_last"]),
+        **{
+            f"{name}, version {of['version']}": ", ".join(
+                f"{metric} {value:.3f}" for metric, value in of.items() if "@" in metric and "error" not in metric
+            )
+            for name, of in summary.get("evaluations", {}).items()
+        },
         "samples": f"{summary['samples']} ({summary['samples_per_s']:.0f}/s)",
         "tokens/s": f"{summary['tokens_per_s']:.0f}",
         "staleness, mean (max, bound)": (

@@ -34,6 +34,8 @@ class Puller:
     room: int  # slots, at least 1
     may_start: Callable[[Slot], Start] | None  # None: the stage does not generate, so any ready slot may start
     held_bytes: Callable[[Slot], int]  # of the columns that the stage needs, those that the worker holds
+    version: int = -1  # that a worker of a generating stage generates with
+    is_pinned: bool = False  # to that version, for its evaluation
 
 
 class Queue(Protocol):

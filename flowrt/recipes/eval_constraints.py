@@ -1,0 +1,66 @@
+"""Constraints on evaluations: options that need data, change nothing, or name no result."""
+
+from collections.abc import Sequence
+
+from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.errors import ConfigError, suggested
+from flowrt.recipes.config import CheckpointConfig, EvalConfig, RunConfig
+from flowrt.recipes.eval_names import eval_names
+from flowrt.recipes.metric_names import pass_ks
+
+
+def check_eval(config: RunConfig) -> None:
+    """Raise ConfigError for evaluations that cannot be made, and for options of them that change nothing."""
+    options, default, names = config.eval, EvalConfig(), eval_names(config)
+    if not names:
+        for name in ("interval", "samples", "temperature", "limit", "stop_at"):
+            if (value := getattr(options, name)) != getattr(default, name):
+                raise ConfigError(
+                    f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
+                    "is empty; give one of them"
+                )
+    if options.samples > 1 and not options.temperature:
+        raise ConfigError(
+            f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
+            "a temperature above 0, or 1 sample"
+        )
+    if not options.temperature and (options.top_k, options.top_p) != (default.top_k, default.top_p):
+        raise ConfigError(
+            "eval.top_k and eval.top_p change nothing with eval.temperature 0, which takes the most likely token; set "
+            "a temperature above 0"
+        )
+    if options.interval > config.steps:
+        raise ConfigError(
+            f"eval.interval is {options.interval}, and steps is {config.steps}: no version would be due; use fewer, "
+            "or 0"
+        )
+    if options.overlap != default.overlap and not options.interval:
+        raise ConfigError(f"eval.overlap {options.overlap} changes nothing with eval.interval 0; set an interval")
+    if options.stop_at and not (options.interval or options.at_start):
+        raise ConfigError("eval.stop_at changes nothing without evaluations before the end; set eval.interval")
+    _check_best(config, names)
+
+
+def _check_best(config: RunConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError for a best that names no result, and options of it that change nothing."""
+    checkpoint = config.checkpoint
+    if not checkpoint.best:
+        if checkpoint.keep_best != CheckpointConfig.keep_best:
+            raise ConfigError(
+                f"checkpoint.keep_best is {checkpoint.keep_best}, and checkpoint.best is empty; name a result there"
+            )
+        return
+    samples = config.eval.samples
+    metrics = [f"avg@{samples}", *(f"pass@{k}" for k in pass_ks(samples))]
+    known = [f"{name}/{metric}" for name in names for metric in metrics]
+    if checkpoint.best not in known:
+        there_is = ", ".join(known[:8]) or "none, because nothing is evaluated"
+        near = suggested(checkpoint.best, known)
+        raise ConfigError(
+            f"checkpoint.best is {checkpoint.best!r}, which is no result of an evaluation{near}; there is: {there_is}"
+        )
+    if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
+        raise ConfigError(
+            "checkpoint.best is set, and the trainer publishes adapters alone, of which no model is written; set "
+            "trainer.lora.publish to merged"
+        )

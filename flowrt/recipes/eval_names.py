@@ -1,0 +1,30 @@
+"""Names and paths of the data sets of evaluations (``eval.data``)."""
+
+import re
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+
+HELD_OUT = "held_out"
+"""The name of the held-out rows of the task."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def eval_paths(config: RunConfig) -> dict[str, str]:
+    """The path of each data set of ``eval.data`` by its name. Raises ConfigError for one that is not NAME=PATH."""
+    found: dict[str, str] = {}
+    for one in config.eval.data:
+        name, equals, path = one.partition("=")
+        if not equals or not path or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"eval.data has {one!r:.80}; give NAME=PATH, with a name of letters, digits, and _ . - between them"
+            )
+        if name in found:
+            raise ConfigError(f"eval.data has two data sets of the name {name!r}; give one another name")
+        found[name] = path
+    return found
+
+
+def eval_names(config: RunConfig) -> list[str]:
+    """The names of the data sets that are evaluated."""
+    return list(eval_paths(config)) or ([HELD_OUT] if config.data.eval_prompts else [])
