@@ -41,6 +41,7 @@ from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.rewards.options import RewardOptions
 from flowrt.runtime.timeline import Span, busy_fraction
 
 TIMEOUT_S = 900.0
@@ -63,7 +64,8 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
         steps=arguments.steps,
         run_dir=str(folder / f"run-{dtype}"),
         model=str(folder / "model"),
-        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), reward=str(REWARD), eval_prompts=0),
+        data=dataclasses.replace(base.data, path=str(folder / "data.jsonl"), eval_prompts=0),
+        reward=RewardOptions(functions=(str(REWARD),)),
         algorithm=dataclasses.replace(base.algorithm, kl=dataclasses.replace(base.algorithm.kl, coef=0.0)),
         rollout=dataclasses.replace(
             base.rollout,

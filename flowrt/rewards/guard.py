@@ -1,9 +1,9 @@
 """The process group of a child: ``python -m flowrt.rewards.guard``. `flowrt.rewards.pool` starts it.
 
-It forks before any user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the guard and
-runs no user code. It forwards the first of the child's output, and kills everything that the child has started: when the
-child has ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control
-socket is closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
+It forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent, the guard, runs
+none. It forwards the first of the child's output, and kills everything that the child has started: when the child has
+ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control socket is
+closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
 with the line of each user's file at which the child was, 0 if unknown; the exit code is null if it was killed here.
 """
 
