@@ -100,7 +100,7 @@ async def _score(folder: str, responses: list[str], workers: int) -> tuple[float
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == mark
+        return process.pid != os.getpid() and bool(process.environ().get(MARK) == mark)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

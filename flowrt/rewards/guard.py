@@ -96,7 +96,8 @@ def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[by
             if is_hung:
                 _write_stack(child, stack)
             else:  # a child that has just ended may not have been noticed yet
-                blocking(lambda: poller_of(wakeup).poll(ENDING_MS), 1e-3 * ENDING_MS, "the end of the child", "it")
+                ending = functools.partial(poller_of(wakeup).poll, ENDING_MS)
+                blocking(ending, 1e-3 * ENDING_MS, "the end of the child", "it")
             status = _reaped(child)
     text = _text(stack)
     _kill_all(child)
@@ -120,9 +121,9 @@ def _write_stack(child: int, stack: IO[bytes]) -> None:
     """Let a hung child write its stack, unless it does not react to the signal."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(child, STACK_SIGNAL)
-        never, size = poll(), 0
+        waiting, size = functools.partial(poll().poll, STACK_POLL_MS), 0
         for _ in range(STACK_MS // STACK_POLL_MS):
-            blocking(lambda: never.poll(STACK_POLL_MS), 1e-3 * STACK_POLL_MS, "the stack of a hung child", "it")
+            blocking(waiting, 1e-3 * STACK_POLL_MS, "the stack of a hung child", "it")
             last, size = size, os.fstat(stack.fileno()).st_size
             if size and size == last:
                 break
