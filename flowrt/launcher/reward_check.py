@@ -19,9 +19,9 @@ from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.tasks.custom import CustomProblems
 from flowrt.rewards.check import FIRST_ROWS, check_here, check_rewards
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.scoring import RewardScorer
+from flowrt.rewards.scoring import CALLS, RewardScorer
 from flowrt.rewards.user_file import as_text
-from flowrt.runtime.waits import BoundedElsewhere, wait_until
+from flowrt.runtime.waits import wait_all
 
 DESCRIPTION = "Call reward functions on the rows of a data set, with four responses each; starts no run."
 LIMIT = 50
@@ -31,7 +31,6 @@ LONG = 100_000
 GIBBERISH = 200
 ALPHABET = "etaoin shrdlu ETAOIN 0123456789 +-*/=()[]{}<>$\\\"'`\n\u00e4\u6570\U0001f600"
 PROBES = ("its answer", "empty", "gibberish", "100 KB")
-CALLS = BoundedElsewhere("the deadlines of reward functions")
 
 
 @dataclass(slots=True)
@@ -75,8 +74,9 @@ async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, st
         if scorer.pool is not None:
             await scorer.pool.load()
         calls = [(probe, response, row) for row in rows for probe, response in _responses(row)]
-        scoring = asyncio.gather(*(scorer.outcomes(response, row) for _, response, row in calls))
-        outcomes = await wait_until(scoring, CALLS, "rewards", "reward functions")
+        scoring = [asyncio.create_task(scorer.outcomes(response, row)) for _, response, row in calls]
+        await wait_all(scoring, CALLS, "rewards", "reward functions")
+        outcomes = [one.result() for one in scoring]
     finally:
         await scorer.close()
     for (probe, response, row), of_call in zip(calls, outcomes, strict=True):

@@ -95,21 +95,24 @@ class RemoteRewards:
     async def _ask(self, function: RewardFunction, text: str, key: str) -> RewardOutcome:
         begin_s = monotonic()
         url, options = self._urls[function.name], self._options
-        async with self._room:
-            attempt = 0
-            while True:
+        attempt = 0
+        while True:
+            try:
+                await wait_until(self._room.acquire(), OTHERS, "room for a request", "other requests")
                 try:
                     answer = await wait_until(self._post(url, text), options.timeout_s, "a reward", url)
-                    break
-                except _Passing as failure:
-                    if attempt == options.retries:
-                        return _failed(Result.HTTP, f"{url} {failure}", begin_s)
-                except WaitExpired:
-                    return _failed(Result.TIMEOUT, f"{url} did not answer in {options.timeout_s:g} s", begin_s)
-                except ValueError as wrong:
-                    return _failed(Result.HTTP, f"{url} {wrong}", begin_s)
-                await pause(random.uniform(0.0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)))
-                attempt += 1
+                finally:
+                    self._room.release()
+                break
+            except _Passing as failure:
+                if attempt == options.retries:
+                    return _failed(Result.HTTP, f"{url} {failure}", begin_s)
+            except WaitExpired:
+                return _failed(Result.TIMEOUT, f"{url} did not answer in {options.timeout_s:g} s", begin_s)
+            except ValueError as wrong:
+                return _failed(Result.HTTP, f"{url} {wrong}", begin_s)
+            await pause(random.uniform(0.0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)))
+            attempt += 1
         reward, wrong_answer = self._read(function, answer)
         if wrong_answer:
             return _failed(Result.INVALID, f"{url} {wrong_answer}", begin_s)
