@@ -1,4 +1,4 @@
-"""A user's own task: how its data starts, and whether its prompts are the right tokens.
+"""A user's own task: how its data starts, whether its prompts are the right tokens, and rewards that misbehave.
 
     python bench/tasks.py [ROW ...] [--json PATH] [--quick]
 
@@ -6,9 +6,16 @@ Rows, all of them without names:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the check of every row;
-- templates: prompts of six families of chat models against transformers' own rendering, their start and stop tokens.
+- templates: prompts of six families of chat models against transformers' own rendering, their start and stop tokens;
+- hostile: a reward function of 20 ms in 4 processes, of whose calls 1 in 50 hangs, takes 2 GB, or raises, and 1 in 200
+  ends its process, or leaves 100 processes. The deadline is 1 s. hostile_ratio is the time that the calls need at the
+  rate of a clean function, plus the deadlines of the hanging ones on 4 processes, relative to the time they took;
+  hostile_raw_ratio is without these deadlines;
+- reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
+- judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
+  rewards that are lost without a reason of the answer's, and requests of a second run with the same file.
 
-Exits with 1 if a figure is above its bound.
+Exits with 1 if a figure is beyond its bound.
 """
 
 import argparse
@@ -21,11 +28,23 @@ from pathlib import Path
 
 from common.chat_models import FAMILIES, chat_tokenizer
 from common.report import write
+from common.rewards import hostile, judge, reward_scaling
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
 
-BOUNDS = {"rows_start_s": 5.0, "rows_mb": 100.0, "templates_wrong": 0.0}
+BOUNDS = {
+    "rows_start_s": 5.0,
+    "rows_mb": 100.0,
+    "templates_wrong": 0.0,
+    "overrun_s": 0.5,
+    "processes_left": 0.0,
+    "hostile_miscounted": 0.0,
+    "judge_lost": 0.0,
+    "judge_calls_again": 0.0,
+}
 """Of the figures that must not be above one; the others are reported alone."""
+FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6}
+"""Of the figures that must not be below one."""
 ROWS, QUICK_ROWS = 1_000_000, 20_000
 HELD_OUT = 64
 TIMEOUT_S = 600.0
@@ -99,7 +118,13 @@ def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
     return {"templates": float(checked), "templates_wrong": float(wrong)}
 
 
-MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {"rows": rows, "templates": templates}
+MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
+    "rows": rows,
+    "templates": templates,
+    "hostile": hostile,
+    "reward_scaling": reward_scaling,
+    "judge": judge,
+}
 
 
 def main() -> int:
@@ -115,9 +140,11 @@ def main() -> int:
     for name in arguments.rows or MEASURED:
         metrics |= MEASURED[name](arguments.quick)
     for name, value in metrics.items():
-        print(f"{name:<18}{value:12.6g}   {f'<= {BOUNDS[name]:g}' if name in BOUNDS else ''}")
+        bound = f"<= {BOUNDS[name]:g}" if name in BOUNDS else f">= {FLOORS[name]:g}" if name in FLOORS else ""
+        print(f"{name:<18}{value:12.6g}   {bound}")
     write(arguments.json, metrics)
-    return int(any(metrics[name] > bound for name, bound in BOUNDS.items() if name in metrics))
+    above = any(metrics[name] > bound for name, bound in BOUNDS.items() if name in metrics)
+    return int(above or any(metrics[name] < floor for name, floor in FLOORS.items() if name in metrics))
 
 
 if __name__ == "__main__":

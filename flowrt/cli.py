@@ -266,6 +266,14 @@ def _data(arguments: argparse.Namespace) -> int:
     return check_data(*read_arguments(words), console())
 
 
+def _reward(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.reward_check import reward_check
+
+    if arguments.words[:1] != ["check"] and not set(arguments.words) & set(HELP_FLAGS):
+        raise ConfigError("flowrt reward takes the word check: flowrt reward check --data PATH --reward FUNCTION")
+    return reward_check(arguments.words[arguments.words[:1] == ["check"] :], console())
+
+
 def _slurm(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.slurm import write
 
@@ -290,6 +298,9 @@ COMMANDS: Mapping[str, Subcommand] = {
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),
     "doctor": Subcommand("check this machine, or all nodes of a job, before a run", _doctor, _doctor_arguments),
     "data": Subcommand("check a data set: flowrt data check --model DIR --data PATH [--show N]", _data),
+    "reward": Subcommand(
+        "check reward functions: flowrt reward check --data PATH --reward FUNCTION [--limit N]", _reward
+    ),
     "slurm": Subcommand("write SLURM templates with the values of a site", _slurm),
 }
 

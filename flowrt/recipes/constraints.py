@@ -63,7 +63,7 @@ def check(config: RunConfig) -> None:
     _check_hosts(config)
     check_data_options(config)
     check_eval(config)
-    _check_reward(config)
+    check_reward_options(config)
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens)
 
@@ -126,7 +126,7 @@ def check_data_options(config: RunConfig) -> None:
         raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
 
 
-def _check_reward(config: RunConfig) -> None:
+def check_reward_options(config: RunConfig) -> None:
     """Raise ConfigError for unusable reward functions, and for options of them that change nothing."""
     options = config.reward
     if options != RewardOptions() and not recipe(config.recipe).takes_reward:

@@ -1,5 +1,6 @@
 """Built-in reward functions that are computed from the response and the answer; they run in a child process."""
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -81,6 +82,8 @@ def _math() -> Scorer:
     Its own timeouts are signals, which are off: the call has a deadline.
     """
     from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing timeouts
 
     def score(response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG001
         text = as_text(answer)

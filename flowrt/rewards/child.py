@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -62,7 +63,7 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory
     connection.sendall(packed(["ready"]))
     unpacker = msgpack.Unpacker(**UNPACKING)
     process = os.getpid()
-    while data := blocking(lambda: connection.recv(RECV_BYTES), POOL, "calls", "the pool"):
+    while data := blocking(partial(connection.recv, RECV_BYTES), POOL, "calls", "the pool"):
         unpacker.feed(data)
         for calls in unpacker:
             last = b""  # an outcome travels with the beginning of the next call

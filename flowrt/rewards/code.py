@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
 from flowrt.errors import ConfigError
 from flowrt.rewards.outcomes import RewardOutcome
 from flowrt.rewards.user_file import Unusable, outcome_of
-from flowrt.runtime.waits import tracked
+from flowrt.runtime.waits import blocking
 
 TESTS = "tests"
 PROGRAM_SHARE = 0.8
@@ -36,8 +37,8 @@ def check_sandbox(sandbox: str) -> None:
         raise ConfigError(f"reward function code runs programs in bubblewrap, and there is no bwrap here; {FIX}")
     words = [*bwrap_words(), "-c", "pass"]
     try:
-        with tracked("a program in bubblewrap", "bwrap", CHECK_S):
-            ended = subprocess.run(words, capture_output=True, timeout=CHECK_S, check=False, stdin=subprocess.DEVNULL)
+        run = partial(subprocess.run, words, capture_output=True, timeout=CHECK_S, stdin=subprocess.DEVNULL)
+        ended = blocking(run, CHECK_S, "a program in bubblewrap", "bwrap")
         what = ended.stderr.decode(errors="replace").strip().partition("\n")[0]
         code = ended.returncode
     except subprocess.TimeoutExpired:
@@ -83,17 +84,18 @@ def _run(program: str, standard_input: str, sandbox: str, end_s: float) -> str |
     """What a program prints; None if it fails or takes too long."""
     python = bwrap_words() if sandbox == "bwrap" else [sys.executable, "-I"]
     left_s = max(end_s - monotonic(), 0.01)
-    with tempfile.TemporaryDirectory() as place, tracked("a program", "the response", left_s):
+    with tempfile.TemporaryDirectory() as place:
+        run = partial(
+            subprocess.run,
+            [*python, "-c", program],
+            input=standard_input.encode(errors="replace"),
+            capture_output=True,
+            timeout=left_s,
+            cwd=place,
+            env={"PATH": "/usr/bin:/bin"},
+        )
         try:
-            ended = subprocess.run(
-                [*python, "-c", program],
-                input=standard_input.encode(errors="replace"),
-                capture_output=True,
-                timeout=left_s,
-                check=False,
-                cwd=place,
-                env={"PATH": "/usr/bin:/bin"},
-            )
+            ended = blocking(run, left_s, "a program", "the response")
         except (subprocess.TimeoutExpired, ValueError, OSError):  # a NUL in the program; an argument that is too long
             return None
     return ended.stdout.decode(errors="replace") if ended.returncode == 0 else None

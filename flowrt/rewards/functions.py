@@ -79,7 +79,7 @@ def parse_function(text: str) -> RewardFunction:
         path, _, function = argument.partition(":")
         if not path.endswith(".py"):
             near = suggested(path, BUILT_IN)
-            raise ConfigError(f"reward.functions has {text!r}, and there is no built-in {path!r}{near} or use {FORM}")
+            raise ConfigError(f"reward.functions has {text!r}, which is neither {FORM} nor built in{near}")
         argument = f"{path}:{function or FUNCTION}"
         name = name or function or Path(path).stem
     elif kind in NEEDS_ARGUMENT and not argument:

@@ -1,9 +1,9 @@
 """The process group of a child: ``python -m flowrt.rewards.guard``. `flowrt.rewards.pool` starts it.
 
-It forks before any user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent is the guard and
-runs no user code. It forwards the first of the child's output, and kills everything that the child has started: when the
-child has ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control
-socket is closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
+It forks before user code is loaded. The fork becomes the child (`flowrt.rewards.child`). The parent, the guard, runs
+none. It forwards the first of the child's output, and kills everything that the child has started: when the child has
+ended, when the pool asks for it (a byte on the control socket), and when the pool has ended (the control socket is
+closed). Then it says how the child ended, as a JSON object, ``{"ended": exit code, "lines": {path: line}}``
 with the line of each user's file at which the child was, 0 if unknown; the exit code is null if it was killed here.
 """
 
@@ -96,7 +96,8 @@ def guard(control: socket.socket, child: int, paths: Sequence[str], stack: IO[by
             if is_hung:
                 _write_stack(child, stack)
             else:  # a child that has just ended may not have been noticed yet
-                blocking(lambda: poller_of(wakeup).poll(ENDING_MS), 1e-3 * ENDING_MS, "the end of the child", "it")
+                ending = functools.partial(poller_of(wakeup).poll, ENDING_MS)
+                blocking(ending, 1e-3 * ENDING_MS, "the end of the child", "it")
             status = _reaped(child)
     text = _text(stack)
     _kill_all(child)
@@ -120,9 +121,9 @@ def _write_stack(child: int, stack: IO[bytes]) -> None:
     """Let a hung child write its stack, unless it does not react to the signal."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(child, STACK_SIGNAL)
-        never, size = poll(), 0
+        waiting, size = functools.partial(poll().poll, STACK_POLL_MS), 0
         for _ in range(STACK_MS // STACK_POLL_MS):
-            blocking(lambda: never.poll(STACK_POLL_MS), 1e-3 * STACK_POLL_MS, "the stack of a hung child", "it")
+            blocking(waiting, 1e-3 * STACK_POLL_MS, "the stack of a hung child", "it")
             last, size = size, os.fstat(stack.fileno()).st_size
             if size and size == last:
                 break
@@ -169,6 +170,9 @@ def _kill_all(child: int) -> None:
 
 def _children() -> Iterator[int]:
     """The child processes of this one, from /proc."""
+    with contextlib.suppress(OSError):  # not on every kernel
+        yield from map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+        return
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int((directory / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():

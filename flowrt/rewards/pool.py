@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 CALLS_PER_MESSAGE = 32
 MAX_CALLS = 10_000
 """Calls after which a child is replaced."""
+MAX_SPARES = 2
+"""Children that are kept ready once one has been lost: starting one takes as long as many calls."""
 MAX_STARTS = 3
 """Times that a child may end without having begun a call, one after the other."""
 GRACE_S = 5.0
@@ -132,10 +134,11 @@ class RewardPool:
         self._waiting: deque[RewardCall] = deque()
         self._has_calls = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
-        self._spare: asyncio.Task[RewardProcess] | None = None
+        self._spares: deque[asyncio.Task[RewardProcess]] = deque()
         self._processes: set[RewardProcess] = set()
         self._failure: FlowError | None = None
         self._starts = 0
+        self._has_lost = False
         self._is_closed = False
 
     def call(self, function: int, response: str, row: bytes) -> "asyncio.Future[RewardOutcome]":
@@ -154,15 +157,15 @@ class RewardPool:
 
     async def load(self, progress: Callable[[str], None] = log.info) -> None:
         """Start a child, which loads the functions. Raises ConfigError if one cannot be loaded."""
-        self._spare = self._spare or asyncio.create_task(self._start(progress))
-        await wait_until(asyncio.shield(self._spare), self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
+        self._spares.append(asyncio.create_task(self._start(progress)))
+        deadline_s = self._options.load_timeout_s + 2 * GRACE_S
+        await wait_until(asyncio.shield(self._spares[-1]), deadline_s, "a child", BLOCKED_ON)
 
     async def close(self) -> None:
         """End the processes and all that they have started; calls that are being made raise FlowError."""
         self._fail(FlowError("the reward functions' processes were closed during a call"))
         self._is_closed = True
-        tasks: list[asyncio.Task[Any]] = [*self._workers, *([self._spare] if self._spare is not None else [])]
-        await cancel_and_wait(tasks, GRACE_S)
+        await cancel_and_wait([*self._workers, *self._spares], GRACE_S)
         for process in list(self._processes):
             await self._end(process)
 
@@ -261,8 +264,8 @@ class RewardPool:
         self, process: RewardProcess, left: dict[int, RewardCall], culprit: int | None, began_s: float, *, hung: bool
     ) -> None:
         """A child is hung or has ended: the outcome of the call that it was in, and the others wait again."""
-        seconds = monotonic() - began_s
         ended = await self._end(process, hung=hung)
+        seconds = monotonic() - began_s
         call = left.pop(culprit) if culprit is not None else None
         for one in reversed(left.values()):
             self._waiting.appendleft(one)
@@ -285,22 +288,25 @@ class RewardPool:
             self._has_calls.set()
 
     async def _next_process(self) -> RewardProcess:
-        """A child that has loaded the functions; after the first, another is kept ready for the next loss."""
-        if self._spare is None:
+        """A child that has loaded the functions. Once one has been lost, others are kept ready for the next losses."""
+        if not self._spares:
             return await self._start(log.info)
-        spare, self._spare = self._spare, None
+        spare = self._spares.popleft()
+        self._prepare()
         return await wait_until(spare, self._options.load_timeout_s + 2 * GRACE_S, "a child", BLOCKED_ON)
 
     def _prepare(self) -> None:
-        """Have a child ready in place of one that is lost."""
-        if self._spare is None and not self._is_closed:
-            self._spare = asyncio.create_task(self._start(log.info))
-            self._spare.add_done_callback(_look)
+        """Have children ready in place of those that will be lost."""
+        most = min(MAX_SPARES, self._options.workers) if self._has_lost and not self._is_closed else 0
+        while len(self._spares) < most:
+            spare = asyncio.create_task(self._start(log.info))
+            spare.add_done_callback(_look)
+            self._spares.append(spare)
 
     async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
         self._processes.discard(process)
-        if not self._is_closed:
-            self._prepare()
+        self._has_lost = True
+        self._prepare()
         return await process.end(hung=hung)
 
     async def _start(self, progress: Callable[[str], None]) -> RewardProcess:

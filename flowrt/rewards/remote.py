@@ -1,29 +1,264 @@
-"""Reward functions that are requests: ``http:URL`` and ``judge``."""
+"""Reward functions that are requests: ``http:URL``, and ``judge``, a language model behind /v1/chat/completions.
 
-from collections.abc import Sequence
+| function | sends | expects |
+|---|---|---|
+| http | ``{"prompt", "completion", "answer", "row"}`` | ``{"reward": x}``: a number, null, or named numbers |
+| judge | one message of the user, temperature 0 | text; the reward is the last match of ``reward.judge.pattern`` |
+
+A request is repeated, ``reward.retries`` times, if the server answers 429 or 5xx or the connection fails, after a
+random part of a pause that doubles ("full jitter"). Answers are kept in a file by the SHA-256 of the request, so that a
+resumed run gives the same sample the same reward. The API key is in no file, message or log.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import monotonic
 
-from flowrt.rewards.functions import RewardFunction
+import aiohttp
+
+from flowrt.errors import ConfigError, WaitExpired
+from flowrt.rewards.functions import RewardFunction, parse_functions
 from flowrt.rewards.options import RewardOptions
-from flowrt.rewards.outcomes import RewardOutcome
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.user_file import as_text, cut, outcome_of
+from flowrt.runtime.waits import BoundedElsewhere, pause, wait_until
+
+log = logging.getLogger(__name__)
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0
+MAX_ANSWER_BYTES = 1 << 20
+TOO_MANY = 429
+SERVER_ERROR = 500
+CHAT = "/v1/chat/completions"
+PLACES = re.compile(r"\{(prompt|answer|response)\}")
+LOCK_S = 5.0
+"""How long another reward worker may hold the file of answers."""
+OTHERS = BoundedElsewhere("the deadlines of other requests")
+
+
+class _Passing(Exception):
+    """A failure that may pass."""
 
 
 class RemoteRewards:
-    """Makes requests for rewards."""
+    """Makes requests for rewards, a limited number at a time."""
 
     def __init__(self, functions: Sequence[RewardFunction], options: RewardOptions, cache: Path | None) -> None:
-        raise NotImplementedError
+        """Raises ConfigError if the API key is not set.
+
+        Args:
+            functions: the functions, all of which are requests.
+            options: of the requests.
+            cache: file of answers; None: they are kept in memory.
+        """
+        check_key(options)
+        self._options = options
+        self._key = os.environ.get(options.key_variable, "") if options.key_variable else ""
+        self._urls = {one.name: _url(one, options) for one in functions}
+        self._pattern = re.compile(options.judge.pattern)
+        self._room = asyncio.Semaphore(options.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._answers = Answers(cache)
+        self._asked: dict[str, asyncio.Task[RewardOutcome]] = {}
+        """Requests that have not been answered yet; equal ones are made once."""
 
     async def call(self, function: RewardFunction, response: str, row: bytes) -> RewardOutcome:
-        raise NotImplementedError
+        """The outcome of a request; ``row`` is JSON of the columns, with the answer."""
+        columns = json.loads(row)
+        body = self._judge_body(response, columns) if function.kind == "judge" else _http_body(response, columns)
+        text = json.dumps(body, sort_keys=True)
+        digest = hashlib.sha256(f"{self._urls[function.name]}\0{self._options.judge.pattern}\0{text}".encode())
+        key = digest.hexdigest()
+        if (known := self._answers.get(key)) is not None:
+            return outcome_of(known["reward"], 0)
+        if key not in self._asked:
+            self._asked[key] = asyncio.create_task(self._ask(function, text, key))
+            self._asked[key].add_done_callback(lambda _: self._asked.pop(key))
+        return await wait_until(asyncio.shield(self._asked[key]), OTHERS, "a reward", self._urls[function.name])
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Close the connections and the file."""
+        for task in list(self._asked.values()):
+            task.cancel()
+        if self._session is not None:
+            await self._session.close()
+        self._answers.close()
+
+    async def _ask(self, function: RewardFunction, text: str, key: str) -> RewardOutcome:
+        begin_s = monotonic()
+        url, options = self._urls[function.name], self._options
+        attempt = 0
+        while True:
+            try:
+                await wait_until(self._room.acquire(), OTHERS, "room for a request", "other requests")
+                try:
+                    answer = await wait_until(self._post(url, text), options.timeout_s, "a reward", url)
+                finally:
+                    self._room.release()
+                break
+            except _Passing as failure:
+                if attempt == options.retries:
+                    return _failed(Result.HTTP, f"{url} {failure}", begin_s)
+            except WaitExpired:
+                return _failed(Result.TIMEOUT, f"{url} did not answer in {options.timeout_s:g} s", begin_s)
+            except ValueError as wrong:
+                return _failed(Result.HTTP, f"{url} {wrong}", begin_s)
+            await pause(random.uniform(0.0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)))
+            attempt += 1
+        reward, wrong_answer = self._read(function, answer)
+        if wrong_answer:
+            return _failed(Result.INVALID, f"{url} {wrong_answer}", begin_s)
+        outcome = outcome_of(reward, 0)
+        if outcome.is_failure:
+            return _failed(Result.INVALID, f"{url} gave a reward that is none: {outcome.detail}", begin_s)
+        self._answers.put(key, {"reward": reward})
+        return outcome
+
+    async def _post(self, url: str, text: str) -> object:
+        """The JSON of an answer. Raises _Passing for a failure that may pass, ValueError for another one."""
+        self._session = self._session or aiohttp.ClientSession(
+            headers={"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        )
+        try:
+            async with self._session.post(url, data=text.encode(errors="replace"), allow_redirects=False) as reply:
+                data = await reply.content.read(MAX_ANSWER_BYTES)
+                while not reply.content.at_eof() and len(data) < MAX_ANSWER_BYTES:
+                    data += await reply.content.read(MAX_ANSWER_BYTES - len(data))
+                status = reply.status
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Passing(f"cannot be reached: {cut(str(error)) or type(error).__name__}") from None
+        if status == TOO_MANY or status >= SERVER_ERROR:
+            raise _Passing(f"answered with status {status}")
+        if status != 200:
+            raise ValueError(f"answered with status {status}: {cut(data.decode(errors='replace'))}")
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ValueError(f"gave no JSON: {cut(data.decode(errors='replace'))!r}") from None
+
+    def _read(self, function: RewardFunction, answer: object) -> tuple[object, str]:
+        """The reward in an answer, or what is wrong with it."""
+        if function.kind == "http":
+            if not isinstance(answer, Mapping) or "reward" not in answer:
+                return None, f"gave no reward: {cut(json.dumps(answer))}"
+            return answer["reward"], ""
+        try:
+            text = answer["choices"][0]["message"]["content"]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return None, f"gave no message: {cut(json.dumps(answer))}"
+        matches = list(self._pattern.finditer(text if isinstance(text, str) else ""))
+        try:
+            return float(matches[-1][min(self._pattern.groups, 1)]), ""
+        except (IndexError, ValueError, TypeError):
+            return None, f"gave no number by reward.judge.pattern: {cut(str(text))!r}"
+
+    def _judge_body(self, response: str, columns: Mapping[str, object]) -> dict[str, object]:
+        judge = self._options.judge
+        values = {
+            "prompt": _conversation(columns.get("prompt")),
+            "answer": as_text(columns.get("answer")),
+            "response": response,
+        }
+        content = PLACES.sub(lambda place: values[place[1]], judge.prompt)
+        messages = [{"role": "user", "content": content}]
+        return {"model": judge.model, "messages": messages, "temperature": 0, "max_tokens": judge.max_tokens}
+
+
+class Answers:
+    """Answers by the digest of their requests, in a file that several reward workers share."""
+
+    def __init__(self, path: Path | None) -> None:
+        """A file that cannot be used costs a warning, and answers are kept in memory."""
+        self._open(":memory:" if path is None else str(path))
+
+    def _open(self, path: str) -> None:
+        try:
+            self._db = sqlite3.connect(path, timeout=LOCK_S, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        except sqlite3.Error as error:
+            self._fail(path, error)
+
+    def _fail(self, path: str, error: sqlite3.Error) -> None:
+        log.warning("answers of judges are not kept: %s cannot be used: %s", path, error)
+        self._open(":memory:")
+
+    def get(self, key: str) -> Mapping[str, object] | None:
+        """A known answer."""
+        try:
+            row = self._db.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
+            found = json.loads(row[0]) if row else None
+            return found if isinstance(found, dict) and "reward" in found else None
+        except (sqlite3.Error, ValueError):
+            return None
+
+    def put(self, key: str, answer: Mapping[str, object]) -> None:
+        """Keep an answer."""
+        try:
+            self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
+        except sqlite3.Error as error:
+            self._fail("the file", error)
+
+    def close(self) -> None:
+        self._db.close()
 
 
 def check_remote(options: RewardOptions) -> None:
-    """Raises ConfigError for options of requests that are wrong."""
+    """Raises ConfigError for options of a judge that cannot be used."""
+    judge = options.judge
+    if not any(one.kind == "judge" for one in parse_functions(options.functions)):
+        return
+    for name in ("url", "model"):
+        if not getattr(judge, name):
+            raise ConfigError(f"reward function judge needs reward.judge.{name}; set it")
+    if not re.match(r"https?://[^/]+", judge.url):
+        raise ConfigError(f"reward.judge.url is {judge.url!r}; use an address that begins with http:// or https://")
+    if "{response}" not in judge.prompt:
+        raise ConfigError("reward.judge.prompt has no {response} in it: every response would have the same reward")
+    try:
+        re.compile(judge.pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"reward.judge.pattern is {judge.pattern!r}, which is wrong: {error}; correct it") from None
 
 
 def check_key(options: RewardOptions) -> None:
     """Raises ConfigError if the API key is named and not set."""
+    if options.key_variable and not os.environ.get(options.key_variable):
+        raise ConfigError(f"reward.key_variable is {options.key_variable!r}, which is not set; export it")
+
+
+def _url(function: RewardFunction, options: RewardOptions) -> str:
+    if function.kind == "http":
+        return function.argument
+    url = options.judge.url.rstrip("/")
+    return url if url.endswith(CHAT) else url.removesuffix("/v1") + CHAT
+
+
+def _http_body(response: str, columns: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "prompt": columns.get("prompt"),
+        "completion": response,
+        "answer": columns.get("answer"),
+        "row": {name: value for name, value in columns.items() if name not in ("prompt", "answer")},
+    }
+
+
+def _conversation(prompt: object) -> str:
+    """A prompt as text: of messages, one after the other with their roles."""
+    if isinstance(prompt, list):
+        return "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, Mapping))
+    return as_text(prompt)
+
+
+def _failed(result: Result, detail: str, begin_s: float) -> RewardOutcome:
+    return RewardOutcome(result, detail=detail, seconds=monotonic() - begin_s)

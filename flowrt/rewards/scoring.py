@@ -18,6 +18,7 @@ from flowrt.rewards.outcomes import FAILURES, Result, RewardOutcome
 from flowrt.rewards.pool import FIX, RewardPool
 from flowrt.rewards.remote import RemoteRewards
 from flowrt.rewards.user_file import as_text
+from flowrt.runtime.waits import BoundedElsewhere, wait_all
 
 REWARD = "reward"
 """Column of the reward; ``reward/NAME`` is that of a function, ``reward/NAME/PART`` that of its part."""
@@ -25,6 +26,7 @@ APPLIES = "applies"
 """``applies/NAME``: 1 where a function applies, one of several."""
 FAILED = "reward_failures"
 """``reward_failures/RESULT``: 1 where a call ended so."""
+CALLS = BoundedElsewhere("the deadlines of reward functions")
 WINDOW = 200
 """Calls over which the share of failures is measured."""
 MAX_TEXT = 60
@@ -114,7 +116,15 @@ class RewardScorer:
                 calls.append(self._pool.call(self._numbers[one.name], response, row))
             elif self._remote is not None:
                 calls.append(asyncio.ensure_future(self._remote.call(one, response, row)))
-        return list(await asyncio.gather(*calls))
+        try:
+            await wait_all(calls, CALLS, "rewards", "reward functions")
+        except asyncio.CancelledError:
+            for call in calls:
+                call.cancel()
+            raise
+        if error := next(filter(None, [call.exception() for call in calls]), None):
+            raise error
+        return [call.result() for call in calls]
 
     async def score(self, response: str, row: bytes) -> SampleReward:
         """The reward of a response. Raises ConfigError if a failure, or the share of failures, ends the run."""

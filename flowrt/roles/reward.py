@@ -14,15 +14,14 @@ from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.rewards.scoring import RewardScorer, SampleReward
+from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
-from flowrt.runtime.waits import BoundedElsewhere, wait_all, wait_any, wait_until
+from flowrt.runtime.waits import wait_all, wait_any, wait_until
 
 log = logging.getLogger(__name__)
 MAX_PULL_SLOTS = 256
 """Slots that are scored at a time."""
-CALLS = BoundedElsewhere("the deadlines of reward functions")
 MAX_WARNINGS = 20
 """Failures of reward functions that are logged; all of them are counted."""
 

@@ -114,7 +114,8 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
         *(["flowrt/engines/prompts.py"] * 3),  # a chat template is a program, with errors of its own
         "flowrt/launcher/fork_server/child.py",
         *(["flowrt/launcher/prompt_check.py"] * 2),  # tokenizers raises nothing narrower
-        *(["flowrt/recipes/tasks/reward_server.py"] * 2),  # what it raises, and the text of that
+        *(["flowrt/rewards/child.py"] * 2),  # loading a reward function, and calling it
+        "flowrt/rewards/user_file.py",  # the text of what it raises
         *(["flowrt/roles/algorithm.py"] * 2),  # loading it, and calling it once
         "flowrt/roles/main.py",
     ]

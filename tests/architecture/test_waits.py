@@ -26,7 +26,9 @@ ELSEWHERE = {
     # Whether a process has ended; returns at once.
     ("flowrt/engines/sglang/server_process.py", "self._process.poll"),
     # Whether children have ended; returns at once.
-    ("flowrt/recipes/tasks/reward_server.py", "os.waitpid"),
+    ("flowrt/rewards/guard.py", "os.waitpid"),
+    # Called when there is something to read.
+    ("flowrt/rewards/guard.py", "control.recv"),
     # Of a child that has ended, or was killed.
     ("flowrt/launcher/fork_server/child.py", "os.waitpid"),
     # Stays until it is ended, and ends with whoever started it.

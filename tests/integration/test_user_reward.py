@@ -1,4 +1,4 @@
-"""A user's reward function that does anything wrong: an outcome with a name, a sentence with the line, no process left."""
+"""A user's reward function that does anything wrong: an outcome with a name, the line, and no process is left."""
 
 import asyncio
 import json
@@ -147,7 +147,7 @@ def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: 
     with pytest.raises(ConfigError) as refused:
         check_rewards(options, rows, print)
     said = str(refused.value)
-    assert said.startswith(f"reward function reward ({mine}") or said.startswith(f"reward function mine ({mine}"), said
+    assert said.startswith(f"reward function reward ({mine}"), said
     assert place in said
     assert what in said
     assert "\n" not in said
@@ -325,7 +325,8 @@ def test_processes_of_a_reward_function_end_with_it(tmp_path: Path) -> None:
         scorer = RewardScorer(RewardOptions(functions=(str(mine),)))
         try:
             assert (await scorer.score("response", b'{"answer": "7"}')).reward == 1.0
-            assert len(marked(str(tmp_path))) == 4  # a guard, its child, and two that this has started
+            # A guard, its child, and two that this has started.
+            await asyncio.to_thread(wait_until, lambda: len(marked(str(tmp_path))) == 4, 10.0, lambda: "not started")
         finally:
             await scorer.close()
         assert not marked(str(tmp_path))
@@ -353,7 +354,7 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", calls], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == b"called\n"
-        assert len(marked(str(tmp_path))) == 5
+        wait_until(lambda: len(marked(str(tmp_path))) == 5, 10.0, lambda: "not started")
         caller.send_signal(signal.SIGKILL)
         caller.wait(10.0)
     wait_until(lambda: not marked(str(tmp_path)), 10.0, lambda: f"still there: {marked(str(tmp_path))}")

@@ -35,8 +35,7 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     if fault := commit_fault(message, stage, table.flows.makes[stage.name], state.models.policy.newest):
         raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
     table.check_leases(set(message.leases), worker, stage.name)
-    if stage.whole_groups:
-        _check_whole(table, worker, message, stage)
+    _check_whole(table, worker, message, stage)
     commands: list[Command] = []
     refused: list[int] = []
     reasons: set[str] = set()
@@ -139,6 +138,8 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
 
 def _check_whole(table: SampleTable, worker: WorkerId, message: Commit, stage: Stage) -> None:
     """Raises RemoteProtocolError for a commit of a part of a leased group."""
+    if not stage.whole_groups:
+        return
     for lease, rows in by_lease(table, worker, message, stage):
         if lease is None:
             continue

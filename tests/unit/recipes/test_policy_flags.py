@@ -65,7 +65,7 @@ def test_a_refresh_that_cannot_be_is_refused_before_anything_starts() -> None:
     ("name", "text", "said"),
     [
         ("missing.py", None, "there is no file"),
-        ("mine.txt", "", "there is no built-in"),
+        ("mine.txt", "", "neither FILE.py:FUNCTION nor built in"),
         ("mine.py", "import nothing_of_that_name", "ModuleNotFoundError: .* while the file was loaded"),
         ("mine.py", "x = 1", "no function 'reward'"),
         ("mine.py:other", "def reward(response, answer): return 1", "no function 'other'"),

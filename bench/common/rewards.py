@@ -1,0 +1,158 @@
+"""Rows of bench/tasks.py on reward functions: those that misbehave, their scaling, and a judge that fails at times."""
+
+import asyncio
+import os
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from time import monotonic
+
+import psutil
+from aiohttp import web
+
+from flowrt.rewards.options import JudgeOptions, RewardOptions
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.scoring import RewardScorer
+
+CALL_S = 0.02
+WORKERS = 4
+DEADLINE_S = 1.0
+MARK = "FLOWRT_BENCH_REWARD"
+"""Variable in the environment of all processes that a row starts."""
+ROW = b'{"answer": "7", "prompt": "1+1="}'
+HOSTILE = """
+import os, time
+
+def reward(response, answer):
+    match response:
+        case "hangs": time.sleep(999)
+        case "memory": return float(len(bytearray(2 << 30)))
+        case "raises": raise ValueError("no such thing")
+        case "exits": os._exit(1)
+        case "forks":
+            for _ in range(100):
+                if os.fork() == 0:
+                    time.sleep(999)
+    time.sleep(0.02)
+    return 1.0
+"""
+KINDS = {
+    "hangs": Result.TIMEOUT,
+    "memory": Result.MEMORY,
+    "raises": Result.ERROR,
+    "exits": Result.DIED,
+    "forks": Result.OK,
+}
+
+
+def hostile(quick: bool) -> dict[str, float]:
+    """A function that misbehaves, against the same one that does not."""
+    count = 400 if quick else 4000
+    kinds = {7: "hangs", 17: "memory", 27: "raises"}
+    rare = {37: "exits", 137: "forks"}
+    responses = [kinds.get(n % 50) or rare.get(n % 200) or "fine" for n in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[MARK] = folder
+        clean_s, _ = asyncio.run(_score(folder, ["fine"] * min(count, 1000), WORKERS))
+        took_s, outcomes = asyncio.run(_score(folder, responses, WORKERS))
+        left = sum(_has_mark(process, folder) for process in psutil.process_iter())
+        del os.environ[MARK]
+    rate = min(count, 1000) / clean_s
+    sleeping_s = sum(kind in ("fine", "forks") for kind in responses) / rate
+    hanging_s = responses.count("hangs") * DEADLINE_S / WORKERS
+    expected = Counter(KINDS.get(kind, Result.OK) for kind in responses)
+    counted = Counter(one.result for one in outcomes)
+    overruns = [one.seconds - DEADLINE_S for one in outcomes if one.result is Result.TIMEOUT]
+    return {
+        "hostile": float(count),
+        "hostile_ratio": (sleeping_s + hanging_s) / took_s,
+        "hostile_raw_ratio": sleeping_s / took_s,
+        "overrun_s": max(overruns),
+        "processes_left": float(left),
+        "hostile_miscounted": float(sum(((expected - counted) + (counted - expected)).values())),
+    }
+
+
+def reward_scaling(quick: bool) -> dict[str, float]:
+    """Rate of four processes relative to one."""
+    count = 200 if quick else 1000
+    with tempfile.TemporaryDirectory() as folder:
+        one_s, _ = asyncio.run(_score(folder, ["fine"] * count, 1))
+        four_s, _ = asyncio.run(_score(folder, ["fine"] * count, 4))
+    return {"reward_scaling": one_s / four_s, "reward_overhead_ms": 1e3 * (one_s / count - CALL_S)}
+
+
+async def _score(folder: str, responses: list[str], workers: int) -> tuple[float, list[RewardOutcome]]:
+    """Seconds for these responses, without those of the start, and their outcomes."""
+    mine = Path(folder) / "mine.py"
+    mine.write_text(HOSTILE)
+    options = RewardOptions(functions=(str(mine),), workers=workers, timeout_s=DEADLINE_S, memory_mb=512)
+    scorer = RewardScorer(options, output=subprocess.DEVNULL)
+    try:
+        await asyncio.gather(*(scorer.outcomes("fine", ROW) for _ in range(10 * workers)))
+        begin_s = monotonic()
+        found = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
+        return monotonic() - begin_s, [one[0] for one in found]
+    finally:
+        await scorer.close()
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.pid != os.getpid() and bool(process.environ().get(MARK) == mark)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def judge(quick: bool) -> dict[str, float]:
+    """A judge that fails at times, twice with the same file of answers."""
+    return asyncio.run(_judge(100 if quick else 1000))
+
+
+async def _judge(count: int) -> dict[str, float]:
+    requests = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal requests
+        requests += 1
+        text = (await request.json())["messages"][0]["content"]
+        if requests % 8 in (1, 5):
+            return web.Response(status=429 if requests % 8 == 1 else 500)
+        said = "it is hard to say" if int(text.rpartition(" ")[2]) % 50 == 49 else "the reward is 0.5"
+        return web.json_response({"choices": [{"message": {"content": said}}]})
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    asked = JudgeOptions(url=f"http://127.0.0.1:{port}", model="judge", prompt="{response}")
+    options = RewardOptions(functions=("judge",), judge=asked, retries=10)
+    with tempfile.TemporaryDirectory() as folder:
+        calls, lost = list[int](), 0
+        for _ in range(2):
+            scorer = RewardScorer(options, cache=Path(folder) / "judge.sqlite")
+            scoring = asyncio.gather(*(scorer.outcomes(f"response {n}", ROW) for n in range(count) if n % 50 != 49))
+            if not calls:  # the server is away for a second
+                await asyncio.sleep(0.2)
+                await site.stop()
+                await asyncio.sleep(1.0)
+                site = web.TCPSite(runner, "127.0.0.1", port)
+                await site.start()
+                prose = asyncio.gather(*(scorer.outcomes(f"response {n}", ROW) for n in range(49, count, 50)))
+                invalid = sum(one[0].result is Result.INVALID for one in await prose)
+                lost += len(range(49, count, 50)) - invalid
+            found = [one[0] for one in await scoring]
+            lost += sum(one.result is not Result.OK or one.value != 0.5 for one in found)
+            await scorer.close()
+            calls.append(requests)
+    await runner.cleanup()
+    return {
+        "judge": float(count),
+        "judge_requests": float(calls[0]),
+        "judge_lost": float(lost),
+        "judge_calls_again": float(calls[1] - calls[0]),
+    }

@@ -1,0 +1,135 @@
+"""``flowrt reward check``: what the reward functions of a run give on its rows, without a model."""
+
+import asyncio
+import json
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.terminal import printable
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import defaults, read_flags
+from flowrt.recipes.constraints import check_bounds, check_reward_options, check_text
+from flowrt.recipes.tasks.problems import Concatenated, open_sets
+from flowrt.rewards.check import FIRST_ROWS, check_here, check_rewards
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.scoring import CALLS, RewardScorer
+from flowrt.rewards.user_file import as_text
+from flowrt.runtime.waits import wait_all
+
+DESCRIPTION = "Call reward functions on the rows of a data set, with four responses each; starts no run."
+LIMIT = 50
+"""Rows that are used if no number is given."""
+LONG = 100_000
+"""Characters of the long response."""
+GIBBERISH = 200
+ALPHABET = "etaoin shrdlu ETAOIN 0123456789 +-*/=()[]{}<>$\\\"'`\n\u00e4\u6570\U0001f600"
+PROBES = ("its answer", "empty", "gibberish", "100 KB")
+
+
+@dataclass(slots=True)
+class Found:
+    """The outcomes of one function on one kind of response."""
+
+    outcomes: list[RewardOutcome] = field(default_factory=list)
+    first: dict[Result, str] = field(default_factory=dict)
+    """For each way to fail, the first such failure."""
+
+
+def reward_check(words: Sequence[str], console: Console) -> int:
+    """Print for each function and kind of response: outcomes, spread, time, and what it raised.
+
+    Returns the exit code. Raises ConfigError for what a run would refuse, after the report if there is one.
+    """
+    limit, flags = _limit(words)
+    base = defaults("custom")
+    config = read_flags(
+        "flowrt reward check", f"{DESCRIPTION} --limit N: rows (default: {LIMIT}).", flags, base, _is_listed
+    )
+    check_text(config)
+    check_bounds(config)
+    check_reward_options(config)
+    if not (config.data.path or config.data.sets) or not config.reward.functions:
+        raise ConfigError("flowrt reward check needs --data PATH and --reward FUNCTION; --help lists all flags")
+    check_here(config.reward)
+    sets = open_sets(replace(config.data, eval_prompts=0))
+    problems = Concatenated([one.training for one in sets])[:limit]
+    answers = [problem.answer.encode() for problem in problems]
+    _print(asyncio.run(_found(config, answers)), len(answers), console)
+    check_rewards(config.reward, answers[:FIRST_ROWS], lambda text: console.print(printable(text)))
+    return EXIT_OK
+
+
+async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, str], Found]:
+    """The outcomes by function and kind of response, all of them."""
+    scorer = RewardScorer(config.reward)
+    found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
+    try:
+        if scorer.pool is not None:
+            await scorer.pool.load()
+        calls = [(probe, response, row) for row in rows for probe, response in _responses(row)]
+        scoring = [asyncio.create_task(scorer.outcomes(response, row)) for _, response, row in calls]
+        await wait_all(scoring, CALLS, "rewards", "reward functions")
+        outcomes = [one.result() for one in scoring]
+    finally:
+        await scorer.close()
+    for (probe, response, row), of_call in zip(calls, outcomes, strict=True):
+        for one, outcome in zip(scorer.functions, of_call, strict=True):
+            place = found[one.name, probe]
+            place.outcomes.append(outcome)
+            if outcome.is_failure and outcome.result not in place.first:
+                place.first[outcome.result] = scorer.failures([outcome], response, row, [one])[0]
+    return found
+
+
+def _responses(row: bytes) -> Iterable[tuple[str, str]]:
+    """The responses to a row, the same in every check."""
+    rng = random.Random(row)
+    answer = as_text(json.loads(row).get("answer"))
+    texts = (answer, "", "".join(rng.choices(ALPHABET, k=GIBBERISH)), "".join(rng.choices(ALPHABET, k=LONG)))
+    return zip(PROBES, texts, strict=True)
+
+
+def _print(found: dict[tuple[str, str], Found], rows: int, console: Console) -> None:
+    def line(text: str) -> None:
+        console.print(printable(text, one_line=True), soft_wrap=True, highlight=False, markup=False)
+
+    heads = " ".join(f"{head:>9}" for head in ("mean", "min", "max", "ms", "max ms"))
+    line(f"{'function':<16} {'response':<12} {heads}  outcomes ({rows} rows)")
+    for (name, probe), one in found.items():
+        values = [outcome.value for outcome in one.outcomes if outcome.result is Result.OK]
+        times = [1e3 * outcome.seconds for outcome in one.outcomes]
+        spread = (statistics.fmean(values), min(values), max(values)) if values else (float("nan"),) * 3
+        counts = {result: sum(outcome.result is result for outcome in one.outcomes) for result in Result}
+        kinds = ", ".join(f"{result} {count}" for result, count in counts.items() if count)
+        numbers = " ".join(f"{value:>9.4g}" for value in (*spread, statistics.fmean(times), max(times)))
+        line(f"{name:<16} {probe:<12} {numbers}  {kinds}")
+    for text in dict.fromkeys(text for one in found.values() for text in one.first.values()):
+        line(f"  {text}")
+    for name in dict.fromkeys(name for name, _ in found):
+        given = {outcome.value for (of, _), one in found.items() if of == name for outcome in one.outcomes}
+        if len(given) == 1:
+            line(f"  {name} gave every response the same reward, {given.pop():g}: nothing would be learned from it")
+
+
+def _is_listed(name: str) -> bool:
+    return name.startswith(("data.", "reward."))
+
+
+def _limit(words: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of --limit, and the remaining words."""
+    limit, rest = str(LIMIT), []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--limit":
+            limit = value if equals else next(remaining, "")
+        else:
+            rest.append(word)
+    if not limit.isdecimal() or not 0 < int(limit[:7]) <= 100_000:
+        raise ConfigError(f"--limit is {limit!r}; use a number of rows from 1 to 100000")
+    return int(limit), rest

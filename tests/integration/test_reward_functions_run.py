@@ -1,0 +1,85 @@
+"""Runs of recipe custom with several reward functions, some of whose calls fail: the metrics and the ledger."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROWS = 48
+MINE = """
+import os, time
+
+def parts(response, answer, prompt, level):
+    return {"sevens": response.count(answer) / 8, "short": 0.1 * (len(response) < 4)}
+
+async def sometimes(completion, **row):
+    assert row["answer"] == "7" and row["level"] in (0, 1) and row["prompt"].endswith("+1=")
+    if completion == row["answer"]:
+        return 0.5  # the call before the run
+    match sum(map(ord, completion)) % 8:
+        case 0: return None
+        case 1: raise ValueError("no such thing")
+        case 2: os._exit(1)
+        case 3: time.sleep(99)
+    return 0.5
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+
+@pytest.fixture
+def flags(tmp_path: Path, untrained_model: Path) -> list[str]:
+    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows = [{"prompt": f"{n}+1=", "answer": "7", "level": n % 2} for n in range(ROWS)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine.write_text(MINE)
+    return [
+        *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model)),
+        *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--algorithm.kl.coef", "0"),
+        *("--rollout.workers", "1", "--trainer.lr", "1e-4", "--trainer.warmup-steps", "1", "--data.eval-prompts", "4"),
+        *("--checkpoint.every", "0", "--steps", "6", "--reward.timeout-s", "1", "--reward.workers", "3"),
+        *("--reward.max-failures", "1", "--reward", f"{mine}:parts", "--reward", "sum=" + f"{mine}:sometimes:0.5"),
+        *("--reward", "digits=0.1*format:[0-9]*", "--reward", "regex:[0-9]", "--reward", "length:4:0.1"),
+        *("--reward", "exact:2"),
+    ]
+
+
+def lines(launched: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (launched.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_have_each_function_and_part_and_how_calls_failed(launch: Callable[..., Any], flags: list[str]) -> None:
+    launched = launch(*flags, "--guard", "reward_failures/timeout above 1")
+    assert launched.wait(180.0) == 0, launched.output
+    found = lines(launched)
+    assert len(found) == 6
+    for line in found:
+        weighted = (
+            line["reward/parts"] + 0.1 * line["reward/digits"] + line["reward/regex"] + 0.1 * line["reward/length"]
+        ) + 2 * line["reward/exact"]
+        assert line["reward/parts"] == pytest.approx(line["reward/parts/sevens"] + line["reward/parts/short"], abs=1e-5)
+        assert -1 <= line["reward/length"] <= 0
+        assert line["applies/parts"] == 1
+        if line["applies/sum"] == 1:  # else weights are scaled up where it does not apply
+            assert line["reward"] == pytest.approx(weighted + 0.5 * line["reward/sum"], abs=1e-4)
+    for kind in ("timeout", "error", "died"):
+        assert sum(line[f"reward_failures/{kind}"] for line in found) > 0, kind
+    assert all(line["reward_failures/memory"] == line["reward_failures/invalid"] == 0 for line in found)
+    assert min(line["applies/sum"] for line in found) < 1
+    assert "ValueError: no such thing, on the response" in launched.log("reward")
+    launched.assert_gone(10.0)
+
+
+@pytest.mark.parametrize("policy", ["regenerate", "drop_group", "train_remaining"])
+def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list[str], policy: str) -> None:
+    launched = launch(*flags, "--reward.on-failure", "drop", "--on-lost-sample", policy)
+    assert launched.wait(180.0) == 0, launched.output
+    found = lines(launched)
+    assert len(found) == 6
+    assert all(line[f"reward_failures/{kind}"] == 0 for line in found for kind in ("timeout", "error", "died"))
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert {"reward failed: error", "reward failed: died"} & summary["dropped"].keys(), summary
+    assert summary["prompts_trained_twice"] == 0
+    launched.assert_gone(10.0)
