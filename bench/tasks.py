@@ -5,7 +5,11 @@
 Rows, all of them without names:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
-  can be offered (index, held-out rows, order) and its memory above an empty start; time of the check of every row;
+  can be offered (index, held-out rows, order) and its memory above an empty start; time of the two checks of every row
+  before a run, of its fields (rows_check_s) and of its prompt against the model (rows_prompts_s);
+- data_check: `flowrt data check` of 100,000 conversations (2,000 with --quick) on one core: wall and CPU time;
+- sets_exact: three data sets of weights 0.7, 0.2 and 0.1 over 100 steps of 16 prompts: largest difference between the
+  prompts of a set in any window of steps and its share;
 - templates: prompts of six families of chat models against transformers' own rendering, their start and stop tokens;
 - hostile: a reward function of 20 ms in 4 processes, of whose calls 1 in 50 hangs, takes 2 GB, or raises, and 1 in 200
   ends its process, or leaves 100 processes. The deadline is 1 s. hostile_ratio is the time that the calls need at the
@@ -20,10 +24,14 @@ Exits with 1 if a figure is beyond its bound.
 
 import argparse
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from common.chat_models import FAMILIES, chat_tokenizer
@@ -31,10 +39,14 @@ from common.report import write
 from common.rewards import hostile, judge, reward_scaling
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
+from flowrt.recipes.data.mixture import alternate
 
 BOUNDS = {
     "rows_start_s": 5.0,
+    "rows_check_s": 5.0,
     "rows_mb": 100.0,
+    "data_check_s": 10.0,
+    "sets_exact": 1.0,
     "templates_wrong": 0.0,
     "overrun_s": 0.5,
     "processes_left": 0.0,
@@ -46,7 +58,9 @@ BOUNDS = {
 FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6}
 """Of the figures that must not be below one."""
 ROWS, QUICK_ROWS = 1_000_000, 20_000
+CHECKED, QUICK_CHECKED = 100_000, 2_000
 HELD_OUT = 64
+WEIGHTS, STEPS, PROMPTS_PER_STEP = (0.7, 0.2, 0.1), 100, 16
 TIMEOUT_S = 600.0
 STARTER = """
 import json, random, sys, time
@@ -69,9 +83,21 @@ random.Random("order 0 0").shuffle(order)
 assert problems[order[0]].messages
 found = {"rows_start_s": time.monotonic() - start_s}
 start_s = time.monotonic()
-check_rows([ProblemSet("", 1.0, rows, data, first)], data)
+problem_set = ProblemSet("", 1.0, rows, data, first)
+check_rows([problem_set], data)
 found["rows_check_s"] = time.monotonic() - start_s
 found["rows_mb"] = peak_mb() - before_mb
+
+from transformers import AutoTokenizer
+from flowrt.engines.prompts import PromptFormat
+from flowrt.launcher.prompt_check import check_prompts
+from flowrt.recipes.prompt_limits import PromptLimits
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[3], local_files_only=True)
+limits = PromptLimits(positions=4096, vocab_size=len(tokenizer), max_new_tokens=256)
+start_s = time.monotonic()
+check_prompts(problem_set.prompt_blocks(), tokenizer, limits=limits, what="the model", form=PromptFormat())
+found["rows_prompts_s"] = time.monotonic() - start_s
 print(json.dumps(found))
 """
 CONVERSATIONS = (
@@ -82,18 +108,62 @@ CONVERSATIONS = (
 
 
 def rows(quick: bool) -> dict[str, float]:
-    """Start, check and memory of a large data set."""
+    """Start, checks and memory of a large data set."""
     count = QUICK_ROWS if quick else ROWS
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        with path.open("w") as file:
-            for n in range(count):
-                prompt = [{"role": "user", "content": f"What is {n} plus one? Answer with the number alone, please."}]
-                file.write(json.dumps({"prompt": prompt, "answer": str(n + 1), "level": n % 5}) + "\n")
-        command = [sys.executable, "-c", STARTER, str(path), str(HELD_OUT)]
+        path = write_rows(Path(folder) / "rows.jsonl", count)
+        chat_tokenizer(FAMILIES["qwen"]).save_pretrained(folder)
+        command = [sys.executable, "-c", STARTER, str(path), str(HELD_OUT), folder]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     found: dict[str, float] = json.loads(ended.stdout)
     return {"rows": float(count), **found}
+
+
+def write_rows(path: Path, count: int) -> Path:
+    """A data set of so many conversations."""
+    with path.open("w") as file:
+        for n in range(count):
+            prompt = [{"role": "user", "content": f"What is {n} plus one? Answer with the number alone, please."}]
+            file.write(json.dumps({"prompt": prompt, "answer": str(n + 1), "level": n % 5}) + "\n")
+    return path
+
+
+def data_check(quick: bool) -> dict[str, float]:
+    """Wall and CPU time of `flowrt data check`, on one core."""
+    count = QUICK_CHECKED if quick else CHECKED
+    tokenizer = chat_tokenizer(FAMILIES["qwen"])
+    core = min(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_rows(Path(folder) / "rows.jsonl", count)
+        tokenizer.save_pretrained(folder)
+        config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(tokenizer)}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "flowrt.cli", "data", "check", "--model", folder, "--data", str(path)]
+        before, start_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        subprocess.run(
+            command,
+            stdout=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+        wall_s, after = time.monotonic() - start_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"data_check_rows": float(count), "data_check_s": wall_s, "data_check_cpu_s": cpu_s}
+
+
+def sets_exact(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes no time)
+    """Largest difference between the prompts of a set and its share, in prompts, over all windows of steps."""
+    order = list(islice(alternate(WEIGHTS), STEPS * PROMPTS_PER_STEP))
+    largest = 0.0
+    for at, weight in enumerate(WEIGHTS):
+        excess, count = [0.0], 0
+        for place, chosen in enumerate(order, 1):
+            count += chosen == at
+            if place % PROMPTS_PER_STEP == 0:
+                excess.append(round(count - weight * place, 6))
+        largest = max(largest, max(excess) - min(excess))
+    return {"sets_exact": largest}
 
 
 def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
@@ -120,6 +190,8 @@ def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
 
 MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "rows": rows,
+    "data_check": data_check,
+    "sets_exact": sets_exact,
     "templates": templates,
     "hostile": hostile,
     "reward_scaling": reward_scaling,

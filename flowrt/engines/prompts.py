@@ -17,6 +17,8 @@ NONE, CHAT = "none", "chat"
 ROLE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables of a template that are not the user's."""
 MAX_TEMPLATE_BYTES = 1_000_000
+FAST_BATCH = 64
+"""Texts that are tokenized together; larger batches are slower, because their encodings do not fit the cache."""
 PROBE = "flowrt-probe"
 """A response whose end is looked for in a rendered conversation."""
 
@@ -144,16 +146,46 @@ class PromptEncoder:
 
     def encode_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[list[int]]:
         """The token ids of many prompts, as `__call__` has them, in a fraction of the time."""
-        texts, plain = [], []
-        for prompt, messages in prompts:
-            is_plain = not self.applies_template(bool(messages))
-            plain.append(is_plain)
-            texts.append(prompt if is_plain else self.render(prompt, messages))
-        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [
-            self._plain(text) if is_plain else [int(one) for one in row]
-            for text, is_plain, row in zip(texts, plain, ids, strict=True)
-        ]
+        texts = [prompt for prompt, _ in prompts]
+        conversations: dict[bool, list[int]] = {False: [], True: []}
+        """Places of the prompts that the template is applied to, by whether they are prefilled."""
+        for place, (_, messages) in enumerate(prompts):
+            if self.applies_template(bool(messages)):
+                conversations[self._is_prefilled(messages)].append(place)
+        for places in conversations.values():
+            rendered = self._render_all([prompts[place] for place in places]) if places else []
+            for place, text in zip(places, rendered, strict=True):
+                texts[place] = text
+        if not texts:
+            return []
+        ids = self._ids(texts)
+        for place in {*range(len(texts))} - {*conversations[False], *conversations[True]}:
+            ids[place] = self._plain(texts[place])
+        return ids
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts, without tokens of the tokenizer's own."""
+        first: list[int] = self._tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # of the tokenizers library, which needs no offsets into the text here
+            ids = []
+            for start in range(0, len(texts), FAST_BATCH):
+                encodings = backend.encode_batch_fast(texts[start : start + FAST_BATCH], add_special_tokens=False)
+                ids += [one.ids for one in encodings]
+            if ids[0] == first:
+                return ids
+        return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def _render_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[str]:
+        """The texts that the template makes of prompts, of which all or none are prefilled."""
+        conversations = [self.conversation(*one) for one in prompts]
+        try:
+            texts: list[str] = self._tokenizer.apply_chat_template(
+                conversations, tokenize=False, **self._options(prompts[0][1])
+            )
+        except Exception:  # noqa: BLE001 (the prompt that the template refuses is found below)
+            return [self.render(*one) for one in prompts]
+        return texts
 
     def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
         """The text that the template makes of a prompt. Raises ConfigError if the template raises."""
@@ -167,13 +199,16 @@ class PromptEncoder:
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
 
     def _options(self, messages: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        is_prefill = self._form.prefill and bool(messages) and messages[-1][0] == "assistant"
+        is_prefill = self._is_prefilled(messages)
         return {
             **self._form.variables,
             "chat_template": self._template,
             "add_generation_prompt": not is_prefill,
             "continue_final_message": is_prefill,
         }
+
+    def _is_prefilled(self, messages: Sequence[tuple[str, str]]) -> bool:
+        return self._form.prefill and bool(messages) and messages[-1][0] == "assistant"
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text)["input_ids"]

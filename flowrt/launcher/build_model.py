@@ -5,7 +5,6 @@ import logging
 import random
 import sys
 import time
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def build(config: RunConfig) -> None:
     tokenizer = wrap(task.tokenizer())
     shape = config.build
     check_prompts(
-        chain(task.training_problems(), task.held_out_problems()),
+        task.prompt_blocks(),
         tokenizer,
         limits=PromptLimits(
             positions=shape.max_length,

@@ -3,9 +3,8 @@
 It reads the rows, and of the model the tokenizer and the configuration; the weights are not touched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
-from flowrt.recipes.tasks.base import Example
-from flowrt.recipes.tasks.problems import Concatenated, folded, open_sets
+from flowrt.recipes.tasks.base import Example, PromptBlock
+from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, folded, open_sets
 from flowrt.recipes.tasks.registry import recipe
 from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import data_path
@@ -26,7 +25,6 @@ ABOUT = (
     "Checks the data sets of flowrt run custom against its model, without a process or a model in memory. Takes every "
     "flag of that command, of which those listed here have an effect, and --show N: print the first N prompts."
 )
-BATCH = 512
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_SHOWN_TOKENS = 64
 """Token ids of a prompt that are printed."""
@@ -95,26 +93,25 @@ def check_data(config: RunConfig, show: int, console: Console) -> int:
     check_data_options(config)
     sets = open_sets(config.data)
     check_rows(sets, replace(config.data, allow_overlap=True))
-    training = Concatenated([one.training for one in sets])
-    held_out = Concatenated([one.held_out for one in sets])
-    return _report(config, training, held_out, show, console)
+    return _report(config, sets, show, console)
 
 
-def _report(
-    config: RunConfig, training: Sequence[Example], held_out: Sequence[Example], show: int, console: Console
-) -> int:
+def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: Console) -> int:
     from flowrt.engines.prompts import PromptEncoder, template_text
 
     model = Path(config.model)
     tokenizer, model_config = _model(model)
     encoder = PromptEncoder(tokenizer, config.data.prompt_format)
     limits = prompt_limits(config, model_config)
-    found = _read(encoder, tokenizer.bos_token_id, limits, training, held_out)
+    found = _read(encoder, tokenizer.bos_token_id, limits, sets)
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<14}{text}", soft_wrap=True)
 
-    line("rows", f"{len(training) + len(held_out):,}: {len(training):,} to train on, {len(held_out):,} held out")
+    for one, of_share in zip(sets, _shares(sets), strict=True):
+        training, held_out = len(one.training), len(one.held_out)
+        counts = f"{len(one.rows):,}: {training:,} to train on, {held_out:,} held out{of_share}"
+        line(f"rows {one.name}".strip(), counts)
     has_template = bool(template_text(tokenizer, config.data.chat_template))
     line("template", (config.data.chat_template or "of the checkpoint") if has_template else "none: text as it is")
     quantiles = ", ".join(f"{share:.0%} {_quantile(found.lengths, share):,}" for share in QUANTILES)
@@ -135,7 +132,7 @@ def _report(
         line(
             "held out", f"{found.shared:,} training rows have a held-out prompt, {outcome}; first: {found.first_shared}"
         )
-    for problem in training[:show]:
+    for problem in Concatenated([one.training for one in sets])[:show]:
         _show(problem, encoder, tokenizer, console)
     is_refused = (found.overlong and limits.overlong == "error") or (found.shared and not config.data.allow_overlap)
     return EXIT_BAD_INPUT if is_refused else EXIT_OK
@@ -159,57 +156,78 @@ def _model(path: Path) -> tuple[Any, Any]:
     return tokenizer, config
 
 
-def _read(
-    encoder: Any, start: int | None, limits: PromptLimits, training: Sequence[Example], held_out: Sequence[Example]
-) -> Prompts:
+def _shares(sets: Sequence[ProblemSet]) -> list[str]:
+    """What is said of the weight of each set; nothing of the only one."""
+    total = sum(one.weight for one in sets)
+    return [f", {one.weight / total:.3g} of the prompts" for one in sets] if len(sets) > 1 else [""]
+
+
+def _read(encoder: Any, start: int | None, limits: PromptLimits, sets: Sequence[ProblemSet]) -> Prompts:
     """Tokenize all prompts, and look for those that occur twice."""
-    overlong, shared, duplicates = [], [], []
+    overlong, shared, duplicates = _Found(), _Found(), _Found()
     double_starts = 0
-    evaluated = {folded(problem.prompt, problem.messages) for problem in held_out}
+    evaluated = {folded(one.prompt, one.messages) for part in sets for one in part.held_out}
     trained: set[int] = set()
     """Hashes: the prompts of a large data set would take its size in memory."""
-    longest = (0, "")
-    lengths = []
-    for index, (problem, ids) in enumerate(_encoded(encoder, chain(training, held_out))):
-        lengths.append(len(ids))
-        longest = max(longest, (len(ids), problem.where), key=lambda one: one[0])
-        if len(ids) > limits.most:
-            overlong.append(problem.where)
-        double_starts += start is not None and ids[:2] == [start, start]
-        if index >= len(training):
-            continue
-        own = folded(problem.prompt, problem.messages)
-        if own in evaluated:
-            shared.append(problem.where)
-        if hash(own) in trained:
-            duplicates.append(problem.where)
-        trained.add(hash(own))
+    longest, longest_place = -1, ""
+    lengths: list[int] = []
+    for one in sets:
+        index = 0
+        for block in one.prompt_blocks():
+            for place, ids in enumerate(_encoded(encoder, block)):
+                lengths.append(len(ids))
+                if len(ids) > longest:
+                    longest, longest_place = len(ids), block.where(place)
+                if len(ids) > limits.most:
+                    overlong.add(block, place)
+                double_starts += start is not None and ids[:2] == [start, start]
+                index += 1
+                if index > one.first_held_out:
+                    continue
+                own = folded(*block.prompts[place])
+                if own in evaluated:
+                    shared.add(block, place)
+                if (hashed := hash(own)) in trained:
+                    duplicates.add(block, place)
+                trained.add(hashed)
     return Prompts(
         lengths=sorted(lengths),
-        longest=longest[1],
-        overlong=len(overlong),
-        first_overlong=next(iter(overlong), ""),
+        longest=longest_place,
+        overlong=overlong.count,
+        first_overlong=overlong.first,
         double_starts=double_starts,
-        duplicates=len(duplicates),
-        first_duplicate=next(iter(duplicates), ""),
-        shared=len(shared),
-        first_shared=next(iter(shared), ""),
+        duplicates=duplicates.count,
+        first_duplicate=duplicates.first,
+        shared=shared.count,
+        first_shared=shared.first,
     )
 
 
-def _encoded(encoder: Any, problems: Iterator[Example]) -> Iterator[tuple[Example, list[int]]]:
-    """Problems and their token ids. Raises ConfigError with the place of a prompt that cannot be encoded."""
-    while batch := list(islice(problems, BATCH)):
-        prompts = [(problem.prompt, problem.messages) for problem in batch]
-        try:
-            yield from zip(batch, encoder.encode_all(prompts), strict=True)
-        except ConfigError:
-            for problem in batch:
-                try:
-                    encoder(problem.prompt, problem.messages)
-                except ConfigError as error:
-                    raise ConfigError(f"{problem.where}: {error}") from None
-            raise
+@dataclass(slots=True)
+class _Found:
+    """How many prompts were found, and the place of the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, block: PromptBlock, place: int) -> None:
+        """Count a prompt."""
+        self.count += 1
+        self.first = self.first or block.where(place)
+
+
+def _encoded(encoder: Any, block: PromptBlock) -> list[list[int]]:
+    """The token ids of prompts. Raises ConfigError with the place of a prompt that cannot be encoded."""
+    try:
+        ids: list[list[int]] = encoder.encode_all(block.prompts)
+    except ConfigError:
+        for place, prompt in enumerate(block.prompts):
+            try:
+                encoder(*prompt)
+            except ConfigError as error:
+                raise ConfigError(f"{block.where(place)}: {error}") from None
+        raise
+    return ids
 
 
 def _quantile(ascending: Sequence[int], share: float) -> int:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ def check_model(config: RunConfig) -> None:
     stop_token_ids(path, tokenizer, config.data.chat_template)  # raises for a file that no worker could read
     text_config = model_config.get_text_config()
     check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
-    task = task_of(config)
     check_prompts(
-        chain(task.training_problems(), task.held_out_problems()),
+        task_of(config).prompt_blocks(),
         tokenizer,
         limits=prompt_limits(config, text_config),
         what=f"model {path}",
@@ -92,9 +90,8 @@ def check_reference(config: RunConfig) -> None:
             f"reference.refresh is {config.reference.refresh}, and reference.model {path} has other parameters than "
             f"the trained model {policy}; use one of the same architecture, or set reference.refresh to 0"
         )
-    task = task_of(config)
     check_prompts(
-        chain(task.training_problems(), task.held_out_problems()),
+        task_of(config).prompt_blocks(),
         load_tokenizer(policy),  # which makes the prompts of the run
         limits=prompt_limits(config, text_config),
         what=f"reference.model {path}",

@@ -4,28 +4,35 @@ Prompts are tokenized only where their size leaves a doubt: every token stands f
 template adds depends on the roles of the messages alone.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat
 from flowrt.errors import ConfigError
-from flowrt.recipes.data.columns import Messages
 from flowrt.recipes.data.mistakes import Mistakes
+from flowrt.recipes.data.prompt_scan import Prompt
 from flowrt.recipes.prompt_limits import PromptLimits
-from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.base import PromptBlock
 
 SHORT_BYTES = 4
 """A prompt of at most this size may have no token at all."""
 MAX_SPECIAL_TOKENS = 16
 """Tokens that a tokenizer adds to a text; every other token stands for at least one byte of it."""
-BATCH = 512
-"""Prompts that are tokenized together."""
-Prompt = tuple[str, Messages]
+UTF8_BYTES = 4
+"""Most bytes of a character."""
+
+
+class Overlong(NamedTuple):
+    """A prompt that is too long: its data set, place and tokens."""
+
+    data_set: str
+    where: str
+    tokens: int
 
 
 def check_prompts(
-    problems: Iterable[Example],
+    blocks: Iterable[PromptBlock],
     tokenizer: Any,
     *,
     limits: PromptLimits,
@@ -35,7 +42,7 @@ def check_prompts(
     """Check all prompts of a run.
 
     Args:
-        problems: whose prompts are checked.
+        blocks: the prompts.
         tokenizer: of the model.
         limits: of the model and the configuration.
         what: the model, for messages.
@@ -50,9 +57,8 @@ def check_prompts(
             f"{what}: the tokenizer's end token is {eos}, and vocab_size {limits.vocab_size}; they do not match"
         )
     check = _PromptCheck(tokenizer, limits, what, PromptEncoder(tokenizer, form or PromptFormat(template="none")))
-    source = iter(problems)
-    while batch := list(islice(source, BATCH)):
-        check.add(batch)
+    for block in blocks:
+        check.add(block)
     check.report()
 
 
@@ -66,99 +72,102 @@ class _PromptCheck:
         self._is_larger = len(tokenizer) > limits.vocab_size
         self._mistakes = Mistakes()
         self._added: dict[tuple[str, ...], int] = {}
-        self._seen = 0
-        self._overlong: list[tuple[str, int]] = []
+        self._seen = Counter[str]()
+        self._overlong: list[Overlong] = []
 
-    def add(self, problems: Sequence[Example]) -> None:
+    def add(self, block: PromptBlock) -> None:
         """Check these prompts. Raises ConfigError at the tenth mistake."""
-        self._seen += len(problems)
+        self._seen[block.data_set] += len(block.prompts)
         doubtful = []
-        for problem in problems:
+        for place, prompt in enumerate(block.prompts):
             try:
-                if self._is_doubtful(problem):
-                    doubtful.append(problem)
+                if self._is_doubtful(prompt):
+                    doubtful.append(place)
             except ConfigError as error:
-                self._mistakes.add(ConfigError(f"{_place(problem)}: {error}"))
-        for problem, tokens in self._encoded(doubtful):
-            self._judge(problem, tokens)
+                self._mistakes.add(ConfigError(f"{block.where(place)}: {error}"))
+        for place, tokens in self._encoded(block, doubtful):
+            self._judge(block, place, tokens)
 
     def report(self) -> None:
-        """Raise ConfigError for the mistakes that were found, and if no prompt is left."""
+        """Raise ConfigError for the mistakes that were found, and if no prompt of a set is left."""
         self._mistakes.report()
         if not self._overlong:
             return
-        where, tokens = self._overlong[0]
+        first = self._overlong[0]
         if self._limits.overlong == "drop":
-            if len(self._overlong) == self._seen:
-                raise ConfigError(
-                    f"{where}: {self._limits.refusal(tokens, self._what)}, as every prompt; data.overlong is drop, and "
-                    "none is left"
-                )
+            counts = Counter(one.data_set for one in self._overlong)
+            for one in self._overlong:
+                if counts[one.data_set] == self._seen[one.data_set]:
+                    of_set = f" of data set {one.data_set!r}" if one.data_set else ""
+                    raise ConfigError(
+                        f"{one.where}: {self._limits.refusal(one.tokens, self._what)}, as every prompt{of_set}; "
+                        "data.overlong is drop, and none is left"
+                    )
             return
-        longest = max(self._overlong, key=lambda one: one[1])
+        longest = max(self._overlong, key=lambda one: one.tokens)
         more = (
-            f"; {len(self._overlong)} prompts are too long, the longest ({longest[0]}) with {longest[1]} tokens"
+            f"; {len(self._overlong)} prompts are too long, the longest ({longest.where}) with {longest.tokens} tokens"
             if len(self._overlong) > 1
             else ""
         )
         raise ConfigError(
-            f"{where}: {self._limits.refusal(tokens, self._what)}; leave it out (data.overlong drop), or use fewer"
-            f"{more}"
+            f"{first.where}: {self._limits.refusal(first.tokens, self._what)}; leave it out (data.overlong drop), or "
+            f"use fewer{more}"
         )
 
-    def _is_doubtful(self, problem: Example) -> bool:
+    def _is_doubtful(self, prompt: Prompt) -> bool:
         """Whether the prompt may have too many tokens, none, or wrong ones."""
-        added = self._added_bytes(problem)
-        parts = [problem.prompt, *(content for _, content in problem.messages)]
+        text, messages = prompt
+        roles = tuple([role for role, _ in messages])
+        added = self._added[roles] if roles in self._added else self._added_bytes(prompt, roles)
+        characters = len(text) + sum([len(content) for _, content in messages])
+        if characters > SHORT_BYTES and characters * UTF8_BYTES + added <= self._limits.most:
+            return self._is_larger
+        parts = [text, *(content for _, content in messages)]
         size = sum(len(part) if part.isascii() else len(part.encode()) for part in parts)
         return self._is_larger or size <= SHORT_BYTES or size + added > self._limits.most
 
-    def _added_bytes(self, problem: Example) -> int:
+    def _added_bytes(self, prompt: Prompt, roles: tuple[str, ...]) -> int:
         """Upper bound of the tokens that do not stand for the prompt's own text.
 
         Raises ConfigError, see `PromptEncoder`.
         """
-        roles = tuple(role for role, _ in problem.messages)
-        if roles not in self._added:
-            if self._encoder.applies_template(bool(roles)):
-                self._encoder(problem.prompt, problem.messages)  # a template may refuse an order of roles
-                short = tuple((role, "1") for role in roles)
-                self._added[roles] = len(self._encoder.render("1", short).encode()) + MAX_SPECIAL_TOKENS
-            else:
-                self._added[roles] = MAX_SPECIAL_TOKENS
+        if self._encoder.applies_template(bool(roles)):
+            self._encoder(*prompt)  # a template may refuse an order of roles
+            short = tuple((role, "1") for role in roles)
+            self._added[roles] = len(self._encoder.render("1", short).encode()) + MAX_SPECIAL_TOKENS
+        else:
+            self._added[roles] = MAX_SPECIAL_TOKENS
         return self._added[roles]
 
-    def _encoded(self, problems: Sequence[Example]) -> Iterator[tuple[Example, list[int]]]:
-        prompts: list[Prompt] = [(problem.prompt, problem.messages) for problem in problems]
+    def _encoded(self, block: PromptBlock, places: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        prompts = [block.prompts[place] for place in places]
         try:
-            yield from zip(problems, self._encoder.encode_all(prompts), strict=True)
+            yield from zip(places, self._encoder.encode_all(prompts), strict=True)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower; the prompt is found below)
-            for problem, prompt in zip(problems, prompts, strict=True):
+            for place, prompt in zip(places, prompts, strict=True):
                 try:
-                    yield problem, self._encoder(*prompt)
+                    yield place, self._encoder(*prompt)
                 except Exception as error:  # noqa: BLE001
                     text = str(error) if isinstance(error, ConfigError) else _cannot(self._what, error)
-                    self._mistakes.add(ConfigError(f"{_place(problem)}: {text}"))
+                    self._mistakes.add(ConfigError(f"{block.where(place)}: {text}"))
 
-    def _judge(self, problem: Example, tokens: Sequence[int]) -> None:
-        where = _place(problem)
+    def _judge(self, block: PromptBlock, place: int, tokens: Sequence[int]) -> None:
         if not tokens:
             self._mistakes.add(
-                ConfigError(f"{where}: the prompt has no token in the tokenizer of {self._what}; leave the row out")
+                ConfigError(
+                    f"{block.where(place)}: the prompt has no token in the tokenizer of {self._what}; leave the row out"
+                )
             )
         elif len(tokens) > self._limits.most:
-            self._overlong.append((where, len(tokens)))
+            self._overlong.append(Overlong(block.data_set, block.where(place), len(tokens)))
         elif max(tokens) >= self._limits.vocab_size:
             self._mistakes.add(
                 ConfigError(
-                    f"{where}: the prompt has token {max(tokens)}, and {self._what} a vocab_size of "
+                    f"{block.where(place)}: the prompt has token {max(tokens)}, and {self._what} a vocab_size of "
                     f"{self._limits.vocab_size}"
                 )
             )
-
-
-def _place(problem: Example) -> str:
-    return problem.where or f"prompt {problem.prompt[:40]!r}"
 
 
 def _cannot(what: str, error: Exception) -> str:

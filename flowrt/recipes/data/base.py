@@ -23,6 +23,10 @@ class Rows(ABC):
     def where(self, index: int) -> str:
         """File and line of a row, with which an error message begins."""
 
+    def parts(self) -> Sequence["Rows"]:
+        """The files of the rows, in order."""
+        return (self,)
+
     def scan(self) -> Iterator[object]:
         """All rows in order; in place of a row that cannot be read, its ConfigError."""
         for index in range(len(self)):
@@ -49,6 +53,9 @@ class Shards(Rows):
     def where(self, index: int) -> str:
         part, place = self._find(index)
         return part.where(place)
+
+    def parts(self) -> Sequence[Rows]:
+        return self._parts
 
     def scan(self) -> Iterator[object]:
         for part in self._parts:

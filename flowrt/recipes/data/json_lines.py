@@ -12,12 +12,15 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.data.base import Rows
 
+BLOCK_BYTES = 1 << 20
+"""Bytes of lines that are indexed together."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -31,20 +34,34 @@ class JsonLines(Rows):
         weakref.finalize(self, self._file.close)
         self._starts = array("q")
         self._numbers = array("q")
-        offset = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.isspace():
-                self._starts.append(offset)
-                self._numbers.append(number)
-            offset += len(line)
+        offset, number = 0, 1
+        while lines := self._file.readlines(BLOCK_BYTES):
+            offsets = list(accumulate(map(len, lines), initial=offset))
+            offset = offsets.pop()
+            if any(map(bytes.isspace, lines)):
+                kept = [at for at, line in enumerate(lines) if not line.isspace()]
+                self._starts.extend([offsets[at] for at in kept])
+                self._numbers.extend([number + at for at in kept])
+            else:
+                self._starts.extend(offsets)
+                self._numbers.extend(range(number, number + len(lines)))
+            number += len(lines)
         self._starts.append(offset)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def row(self, index: int) -> object:
-        start, end = self._starts[index], self._starts[index + 1]
-        return self._parse(index, os.pread(self._file.fileno(), end - start, start))
+        return self._parse(index, self.line(index))
+
+    def line(self, index: int) -> bytes:
+        """The line of a row, and blank lines after it."""
+        return self.block(index, 1)
+
+    def block(self, index: int, count: int) -> bytes:
+        """The lines of ``count`` rows from this one on, with blank lines between them."""
+        start, end = self._starts[index], self._starts[index + count]
+        return os.pread(self._file.fileno(), end - start, start)
 
     def where(self, index: int) -> str:
         return f"data file {self._path}, line {self._numbers[index]}"

@@ -1,14 +1,18 @@
 """The interface of a task: prompts and their reward."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from random import Random
 
 from tokenizers import Tokenizer
 
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.columns import Messages
+
+BLOCK = 512
+"""Prompts that are checked together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,21 @@ class Example:
     """Data file and line of the example; empty if it is generated."""
     messages: Messages = ()
     """The prompt as a conversation, in place of text, if there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlock:
+    """Some of the prompts of a data set.
+
+    Attributes:
+        data_set: name of the set.
+        prompts: text and messages of each.
+        where: the place of the prompt of this index, with which an error message begins.
+    """
+
+    data_set: str
+    prompts: Sequence[tuple[str, Messages]]
+    where: Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,10 @@ class Task(ABC):
     def held_out_problems(self) -> Sequence[Example]:
         """The prompts of the evaluation; none of them is a training prompt."""
 
+    def prompt_blocks(self) -> Iterator[PromptBlock]:
+        """All prompts, those to train on first, for checks that need no more. Raises ConfigError for a wrong row."""
+        return blocks(chain(self.training_problems(), self.held_out_problems()))
+
     def reward(self, response: str, answer: str) -> float:
         """Score a decoded response, which is not truncated unless `scores_truncated`; the higher the better.
 
@@ -79,6 +102,14 @@ class Task(ABC):
             The names of the parts of reward functions, see `RewardOptions.parts`.
         """
         return ()
+
+
+def blocks(problems: Iterable[Example]) -> Iterator[PromptBlock]:
+    """The prompts of these problems."""
+    source = iter(problems)
+    while found := list(islice(source, BLOCK)):
+        places = [one.where or f"prompt {one.prompt[:40]!r}" for one in found]
+        yield PromptBlock("", [(one.prompt, one.messages) for one in found], places.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import NoReturn
 
 from tokenizers import Tokenizer
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
-from flowrt.recipes.tasks.base import Example, Recipe, Task, TrainingSet
+from flowrt.recipes.tasks.base import Example, PromptBlock, Recipe, Task, TrainingSet
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, open_sets
 from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import data_path
@@ -37,6 +38,9 @@ class CustomTask(Task):
 
     def held_out_problems(self) -> Sequence[Example]:
         return Concatenated([one.held_out for one in self._sets])
+
+    def prompt_blocks(self) -> Iterator[PromptBlock]:
+        return chain.from_iterable(one.prompt_blocks() for one in self._sets)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:
         """Check every row, and call the reward functions on the first one that they apply to."""

@@ -4,6 +4,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import overload
@@ -15,7 +16,8 @@ from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import largest_remainder
-from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.data.prompt_scan import scan_prompts
+from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.rows import first_held_out
 
 
@@ -105,6 +107,17 @@ class ProblemSet:
         """The problems of the evaluation."""
         return Problems(self.rows, self.data, range(self.first_held_out, len(self.rows)))
 
+    def prompt_blocks(self) -> Iterator[PromptBlock]:
+        """All prompts, in the order of the rows. Raises ConfigError for a row that cannot be used."""
+        for batch in scan_prompts(self.rows, self.data):
+            prompts = [prompt for prompt in batch.prompts if prompt is not None]
+            if len(prompts) < len(batch.prompts):
+                raise batch.mistakes[0]
+            yield PromptBlock(self.name, prompts, partial(self._where, batch.first))
+
+    def _where(self, first: int, index: int) -> str:
+        return self.rows.where(first + index)
+
 
 def open_sets(data: DataConfig) -> list[ProblemSet]:
     """The data sets of a configuration, which has a path or sets.
@@ -144,4 +157,12 @@ def problem(row: object, data: DataConfig, where: str) -> Example:
 
 def folded(prompt: str, messages: Messages) -> str:
     """A prompt in which runs of white space are one space: equal for prompts that count as the same."""
-    return " ".join((prompt or "\0".join(part for message in messages for part in message)).split())
+    if not messages:
+        return _folded(prompt)
+    return "\0".join([f"{role}\0{_folded(content)}" for role, content in messages])
+
+
+def _folded(text: str) -> str:
+    if text.isprintable() and "  " not in text:  # no white space but single spaces
+        return text.strip(" ")
+    return " ".join(text.split())

@@ -1,13 +1,12 @@
 """Check of every row of a user's data sets before a run starts."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
-from flowrt.recipes.data.base import Rows
-from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.columns import as_columns
 from flowrt.recipes.data.mistakes import Mistakes
+from flowrt.recipes.data.prompt_scan import checked, scan_prompts
 from flowrt.recipes.tasks.problems import ProblemSet, folded
 
 
@@ -23,34 +22,31 @@ def check_rows(sets: Sequence[ProblemSet], data: DataConfig) -> None:
     """
     mistakes = Mistakes()
     held_out = set[str]() if data.allow_overlap else {text for one in sets for text in _held_out(one)}
-    shared: list[str] = []
+    shared: list[tuple[ProblemSet, int]] = []
     incomplete = ""
     for one in sets:
-        answers = Counter[bool]()
-        without_answer = 0
-        for index, row in enumerate(one.rows.scan()):
-            try:
-                columns, prompt, messages = _checked(row, data, one.rows, index)
-            except ConfigError as error:
+        without_answer: list[int] = []
+        for batch in scan_prompts(one.rows, data):
+            for error in batch.mistakes:
                 mistakes.add(error)
-                continue
-            has_answer = find(columns, data.answer_key) is not MISSING
-            if not has_answer and not answers[False]:
-                without_answer = index
-            answers[has_answer] += 1
-            if held_out and index < one.first_held_out and folded(prompt, messages) in held_out:
-                shared.append(one.rows.where(index))
-        if answers[False] and (answers[True] or data.answer_key != DataConfig.answer_key):
-            incomplete = incomplete or _incomplete(one, data, without_answer)
+            without_answer += batch.without_answer
+            shared += [
+                (one, index)
+                for index, prompt in enumerate(batch.prompts if held_out else (), batch.first)
+                if prompt is not None and folded(*prompt) in held_out and index < one.first_held_out
+            ]
+        if without_answer and (len(without_answer) < len(one.rows) or data.answer_key != DataConfig.answer_key):
+            incomplete = incomplete or _incomplete(one, data, without_answer[0])
     mistakes.report()
     if incomplete:
         raise ConfigError(incomplete)
     if shared:
+        first, index = shared[0]
         count = sum(len(one.held_out) for one in sets)
         of_sets = " of the sets, in proportion to their weights," if len(sets) > 1 else ""
         raise ConfigError(
-            f"{shared[0]}: the prompt is also held out for the evaluation, as {len(shared)} training prompts are (the "
-            f"last {count} rows{of_sets} are held out); leave them out, or set data.allow_overlap"
+            f"{first.rows.where(index)}: the prompt is also held out for the evaluation, as {len(shared)} training "
+            f"prompts are (the last {count} rows{of_sets} are held out); leave them out, or set data.allow_overlap"
         )
 
 
@@ -63,26 +59,13 @@ def _incomplete(one: ProblemSet, data: DataConfig, index: int) -> str:
     )
 
 
-def _checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Mapping[str, object], str, Messages]:
-    """The columns and the prompt of a row. Raises ConfigError with its place."""
-    if isinstance(row, ConfigError):
-        raise row
-    try:
-        columns = as_columns(row, "")
-        return columns, *prompt_or_messages(columns, data.prompt_key, "", prefill=data.prefill)
-    except ConfigError:  # again, with the place, which is not made for rows that are right
-        where = rows.where(index)
-        columns = as_columns(row, where)
-        return columns, *prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
-
-
 def _held_out(one: ProblemSet) -> set[str]:
     """The held-out prompts of a set."""
     found: set[str] = set()
     for place in range(one.first_held_out, len(one.rows)):
         try:
-            _, prompt, messages = _checked(one.rows.row(place), one.data, one.rows, place)
+            _, prompt = checked(one.rows.row(place), one.data, one.rows, place)
         except ConfigError:
             continue  # reported with the other mistakes
-        found.add(folded(prompt, messages))
+        found.add(folded(*prompt))
     return found

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flowrt.recipes.config_io import parse
 from flowrt.recipes.model_files import INDEX, check_model_files
 from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.tasks.arithmetic import Arithmetic
-from flowrt.recipes.tasks.base import Example
+from flowrt.recipes.tasks.base import Example, PromptBlock, blocks
 from tests.decoders import DECODERS
 
 WEIGHTS = "model.safetensors"
@@ -237,8 +237,8 @@ def test_a_prompt_that_a_tokenizer_has_no_word_for_is_named() -> None:
         check_prompts(prompts("known", "new"), tokenizer, limits=limits, what="the model")
 
 
-def prompts(*texts: str) -> list[Example]:
-    return [Example(text, "", "", f"data file d, line {line}") for line, text in enumerate(texts, 1)]
+def prompts(*texts: str) -> Iterator[PromptBlock]:
+    return blocks(Example(text, "", "", f"data file d, line {line}") for line, text in enumerate(texts, 1))
 
 
 @pytest.mark.parametrize(

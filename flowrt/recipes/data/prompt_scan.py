@@ -1,0 +1,236 @@
+"""All prompts of a data set in order, batch by batch, each checked: what every pass over a large data set begins with.
+
+Lines of JSON are decoded by msgspec straight into the fields that are needed. A batch in which that fails is read again
+row by row, and a row in which it fails by the general path, which alone decides what is wrong and says why.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Literal
+
+import msgspec
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.columns import MISSING, ROLES, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.json_lines import JsonLines
+
+BATCH = 1024
+"""Rows that are decoded together."""
+Prompt = tuple[str, Messages]
+"""A prompt as text, without messages, or as messages, without text."""
+_DIGITS_AS_ZERO = bytes(ord("0") if chr(byte).isdigit() else byte for byte in range(128)) + bytes(range(128, 256))
+
+
+@dataclass(slots=True)
+class PromptBatch:
+    """Consecutive rows of a data set.
+
+    Attributes:
+        first: index of the first row.
+        prompts: of each row; None if the row is wrong.
+        without_answer: indices of the right rows that have no answer.
+        mistakes: what is wrong with the others, in order.
+    """
+
+    first: int
+    prompts: list[Prompt | None] = field(default_factory=list)
+    without_answer: list[int] = field(default_factory=list)
+    mistakes: list[ConfigError] = field(default_factory=list)
+
+    def add(self, prompt: Prompt, *, has_answer: bool) -> None:
+        """Add the next row."""
+        if not has_answer:
+            self.without_answer.append(self.first + len(self.prompts))
+        self.prompts.append(prompt)
+
+
+def scan_prompts(rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
+    """The prompts of all rows.
+
+    Args:
+        rows: of the data set.
+        data: how they are read.
+    """
+    decode = _decoder(data)
+    first = 0
+    for part in rows.parts():
+        if decode is not None and isinstance(part, JsonLines):
+            yield from _of_lines(part, first, decode, rows, data)
+        else:
+            yield from _of_rows(part, first, rows, data)
+        first += len(part)
+
+
+def _of_rows(part: Rows, first: int, rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
+    source = part.scan()
+    while found := list(islice(source, BATCH)):
+        batch = PromptBatch(first)
+        for row in found:
+            _add_general(batch, row, rows, data)
+        first += len(found)
+        yield batch
+
+
+def _add_general(batch: PromptBatch, row: object, rows: Rows, data: DataConfig) -> None:
+    """Add a row by the general path."""
+    try:
+        if isinstance(row, ConfigError):
+            raise row
+        columns, prompt = checked(row, data, rows, batch.first + len(batch.prompts))
+    except ConfigError as error:
+        batch.mistakes.append(error)
+        batch.prompts.append(None)
+    else:
+        batch.add(prompt, has_answer=find(columns, data.answer_key) is not MISSING)
+
+
+def checked(row: object, data: DataConfig, rows: Rows, index: int) -> tuple[Any, Prompt]:
+    """The columns and the prompt of a row. Raises ConfigError with its place."""
+    try:
+        columns = as_columns(row, "")
+        return columns, prompt_or_messages(columns, data.prompt_key, "", prefill=data.prefill)
+    except ConfigError:  # again, with the place, which is not made for rows that are right
+        where = rows.where(index)
+        columns = as_columns(row, where)
+        return columns, prompt_or_messages(columns, data.prompt_key, where, prefill=data.prefill)
+
+
+# ---- lines of JSON
+
+
+def _of_lines(part: JsonLines, first: int, decode: "_Decoder", rows: Rows, data: DataConfig) -> Iterator[PromptBatch]:
+    for start in range(0, len(part), BATCH):
+        count = min(BATCH, len(part) - start)
+        found = decode.block(part.block(start, count), count)
+        if found is None:
+            found = [decode.line(part.line(start + at)) for at in range(count)]
+        batch = PromptBatch(first + start)
+        prompts = decode.prompts(found, prefill=data.prefill)
+        if None in prompts:
+            for at, (row, prompt) in enumerate(zip(found, prompts, strict=True)):
+                if prompt is None:
+                    _add_general(batch, _read(part, start + at), rows, data)
+                else:
+                    batch.add(prompt, has_answer=decode.has_answer(row))
+        else:
+            batch.prompts = prompts
+            batch.without_answer = [first + start + at for at in decode.without_answer(found)]
+        yield batch
+
+
+def _read(part: Rows, index: int) -> object:
+    """A row, or its ConfigError."""
+    try:
+        return part.row(index)
+    except ConfigError as error:
+        return error
+
+
+class _Decoder:
+    """Decodes the prompt, and whether there is an answer, from lines of JSON."""
+
+    def __init__(self, kind: type[Any], prompt: Callable[[Any], Any], answer: Callable[[Any], Any]) -> None:
+        self._json = msgspec.json.Decoder(kind)
+        self._prompt = prompt
+        self._answer = answer
+
+    def block(self, block: bytes, count: int) -> list[Any] | None:
+        """The rows of consecutive lines; None if not all of them can be decoded."""
+        try:
+            found = self._json.decode_lines(block)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return found if len(found) == count and _is_readable(block) else None
+
+    def line(self, line: bytes) -> Any | None:
+        """The row of a line; None if it cannot be decoded."""
+        try:
+            found = self._json.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return found if _is_readable(line) else None
+
+    def prompts(self, rows: list[Any], *, prefill: bool) -> list[Prompt | None]:
+        """The prompt of each row; None if it may be wrong."""
+        found: list[Prompt | None] = []
+        for value in [None if row is None else self._prompt(row) for row in rows]:
+            if type(value) is list and value and (prefill or value[-1].role != "assistant"):
+                messages = tuple([(one.role, one.content) for one in value])
+                last = messages[-1][1]
+                has_text = (last and not last.isspace()) or not all(not text or text.isspace() for _, text in messages)
+                found.append(("", messages) if has_text else None)
+            elif type(value) is str and value and not value.isspace():
+                found.append((value, ()))
+            else:
+                found.append(None)
+        return found
+
+    def has_answer(self, row: Any) -> bool:
+        """Whether a row has an answer."""
+        return self._answer(row) is not msgspec.UNSET
+
+    def without_answer(self, rows: list[Any]) -> list[int]:
+        """The places of the rows without an answer."""
+        return [at for at, answer in enumerate(map(self._answer, rows)) if answer is msgspec.UNSET]
+
+
+def _is_readable(text: bytes) -> bool:
+    """Whether fields that msgspec skips can be read too: they are UTF-8, and no integer has too many digits."""
+    most = sys.get_int_max_str_digits()
+    if most and len(text) > most and b"0" * most in text.translate(_DIGITS_AS_ZERO):
+        return False
+    try:
+        return text.isascii() or bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _decoder(data: DataConfig) -> _Decoder | None:
+    """The decoder for a configuration's columns; None if their names exclude each other (``a`` and ``a.b``)."""
+    keys = (data.prompt_key, data.answer_key)
+    heads = [name for key in keys for name in {key, key.partition(".")[0]}]
+    if len(set(heads)) != len(heads) or not all(all(key.split(".")) for key in keys):
+        return None
+    message = msgspec.defstruct(
+        "Message", [("role", Literal[ROLES]), ("content", str)], forbid_unknown_fields=True, gc=False
+    )
+    prompt_fields, prompt = _fields("prompt", data.prompt_key, str | list[message])  # type: ignore[valid-type]
+    answer_fields, answer = _fields("answer", data.answer_key, msgspec.Raw)
+    names = {name: key for name, key, _ in (*prompt_fields, *answer_fields)}
+    kind = msgspec.defstruct(
+        "Row",
+        [(name, type_ | msgspec.UnsetType, msgspec.UNSET) for name, _, type_ in (*prompt_fields, *answer_fields)],
+        rename=names,
+        gc=False,
+    )
+    return _Decoder(kind, prompt, answer)
+
+
+def _fields(name: str, key: str, kind: Any) -> tuple[list[tuple[str, str, Any]], Callable[[Any], Any]]:
+    """The fields of a column (name, key, type), and what reads it: the column of this name, else a nested one."""
+    head, *parts = key.split(".")
+    if not parts:
+        return [(name, key, kind)], attrgetter(name)
+    nested = kind
+    for part in reversed(parts):
+        nested = msgspec.defstruct(
+            "Nested", [("value", nested | msgspec.UnsetType, msgspec.UNSET)], rename={"value": part}, gc=False
+        )
+
+    def read(row: Any) -> Any:
+        found = getattr(row, name)
+        if found is not msgspec.UNSET:
+            return found
+        found = getattr(row, f"{name}_nested")
+        for _ in parts:
+            if found is msgspec.UNSET:
+                break
+            found = found.value
+        return found
+
+    return [(name, key, kind), (f"{name}_nested", head, nested)], read
