@@ -507,7 +507,7 @@ def draw_model(rng: random.Random, place: "Place") -> Draw:
 def _damage_json(rng: random.Random, path: Path) -> None:
     try:
         table = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(table, dict) and table:
         values: list[Any] = [None, 0, -1, 3, 7, "x", [], {}, 1.5, True, 10**6, 2**64, float("nan")]
