@@ -37,9 +37,9 @@ def check_sandbox(sandbox: str) -> None:
         raise ConfigError(f"reward function code runs programs in bubblewrap, and there is no bwrap here; {FIX}")
     words = [*bwrap_words(), "-c", "pass"]
     try:
-        run = partial(subprocess.run, words, capture_output=True, timeout=CHECK_S, stdin=subprocess.DEVNULL)
+        run = partial(subprocess.run, words, capture_output=True, timeout=CHECK_S, encoding="utf-8", errors="replace")
         ended = blocking(run, CHECK_S, "a program in bubblewrap", "bwrap")
-        what = ended.stderr.decode(errors="replace").strip().partition("\n")[0]
+        what = ended.stderr.strip().partition("\n")[0]
         code = ended.returncode
     except subprocess.TimeoutExpired:
         code, what = 1, f"it did not end in {CHECK_S:.0f} s"
@@ -88,14 +88,16 @@ def _run(program: str, standard_input: str, sandbox: str, end_s: float) -> str |
         run = partial(
             subprocess.run,
             [*python, "-c", program],
-            input=standard_input.encode(errors="replace"),
+            input=standard_input,
             capture_output=True,
             timeout=left_s,
             cwd=place,
             env={"PATH": "/usr/bin:/bin"},
+            encoding="utf-8",
+            errors="replace",
         )
         try:
             ended = blocking(run, left_s, "a program", "the response")
         except (subprocess.TimeoutExpired, ValueError, OSError):  # a NUL in the program; an argument that is too long
             return None
-    return ended.stdout.decode(errors="replace") if ended.returncode == 0 else None
+    return ended.stdout if ended.returncode == 0 else None

@@ -61,10 +61,7 @@ class RewardFunction:
 
 def parse_function(text: str) -> RewardFunction:
     """A function from its text. Raises ConfigError if it has another form; files are not looked for."""
-    found = _NAME.fullmatch(text)
-    name, rest = (found[1], found[2]) if found else ("", text)
-    found = _WEIGHT.fullmatch(rest)
-    weight, rest = (found[1], found[2]) if found else ("", rest)
+    name, weight, rest = _split(text)
     kind, _, argument = rest.partition(":")
     if kind not in BUILT_IN:
         kind, argument = "file", rest
@@ -106,7 +103,19 @@ def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
 def with_paths(text: str, absolute: Callable[[str], str]) -> str:
     """The text of a function with the path of its file changed by ``absolute``."""
     function = parse_function(text)
-    return text.replace(function.path, absolute(function.path), 1) if function.path else text
+    if not function.path:
+        return text
+    rest = _split(text)[2]
+    return text.removesuffix(rest) + absolute(function.path) + rest.removeprefix(function.path)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """The name and the weight in front of a function, each empty if there is none, and the rest."""
+    found = _NAME.fullmatch(text)
+    name, rest = (found[1], found[2]) if found else ("", text)
+    found = _WEIGHT.fullmatch(rest)
+    weight, rest = (found[1], found[2]) if found else ("", rest)
+    return name, weight, rest
 
 
 def check_file(function: RewardFunction) -> None:

@@ -1,6 +1,8 @@
 """Runs of recipe custom with several reward functions, some of whose calls fail: the metrics and the ledger."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,4 +84,78 @@ def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list
     summary = json.loads((launched.run_dir / "summary.json").read_text())
     assert {"reward failed: error", "reward failed: died"} & summary["dropped"].keys(), summary
     assert summary["prompts_trained_twice"] == 0
+    launched.assert_gone(10.0)
+
+
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer a-secret-key"
+        with open(sys.argv[1], "a") as file:
+            file.write(self.path + chr(10))
+        is_judge = self.path == "/v1/chat/completions"
+        text = body["messages"][0]["content"] if is_judge else body["completion"]
+        value = len(text) / 100
+        answer = {"choices": [{"message": {"content": f"It is {value}"}}]} if is_judge else {"reward": value}
+        made = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(made)))
+        self.end_headers()
+        self.wfile.write(made)
+
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_every_kind_of_function_in_one_run(
+    launch: Callable[..., Any], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setenv("TEST_OF_JUDGE_KEY", "a-secret-key")
+    data, asked = tmp_path / "rows.jsonl", tmp_path / "asked"
+    rows = [{"prompt": f"{n}+1=", "answer": "7", "level": n % 2, "tests": "pass"} for n in range(ROWS)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [sys.executable, "-c", SERVER, str(asked)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            hangs = next(index for index, word in enumerate(flags) if word.startswith("sum="))
+            launched = launch(
+                *(
+                    *flags[: hangs - 1],
+                    *flags[hangs + 1 :],
+                    "--reward",
+                    "math",
+                    "--reward",
+                    "code:0.1",
+                    "--reward.code-sandbox",
+                    "limits",
+                ),
+                *("--reward", "judge:0.1", "--reward.judge.url", url, "--reward.judge.model", "m"),
+                *("--reward.judge.prompt", "{response}", "--reward", f"0.1*http:{url}/score"),
+                *("--reward.key-variable", "TEST_OF_JUDGE_KEY", "--reward.timeout-s", "20", "--steps", "3"),
+                *("--reward.on-failure", "zero", "--reward.workers", "2"),
+            )
+            assert launched.wait(240.0) == 0, launched.output
+        finally:
+            server.kill()
+    for line in lines(launched):
+        assert {f"reward/{name}" for name in ("math", "code", "judge", "http", "parts", "exact")} <= line.keys()
+        assert line["reward/judge"] == pytest.approx(line["reward/http"], abs=1e-5)
+        assert line["reward_failures/http"] == 0
+    paths = asked.read_text().split()
+    assert {"/v1/chat/completions", "/score"} == set(paths)
+    assert (launched.run_dir / "judge.sqlite").is_file()
+    texts = [path.read_bytes() for path in launched.run_dir.rglob("*") if path.is_file()]
+    assert not any(b"a-secret-key" in text for text in texts)
     launched.assert_gone(10.0)

@@ -1,0 +1,352 @@
+"""Rewards by request, programs in responses, and `flowrt reward check`: against real servers and processes."""
+
+import asyncio
+import json
+import sqlite3
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from flowrt.cli import main
+from flowrt.errors import ConfigError
+from flowrt.rewards import remote
+from flowrt.rewards.check import check_rewards
+from flowrt.rewards.code import check_sandbox
+from flowrt.rewards.options import JudgeOptions, RewardOptions
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.scoring import RewardScorer
+
+ROW = json.dumps({"answer": "7", "prompt": "6+1=", "level": 2}).encode()
+KEY = "a-secret-key"
+
+
+class Server:
+    """A server whose answers are a function of the request's JSON and of the number of requests so far."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.headers: list[str] = []
+        self.most_at_a_time = 0
+        self.port = 0
+        self._at_a_time = 0
+        self.answer: Callable[[Any, int], Any] = lambda body, number: {"reward": 0.5}
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(body)
+        number = len(self.seen)
+        self.headers.append(request.headers.get("Authorization", ""))
+        self._at_a_time += 1
+        self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
+        await asyncio.sleep(0.01)
+        answer = self.answer(body, number)
+        if answer is None:
+            await asyncio.sleep(99)
+        self._at_a_time -= 1
+        if isinstance(answer, int):
+            return web.Response(status=answer, text="not now")
+        if isinstance(answer, str):
+            return web.Response(text=answer)
+        return web.json_response(answer)
+
+    def url(self, path: str = "/reward") -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(remote, "LONGEST_PAUSE_S", 0.1)
+    made = Server()
+    application = web.Application()
+    application.router.add_post("/{path:.*}", made.handle)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.port = runner.addresses[0][1]
+    yield made
+    await runner.cleanup()
+
+
+async def outcomes(options: RewardOptions, responses: list[str], cache: Path | None = None) -> list[RewardOutcome]:
+    scorer = RewardScorer(options, cache=cache)
+    try:
+        async with asyncio.timeout(60.0):
+            found = await asyncio.gather(*(scorer.outcomes(response, ROW) for response in responses))
+        return [one[0] for one in found]
+    finally:
+        await scorer.close()
+
+
+def by_http(server: Server, **options: Any) -> RewardOptions:
+    return RewardOptions(functions=(f"http:{server.url()}",), **options)
+
+
+def by_judge(server: Server, **options: Any) -> RewardOptions:
+    judge = JudgeOptions(url=server.url(""), model="judge", prompt="{prompt}|{answer}|{response}")
+    return RewardOptions(functions=("judge",), judge=judge, **options)
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": text}}]}
+
+
+async def test_a_request_has_the_row_and_its_answer_is_the_reward(server: Server) -> None:
+    server.answer = lambda body, number: {"reward": {"a": 1, "b": len(body["completion"])}}
+    (found,) = await outcomes(by_http(server), ["xyz"])
+    assert (found.result, found.value, found.parts) == (Result.OK, 4.0, {"a": 1.0, "b": 3.0})
+    assert server.seen == [{"prompt": "6+1=", "completion": "xyz", "answer": "7", "row": {"level": 2}}]
+    server.answer = lambda body, number: {"reward": None}
+    assert (await outcomes(by_http(server), ["z"]))[0].result is Result.NOT_APPLICABLE
+
+
+async def test_a_judge_is_asked_for_the_last_number(server: Server) -> None:
+    server.answer = lambda body, number: said("From 0 to 1 I say 0.75")
+    (found,) = await outcomes(by_judge(server), ["{answer} xyz"])
+    assert found == RewardOutcome(Result.OK, 0.75)
+    assert server.seen == [
+        {
+            "model": "judge",
+            "messages": [{"role": "user", "content": "6+1=|7|{answer} xyz"}],
+            "temperature": 0,
+            "max_tokens": 512,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "result", "detail"),
+    [
+        (said("it is hard to say"), Result.INVALID, "gave no number by reward.judge.pattern: 'it is hard to say'"),
+        (said("1e999") | {}, Result.OK, ""),
+        ({"choices": []}, Result.INVALID, "gave no message"),
+        ("<html>", Result.HTTP, "gave no JSON: '<html>'"),
+        (404, Result.HTTP, "answered with status 404: not now"),
+        (503, Result.HTTP, "answered with status 503"),
+        (None, Result.TIMEOUT, "did not answer in 1 s"),
+    ],
+)
+async def test_answers_of_any_kind_are_outcomes(server: Server, answer: Any, result: Result, detail: str) -> None:
+    server.answer = lambda body, number: answer
+    (found,) = await outcomes(by_judge(server, timeout_s=1.0), ["x"])
+    assert found.result is result
+    assert detail in found.detail
+    # Only a failure that may pass is tried again.
+    assert len(server.seen) == (2 if answer == 503 else 1)
+
+
+async def test_failures_that_pass_lose_nothing(server: Server) -> None:
+    server.answer = lambda body, number: {1: 429, 2: 500}.get(number % 4, {"reward": len(body["completion"])})
+    found = await outcomes(by_http(server, retries=20, concurrency=8), ["x" * n for n in range(1, 101)])
+    assert [one.value for one in found] == list(range(1, 101))
+    assert server.most_at_a_time <= 8
+
+
+async def test_an_unreachable_server_is_an_outcome_and_before_a_run_a_refusal(server: Server) -> None:
+    options = RewardOptions(functions=("http:http://127.0.0.1:1/x",), retries=2)
+    (found,) = await outcomes(options, ["x"])
+    assert found.result is Result.HTTP
+    assert "http://127.0.0.1:1/x cannot be reached: " in found.detail
+    with pytest.raises(ConfigError, match=r"reward function http: http://127\.0\.0\.1:1/x cannot be reached"):
+        await asyncio.to_thread(check_rewards, options, [ROW], print)
+
+
+async def test_a_second_run_with_the_same_file_makes_no_request(server: Server, tmp_path: Path) -> None:
+    cache = tmp_path / "judge.sqlite"
+    server.answer = lambda body, number: said(str(number / 100))
+    responses = [f"response {n % 20}" for n in range(60)]
+    first = await outcomes(by_judge(server), responses, cache)
+    assert len(server.seen) == 20  # equal requests are made once
+    assert [one.value for one in await outcomes(by_judge(server), responses, cache)] == [one.value for one in first]
+    assert len(server.seen) == 20
+    other = by_judge(server)
+    judge = JudgeOptions(**{**vars(other.judge), "model": "another"})
+    await outcomes(RewardOptions(functions=("judge",), judge=judge), responses[:1], cache)
+    assert len(server.seen) == 21
+
+
+async def test_a_damaged_file_of_answers_costs_a_warning(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "judge.sqlite"
+    cache.write_bytes(b"no database" * 1000)
+    assert (await outcomes(by_http(server), ["x"], cache))[0].value == 0.5
+    assert "answers of judges are not kept" in caplog.text
+
+
+async def test_the_key_is_sent_and_is_nowhere_else(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = by_http(server, key_variable="TEST_OF_JUDGE_KEY")
+    with pytest.raises(ConfigError, match=r"'TEST_OF_JUDGE_KEY', which is not set"):
+        await asyncio.to_thread(check_rewards, options, [ROW], print)
+    monkeypatch.setenv("TEST_OF_JUDGE_KEY", KEY)
+    cache = tmp_path / "judge.sqlite"
+    await outcomes(options, ["x"], cache)
+    assert server.headers == [f"Bearer {KEY}"]
+    with sqlite3.connect(cache) as database:
+        assert database.execute("SELECT count(*) FROM answers").fetchone() == (1,)
+    assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.iterdir())  # noqa: ASYNC240
+    assert KEY not in caplog.text
+    mine = tmp_path / "mine.py"
+    mine.write_text("import os\ndef reward(response): return float('TEST_OF_JUDGE_KEY' in os.environ)\n")
+    both = RewardOptions(functions=(str(mine), *options.functions), key_variable="TEST_OF_JUDGE_KEY")
+    assert (await outcomes(both, ["x"]))[0].value == 0.0  # of the first function, in a child
+
+
+# ---- code
+
+PROGRAM = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\n"
+TESTS = "assert double(4) == 8"
+
+
+def scored(response: str, tests: object, sandbox: str = "limits", **options: Any) -> RewardOutcome:
+    async def score() -> RewardOutcome:
+        scorer = RewardScorer(RewardOptions(functions=("code",), code_sandbox=sandbox, **options))  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(60.0):
+                return (await scorer.outcomes(response, json.dumps({"answer": "", "tests": tests}).encode()))[0]
+        finally:
+            await scorer.close()
+
+    return asyncio.run(score())
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "value"),
+    [
+        (PROGRAM, TESTS, 1.0),
+        (PROGRAM, "assert double(4) == 9", 0.0),
+        ("def double(x): return x + x", TESTS, 1.0),
+        ("no program", TESTS, 0.0),
+        ("\0", TESTS, 0.0),
+        ("print(int(input()) + 1)", [{"input": "1\n", "output": "2"}, {"input": "5", "output": "6\n"}], 1.0),
+        ("print(2)", [{"input": "1\n", "output": "2"}, {"input": "5", "output": "6\n"}], 0.0),
+        ("while True: pass", TESTS, 0.0),
+        ("import os\nos.kill(os.getppid(), 0)\ndef double(x): return 8", TESTS, 1.0),
+    ],
+)
+def test_a_program_is_run_against_the_tests_of_its_row(response: str, tests: object, value: float) -> None:
+    found = scored(response, tests, timeout_s=2.0 if "while" in response else 20.0)
+    assert (found.result, found.value) == (Result.OK, value), found
+
+
+def test_a_row_without_tests_is_a_failure_with_a_sentence() -> None:
+    found = scored(PROGRAM, None)
+    assert found.result is Result.ERROR
+    assert "function code needs the column 'tests'" in found.detail
+
+
+def test_code_is_refused_where_bubblewrap_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"there is no bwrap here; install bubblewrap .* reward\.code_sandbox to limits"
+    ):
+        check_sandbox("bwrap")
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: no permissions' >&2\nexit 1\n")
+    program.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"does not work here \(bwrap: no permissions\)"):
+        check_sandbox("bwrap")
+    check_sandbox("limits")
+
+
+def has_bwrap() -> bool:
+    try:
+        check_sandbox("bwrap")
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_bwrap(), reason="needs bubblewrap and user namespaces")
+@pytest.mark.parametrize(
+    "program",
+    [
+        "open('/etc/passwd')",
+        "open({place!r})",
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        "import os; assert os.environ.get('HOME')",
+    ],
+)
+def test_a_program_in_bubblewrap_reaches_nothing(tmp_path: Path, program: str) -> None:
+    place = tmp_path / "file"
+    place.write_text("x")
+    assert scored(PROGRAM, TESTS, "bwrap").value == 1.0
+    assert scored(program.format(place=str(place), port=22), "pass", "bwrap").value == 0.0
+
+
+# ---- flowrt reward check
+
+
+def test_reward_check_shows_what_functions_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(30)))
+    mine.write_text(
+        "import time\n"
+        "def reward(response, answer):\n"
+        "    if len(response) == 100_000: time.sleep(99)\n"
+        "    return float(response == str(answer))\n"
+        "def fussy(response):\n"
+        "    return 1 / len(response.strip()) if response != '\\x1b' else None\n"
+    )
+    words = ["reward", "check", "--data", str(data), "--limit", "3", "--reward", str(mine)]
+    more = ["--reward", f"{mine}:fussy", "--reward", "exact", "--reward.timeout-s", "1", "--reward.workers", "2"]
+    begin_s = monotonic()
+    assert main([*words, *more]) == 0
+    assert monotonic() - begin_s < 60.0
+    text = capsys.readouterr().out
+    lines = {tuple(line.split()[:2]): line for line in text.splitlines()}
+    assert "outcomes (3 rows)" in text
+    assert lines["mine", "its"].split()[3:6] == ["1", "1", "1"]
+    assert lines["mine", "empty"].split()[2:5] == ["0", "0", "0"]
+    assert lines["mine", "100"].endswith("timeout 3")
+    assert lines["fussy", "empty"].endswith("error 3")
+    assert f"reward function reward ({mine}:3): it did not return in 1 s" in text
+    assert f"reward function fussy ({mine}:6): ZeroDivisionError: division by zero, on the response ''" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        ("def reward(response): return 1 / 0\n", [], "ZeroDivisionError"),
+        ("def reward(response): return None\n", [], "it returned None for the first"),
+        ("def reward(response, answer, level): return 1\n", [], "it takes 'level'"),
+        ("x = 1\n", [], "has no function 'reward'"),
+        ("def reward(response): return 1\n", ["--limit", "0"], "--limit is '0'"),
+        ("def reward(response): return 1\n", ["--reward", "maths"], "did you mean 'math'"),
+        ("def reward(response): return 1\n", ["--reward", "nothing.py"], "there is no file 'nothing.py'"),
+    ],
+)
+def test_reward_check_refuses_what_a_run_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, flags: list[str], said: str
+) -> None:
+    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(4)))
+    mine.write_text(text)
+    assert main(["reward", "check", "--data", str(data), "--reward", str(mine), *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("flowrt: ")
+    assert said in error
+    assert "\n" not in error
+
+
+def test_reward_check_without_its_words_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reward", "chek"]) == 2
+    assert "takes the word check" in capsys.readouterr().err
+    assert main(["reward", "check"]) == 2
+    assert "needs --data PATH and --reward FUNCTION" in capsys.readouterr().err
+
+
+def test_reward_check_help_lists_its_flags() -> None:
+    ended = subprocess.run(
+        ["flowrt", "reward", "check", "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0
+    assert "--reward.timeout-s" in ended.stdout
+    assert "--trainer.lr" not in ended.stdout

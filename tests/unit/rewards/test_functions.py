@@ -1,0 +1,267 @@
+"""Names, weights and arguments of reward functions; how several become one reward."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml, parse, to_toml
+from flowrt.recipes.grpo import dataflow
+from flowrt.recipes.metric_names import metric_names
+from flowrt.rewards.arguments import Arguments, MissingColumn
+from flowrt.rewards.built_in import built_in
+from flowrt.rewards.functions import RewardFunction, parse_function, parse_functions, with_paths
+from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.outcomes import Result, RewardOutcome
+from flowrt.rewards.scoring import RewardScorer, combined, reward_columns
+from flowrt.rewards.user_file import outcome_of
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mine.py", RewardFunction("mine", "file", "mine.py:reward")),
+        ("/a/mine.py:score", RewardFunction("score", "file", "/a/mine.py:score")),
+        ("mine.py:format:0.1", RewardFunction("format", "file", "mine.py:format", 0.1)),
+        ("mine.py:0.1", RewardFunction("mine", "file", "mine.py:reward", 0.1)),
+        ("x=0.5*mine.py:score", RewardFunction("x", "file", "mine.py:score", 0.5)),
+        ("math", RewardFunction("math", "math", "")),
+        ("math:2", RewardFunction("math", "math", "", 2.0)),
+        ("0*exact", RewardFunction("exact", "exact", "", 0.0)),
+        ("length:100", RewardFunction("length", "length", "100")),
+        ("length:100:0.5", RewardFunction("length", "length", "100", 0.5)),
+        ("regex:a:1", RewardFunction("regex", "regex", "a:1")),
+        ("n=0.1*regex:(a=b)*", RewardFunction("n", "regex", "(a=b)*", 0.1)),
+        ("http:http://host:80", RewardFunction("http", "http", "http://host:80")),
+        ("2*http:https://host/x?y=1*2", RewardFunction("http", "http", "https://host/x?y=1*2", 2.0)),
+        ("judge:1e-1", RewardFunction("judge", "judge", "", 0.1)),
+    ],
+)
+def test_a_function_is_read_from_its_text(text: str, expected: RewardFunction) -> None:
+    assert parse_function(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["maths"], "did you mean 'math'"),
+        (["mine.txt:score"], "neither FILE.py:FUNCTION nor built in"),
+        (["regex"], "write regex:PATTERN"),
+        (["length"], "write length:N"),
+        (["length:0"], "characters above 0"),
+        (["length:x"], "characters above 0"),
+        (["exact:x"], "takes nothing but a weight"),
+        (["regex:("], "its pattern is wrong"),
+        (["http:host"], "begins with http"),
+        (["math:-1"], "is no weight"),
+        (["math:nan"], "is no weight"),
+        (["inf*math"], "is no weight"),
+        (["2*math:3"], "two weights"),
+        (["math", "0.5*math"], "2 functions 'math'; name them"),
+        (["math:0", "exact:0"], "sum to 0"),
+        (["math"] * 33, "at most 32"),
+        ([""], "neither FILE.py:FUNCTION nor built in"),
+    ],
+)
+def test_what_is_no_function_is_refused_in_a_sentence(texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_functions(texts)
+
+
+def test_the_path_of_a_file_is_made_absolute_and_nothing_else() -> None:
+    assert with_paths("a.py=0.5*a.py:f", lambda path: f"/x/{path}") == "a.py=0.5*/x/a.py:f"
+    assert with_paths("a.py:f:0.5", lambda path: f"/x/{path}") == "/x/a.py:f:0.5"
+    assert with_paths("regex:a.py", lambda path: f"/x/{path}") == "regex:a.py"
+
+
+def test_reward_flags_replace_the_functions_of_a_file(tmp_path: Any) -> None:
+    parsed = parse(["custom", "--reward", "exact", "--reward=0.1*format:a b", "--reward.workers", "3"])
+    assert parsed.reward.functions == ("exact", "0.1*format:a b")
+    assert parsed.reward.workers == 3
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(parsed))
+    assert parse(["--config", str(path)]).reward == from_toml(to_toml(parsed)).reward == parsed.reward
+    assert parse(["--config", str(path), "--reward", "math"]).reward.functions == ("math",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["arithmetic", "--reward", "exact"], "has a built-in reward"),
+        (["gsm8k", "--reward.workers", "2"], "has a built-in reward"),
+        (["custom", "--reward", "exact", "--reward.concurrency", "2"], "reward.concurrency .* changes nothing"),
+        (["custom", "--reward", "exact", "--reward.judge.model", "x"], "reward.judge .* changes nothing"),
+        (["custom", "--reward", "exact", "--reward.code-sandbox", "limits"], "reward.code_sandbox .* changes nothing"),
+        (["custom", "--reward", "http:http://x", "--reward.workers", "2"], "reward.workers .* changes nothing"),
+        (["custom", "--reward", "judge"], "needs reward.judge.url"),
+        (["custom", "--reward", "judge", "--reward.judge.url", "http://x"], "needs reward.judge.model"),
+        (["custom", "--reward", "exact", "--reward.max-failures", "1.5"], "reward.max_failures is 1.5"),
+        (["custom", "--reward", ""], "--reward needs a value"),
+    ],
+)
+def test_options_that_cannot_act_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(flags)
+
+
+JUDGE = ["--reward", "judge", "--reward.judge.model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--reward.judge.url", "host"], "begins with http"),
+        (["--reward.judge.url", "http://x", "--reward.judge.prompt", "rate it"], r"no \{response\}"),
+        (["--reward.judge.url", "http://x", "--reward.judge.pattern", "("], "which is wrong"),
+    ],
+)
+def test_a_judge_that_cannot_be_used_is_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(["custom", *JUDGE, *flags])
+
+
+def test_the_dataflow_and_the_metrics_have_the_columns_of_the_functions() -> None:
+    options = RewardOptions(functions=("exact", "a=mine.py:f"), parts=("a/x",))
+    config = RunConfig(recipe="custom", reward=options)
+    names = ("reward/exact", "reward/a", "reward/a/x", "applies/exact", "applies/a")
+    assert reward_columns(options)[:5] == names
+    stage = next(stage for stage in dataflow(config).stages if stage.name == "reward")
+    assert stage.makes == ("reward", *reward_columns(options))
+    assert {*names, "reward_failures/timeout", "reward_failures/died"} <= metric_names(config)
+    assert "reward_failures/http" not in metric_names(config)
+    assert reward_columns(RewardOptions()) == ()
+
+
+# ---- arguments
+
+
+def of(function: Any, **columns: Any) -> tuple[list[Any], dict[str, Any]]:
+    return Arguments(function).of("R", "A", columns)
+
+
+def test_parameters_get_what_their_names_say() -> None:
+    def called(function: Any, **columns: Any) -> Any:
+        positional, named = of(function, **columns)
+        return function(*positional, **named)
+
+    assert called(lambda response, answer: (response, answer)) == ("R", "A")
+    assert called(lambda answer, response: (response, answer)) == ("R", "A")
+    assert called(lambda answer, text: (text, answer)) == ("R", "A")
+    assert called(lambda text, gold: (text, gold)) == ("R", "A")
+    assert called(lambda response, gold: (response, gold)) == ("R", "A")
+    assert called(lambda completion: completion) == "R"
+    assert called(lambda response, level: (response, level), level=3) == ("R", 3)
+    assert called(lambda text, prompt: (text, prompt), prompt="P") == ("R", "P")
+    assert called(lambda completion, **row: (completion, row), prompt="P") == ("R", {"prompt": "P", "answer": "A"})
+    assert called(lambda **row: row, x=1) == {"response": "R", "answer": "A", "x": 1}
+    assert called(lambda text, gold, level=7: level) == 7
+    assert called(lambda text, gold, level=7: level, level=2) == 2
+    assert called(lambda text, gold, a=1, level=7: (a, level), level=2) == (1, 2)
+    assert called(lambda *both: both) == ("R", "A")
+    assert called(lambda response, *rest: (response, rest)) == ("R", ("A",))
+    assert called(lambda *, answer, response: (response, answer)) == ("R", "A")
+
+    def positional(text: str, gold: str, level: int = 7, /) -> tuple[str, str, int]:
+        return text, gold, level
+
+    assert called(positional) == ("R", "A", 7)
+    assert called(positional, level=1) == ("R", "A", 1)
+    assert called(max, x=1) == "R"  # a function without a signature
+    # A column that is named as a reserved one does not hide it.
+    assert called(lambda response, answer: (response, answer), response="x") == ("R", "A")
+
+
+def test_a_parameter_without_a_value_is_named() -> None:
+    with pytest.raises(MissingColumn, match=r"^level$"):
+        of(lambda response, answer, level: 0, other=1)
+    with pytest.raises(MissingColumn, match=r"^level$"):
+        of(lambda response, answer, *, level: 0)
+    with pytest.raises(TypeError, match="takes no argument"):
+        Arguments(lambda: 0)
+
+
+# ---- results
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(-100, 100), st.booleans()), min_size=1, max_size=6))
+def test_weights_of_functions_that_do_not_apply_go_to_the_others(drawn: list[tuple[float, float, bool]]) -> None:
+    functions = [RewardFunction(str(index), "exact", "", weight) for index, (weight, _, _) in enumerate(drawn)]
+    outcomes = [RewardOutcome(Result.OK if ok else Result.NOT_APPLICABLE, value * ok) for _, value, ok in drawn]
+    applying = sum(weight for weight, _, ok in drawn if ok)
+    total = math.fsum(weight for weight, _, _ in drawn)
+    value = math.fsum(weight * value for weight, value, ok in drawn if ok)
+    expected = value if all(ok for _, _, ok in drawn) else value * total / applying if applying else 0.0
+    assert combined(functions, outcomes) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_one_function_of_weight_1_is_the_reward_itself() -> None:
+    assert combined([RewardFunction("a", "exact", "")], [RewardOutcome(Result.OK, 0.1)]) == 0.1
+
+
+@given(st.one_of(st.floats(), st.integers(), st.booleans(), st.text(), st.binary(), st.lists(st.floats()), st.none()))
+def test_any_returned_value_has_an_outcome(value: object) -> None:
+    outcome = outcome_of(value, 3)
+    if value is None:
+        assert outcome.result is Result.NOT_APPLICABLE
+    elif isinstance(value, float | int) and abs(value) <= 3e38:
+        assert outcome == RewardOutcome(Result.OK, float(value))
+    else:
+        assert outcome.result is Result.INVALID
+        assert outcome.line == 3
+
+
+def test_named_numbers_are_parts_of_their_sum() -> None:
+    assert outcome_of({"a": 1, "b": 0.5}, 0) == RewardOutcome(Result.OK, 1.5, {"a": 1.0, "b": 0.5})
+    for wrong in ({}, {1: 2.0}, {"": 1.0}, {"a": None}, {"a": math.nan}):
+        assert outcome_of(wrong, 0).result is Result.INVALID, wrong
+
+
+async def test_parts_that_differ_from_the_first_ones_are_a_failure() -> None:
+    scorer = RewardScorer(RewardOptions(functions=("http:http://x",), parts=("http/a", "http/b")))
+    good = RewardOutcome(Result.OK, 3.0, {"a": 1.0, "b": 2.0})
+    assert scorer.failures([good], "r", b'{"answer": "7"}', scorer.functions) == []
+    bad = RewardOutcome(Result.OK, 1.0, {"a": 1.0})
+    (said,) = scorer.failures([bad], "r", b'{"answer": "7"}', scorer.functions)
+    assert said == "reward function http: it returned the parts a, not a, b, on the response 'r' to the answer '7'"
+    await scorer.close()
+
+
+# ---- built in
+
+
+def value(text: str, response: str, answer: object = "7") -> float:
+    return built_in(parse_function(text))(response, answer, {}).value
+
+
+@pytest.mark.parametrize(
+    ("text", "response", "answer", "expected"),
+    [
+        ("exact", " 7\n", "7", 1.0),
+        ("exact", "7.", "7", 0.0),
+        ("exact", "7", 7, 1.0),
+        ("regex:[0-9]+", "6, then 7", "7", 1.0),
+        ("regex:[0-9]+", "7, then 6", "7", 0.0),
+        ("regex:answer: ([0-9]+)", "answer: 7.", 7, 1.0),
+        ("regex:[0-9]+", "none", "7", 0.0),
+        ("format:<a>.*</a>", " <a>x\ny</a> ", "7", 1.0),
+        ("format:<a>.*</a>", "<a>x</a> and", "7", 0.0),
+        ("length:4", "1234", "7", 0.0),
+        ("length:4", "123456", "7", -0.5),
+        ("length:4", "x" * 99, "7", -1.0),
+    ],
+)
+def test_built_in_functions(text: str, response: str, answer: object, expected: float) -> None:
+    assert value(text, response, answer) == expected
+
+
+def test_math_compares_expressions() -> None:
+    pytest.importorskip("math_verify")
+    assert value("math", r"so it is \boxed{0.5}", "1/2") == 1.0
+    assert value("math", r"so it is $\frac{2}{4}$", r"$\frac12$") == 1.0
+    assert value("math", "so it is 0.6", "1/2") == 0.0
+    assert value("math", "", 7) == 0.0
+    assert value("math", "The answer is 7.", 7) == 1.0
