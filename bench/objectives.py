@@ -1,7 +1,7 @@
 """The proofs of the RL objectives: one table of figures, each with the bound that it must keep.
 
     python bench/objectives.py [ROW ...] [--json PATH] [--quick] [--seeds N]
-        [--trl-python PYTHON] [--against DIR]
+        [--trl-python PYTHON] [--against DIR|COMMIT]
 
 Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/objectives.md says what they show):
 
@@ -86,7 +86,7 @@ ROWS = (
 
 NEEDS = {
     "trl": "--trl-python, a Python that has TRL",
-    "default_speed": "--against, a checkout to compare with, that has a .venv",
+    "default_speed": "--against, a commit, or a checkout that has a .venv, to compare with",
 }
 """What a row cannot be measured without."""
 
@@ -109,7 +109,7 @@ def rows(trl_python: str, against: str, seeds: int) -> dict[str, Row]:
     if trl_python:
         found["trl"] = partial(trl_losses.measure, python=Path(trl_python))
     if against:
-        found["default_speed"] = partial(default_speed.measure, against=Path(against))
+        found["default_speed"] = partial(default_speed.measure, against=against)
     return found
 
 
@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--trl-python", default="", help="a Python that has TRL; default: none, and no row trl")
     parser.add_argument(
-        "--against", default="", help="a checkout with a .venv; default: none, and no row default_speed"
+        "--against", default="", help="a commit, or a checkout with a .venv; default: none, and no row default_speed"
     )
     parser.add_argument("--seeds", type=int, default=runs.SEEDS, help="of the row runs (default: %(default)s)")
     arguments = parser.parse_args()
@@ -131,7 +131,7 @@ def main() -> int:
         parser.error(f"there is no row {unknown[0]!r}; choose from {', '.join(ROWS)}")
     if arguments.trl_python and not Path(arguments.trl_python).is_file():
         parser.error(f"--trl-python: there is no {arguments.trl_python}")
-    if arguments.against and (reason := default_speed.refusal(Path(arguments.against))):
+    if arguments.against and (reason := default_speed.refusal(arguments.against)):
         parser.error(f"--against: {reason}")
     torch.set_num_threads(1)
     console, measured = Console(), rows(arguments.trl_python, arguments.against, arguments.seeds)

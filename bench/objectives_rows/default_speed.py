@@ -1,18 +1,32 @@
-"""Row `default_speed`: samples/s of the default job of this tree over those of another tree, by turns.
+"""Row `default_speed`: samples/s of the default job of this tree over those of another one, by turns.
 
-The other tree is a checkout with its own `.venv`. Both run the command that a user types, in an order that alternates,
-so that neither always runs on the warmer machine; medians over rounds, the same seeds on both sides.
+The other tree is a checkout with its own `.venv`, or a commit of this repository, which is unpacked for the
+measurement and run by this interpreter. Both run the command that a user types, in an order that alternates, so that
+neither always runs on the warmer machine; medians over rounds, the same seeds on both sides.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROUNDS, STEPS, TIMEOUT_S = 5, 120, 600.0
 HERE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A checkout, and the interpreter that runs it."""
+
+    path: Path
+    python: Path
 
 
 def python_of(tree: Path) -> Path:
@@ -20,8 +34,11 @@ def python_of(tree: Path) -> Path:
     return tree / ".venv" / "bin" / "python"
 
 
-def refusal(tree: Path) -> str:
-    """Why a directory cannot be compared with, in a sentence; empty if it can."""
+def refusal(against: str) -> str:
+    """Why a directory or a commit cannot be compared with, in a sentence; empty if it can."""
+    tree = Path(against)
+    if not tree.is_dir():
+        return "" if commit_of(against) else f"{against} is neither a directory nor a commit of {HERE}"
     if not (tree / "flowrt" / "cli.py").is_file():
         return f"{tree} is no checkout of flowrt"
     if not python_of(tree).is_file():
@@ -29,23 +46,50 @@ def refusal(tree: Path) -> str:
     return ""
 
 
-def samples_per_s(tree: Path, python: Path, run_dir: Path, seed: int, steps: int) -> float:
+def commit_of(name: str) -> str:
+    """The commit of this repository that a name stands for; empty if there is none."""
+    words = ["git", "-C", str(HERE), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout.strip()
+
+
+@contextmanager
+def other_tree(against: str, folder: Path) -> Iterator[Tree]:
+    """The tree to compare with; the files of a commit are put below ``folder``."""
+    if Path(against).is_dir():
+        tree = Path(against).resolve()
+        yield Tree(tree, python_of(tree))
+        return
+    # No worktree: that would be an entry in the repository, which a measurement that is killed leaves behind.
+    archive, path = folder / "against.tar", folder / "against"
+    words = ["git", "-C", str(HERE), "archive", "--output", str(archive), commit_of(against)]
+    subprocess.run(words, check=True, timeout=TIMEOUT_S)
+    with tarfile.open(archive) as files:
+        files.extractall(path, filter="data")
+    yield Tree(path, Path(sys.executable))
+
+
+def samples_per_s(tree: Tree, run_dir: Path, seed: int, steps: int) -> float:
     """Samples/s of one default job, as its summary has it."""
     words = ["--run-dir", str(run_dir), "--seed", str(seed), "--steps", str(steps), "--data.eval-prompts", "0"]
-    command = [str(python), "-m", "flowrt.cli", "run", *words]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, cwd=tree)
+    command = [str(tree.python), "-m", "flowrt.cli", "run", *words]
+    # The tree comes before whatever is installed in the environment, also in the processes that the run starts.
+    environment = {**os.environ, "PYTHONPATH": str(tree.path)}
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, cwd=tree.path, env=environment)
     return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
 
 
-def measure(quick: bool, against: Path) -> dict[str, float]:
+def measure(quick: bool, against: str) -> dict[str, float]:
     """Medians of both sides, and their ratio."""
-    sides = {"here": (HERE, Path(sys.executable)), "against": (against.resolve(), python_of(against.resolve()))}
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
+    found: dict[str, list[float]] = {"here": [], "against": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder,
+        other_tree(against, Path(folder)) as other,
+    ):
+        trees = {"here": Tree(HERE, Path(sys.executable)), "against": other}
         for turn in range(1 if quick else ROUNDS):
-            for side in sorted(sides, reverse=bool(turn % 2)):
+            for side in sorted(trees, reverse=bool(turn % 2)):
                 run_dir = Path(folder) / f"{side}-{turn}"
-                found[side].append(samples_per_s(*sides[side], run_dir, turn, 20 if quick else STEPS))
+                found[side].append(samples_per_s(trees[side], run_dir, turn, 20 if quick else STEPS))
     here, there = (statistics.median(found[side]) for side in ("here", "against"))
     return {
         "default_speed_samples_per_s": here,

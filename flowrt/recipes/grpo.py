@@ -129,6 +129,8 @@ def curriculum(config: RunConfig) -> Curriculum:
                 failed_reward=options.failed_reward,
                 solved_reward=options.solved_reward,
                 seed=config.seed,
+                prior=options.prior,
+                group_size=config.group_size,
             )
     return EveryPrompt()
 

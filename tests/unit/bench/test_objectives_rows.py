@@ -28,10 +28,20 @@ def test_the_curriculum_is_trained_like_the_default_task() -> None:
 
 
 def test_a_tree_to_compare_with_needs_an_interpreter(tmp_path: Path) -> None:
-    assert "no checkout" in default_speed.refusal(tmp_path)
+    assert "no checkout" in default_speed.refusal(str(tmp_path))
     (tmp_path / "flowrt").mkdir()
     (tmp_path / "flowrt" / "cli.py").touch()
-    assert "virtual environment" in default_speed.refusal(tmp_path)
+    assert "virtual environment" in default_speed.refusal(str(tmp_path))
+
+
+def test_a_commit_to_compare_with_is_unpacked_beside_this_tree(tmp_path: Path) -> None:
+    assert "neither a directory nor a commit" in default_speed.refusal("no such commit")
+    if not default_speed.commit_of("HEAD"):
+        pytest.skip("these files are in no repository")
+    assert default_speed.refusal("HEAD") == ""
+    with default_speed.other_tree("HEAD", tmp_path) as tree:
+        assert (tree.path / "flowrt" / "cli.py").is_file()
+        assert tree.path.is_relative_to(tmp_path)
 
 
 def test_every_objective_of_the_curve_is_accepted() -> None:

@@ -161,6 +161,24 @@ def test_prompts_are_sampled_with_the_probability_of_their_solve_rate(rewards: l
     assert abs(sampled - draws * probability) <= 3 * sigma
 
 
+@pytest.mark.parametrize(
+    ("rewards", "rate"),
+    [([0.0], 1 / 10), ([0.0, 0.0], 1 / 18), ([1.0], 9 / 10), ([0.5], 1 / 2), ([0.25, 0.0], 3 / 18), ([-2.0], 1 / 10)],
+)
+def test_a_prior_adds_solved_and_failed_samples(rewards: list[float], rate: float) -> None:
+    """After groups of 8 samples, with one of each added."""
+    curriculum = SolveRate(history=4, floor=0.2, prior=1.0, group_size=8)
+    assert curriculum.probability(rewards) == pytest.approx(0.2 + 0.8 * 4 * rate * (1 - rate))
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=4), st.integers(1, 16))
+def test_without_a_prior_the_number_of_samples_does_not_matter(rewards: list[float], size: int) -> None:
+    plain = SolveRate(history=4, floor=0.2)
+    assert SolveRate(history=4, floor=0.2, prior=0.0, group_size=size).probability(rewards) == plain.probability(
+        rewards
+    )
+
+
 def test_rewards_are_scaled_to_solve_rates() -> None:
     curriculum = SolveRate(history=1, floor=0.1, failed_reward=-1.0, solved_reward=1.0)
     assert curriculum.probability([0.0]) == 1.0
@@ -182,6 +200,8 @@ def test_the_draw_depends_on_seed_epoch_and_prompt_alone() -> None:
 def test_a_curriculum_that_cannot_be_is_refused(history: int, floor: float, failed: float, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SolveRate(history=history, floor=floor, failed_reward=failed)
+    with pytest.raises(ConfigError, match="a prior of -1"):
+        SolveRate(history=1, floor=0.5, prior=-1)
 
 
 # ---- the history of rewards

@@ -1,0 +1,66 @@
+"""A refreshed reference with two FSDP ranks, which write it together, and with samples of several versions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+EVERY = 2
+SMALL = [
+    *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
+    *("--trainer.save", "False", "--trainer.lr", "0.002", "--trainer.warmup-steps", "1"),
+    *("--reference.refresh", str(EVERY), "--rollout.max-new-tokens", "8"),
+]
+ROUNDING = 1e-6
+"""Of float32, in the divergence of a policy from its copy."""
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def newest_refresh(version: int) -> int:
+    return max(version, 0) // EVERY * EVERY
+
+
+def test_two_fsdp_ranks_write_one_reference(launch: Callable[..., Any], taught_model: Path) -> None:
+    """At bound 0 all samples of a step are of its version: right after a refresh the reference is that policy."""
+    steps = 6
+    run = launch(
+        *("--model", str(taught_model), *SMALL, "--steps", str(steps), "--max-staleness", "0"),
+        *("--trainer.engine", "fsdp", "--trainer.ranks", "2", "--trainer.micro-batch-tokens", "100"),
+    )
+    assert run.wait(180.0) == 0, run.output + run.log("trainer")
+    found = lines(run.run_dir)
+    assert [line["reference_version"] for line in found] == [newest_refresh(step) for step in range(steps)]
+    assert max(line["kl"] for line in found[::EVERY]) < ROUNDING
+    assert min(line["kl"] for line in found[1::EVERY]) > 10 * ROUNDING
+    run.assert_gone(10.0)
+
+
+def test_stale_samples_are_scored_by_the_refresh_of_their_own_version(
+    launch: Callable[..., Any], taught_model: Path
+) -> None:
+    """At bound 2 a step has samples of up to three versions; the run is killed and resumed in between."""
+    steps, bound = 12, 2
+    run = launch(
+        *("--model", str(taught_model), *SMALL, "--steps", str(steps), "--max-staleness", str(bound)),
+        *("--checkpoint.every", "3"),
+    )
+    run.wait_for(lambda: len(lines(run.run_dir)) >= 7, "seventh step")
+    run.kill_all()
+    again = launch(resume=run.run_dir)
+    assert again.wait(180.0) == 0, again.output
+    found = lines(run.run_dir)
+    assert [line["step"] for line in found] == list(range(steps))
+    assert max(line["staleness_max"] for line in found) > 0
+    for line in found:
+        oldest, newest = line["step"] - line["staleness_max"], line["step"]
+        assert newest_refresh(oldest) <= line["reference_version"] <= newest_refresh(newest)
+    assert found[-1]["reference_version"] >= newest_refresh(steps - 1 - bound) > 0
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
