@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.sglang.conftest import NOT_HERE, PYTHON
 
@@ -30,7 +31,7 @@ ALONE = (
     "weights",
 )
 """Scripts that need nothing but this machine; TransferQueue is left out where a script compares with it."""
-WITH_MORE = ("compare_trl", "gsm8k", "sglang_updates")
+WITH_MORE = ("compare_trl", "gpu", "gsm8k", "sglang_updates")
 
 
 def metrics_of(name: str, folder: Path, *arguments: str) -> dict[str, float]:
@@ -46,6 +47,25 @@ def metrics_of(name: str, folder: Path, *arguments: str) -> dict[str, float]:
 
 def test_every_script_is_listed_here() -> None:
     assert sorted(path.stem for path in BENCH.glob("*.py")) == sorted((*ALONE, *WITH_MORE))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices here")
+def test_without_a_gpu_the_script_for_one_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "gpu.py"), "--json", str(tmp_path / "metrics.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout.startswith("there is no GPU to measure: ")
+    assert len(ended.stdout.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("part", ["weights", "training", "overlap", "job"])
+def test_a_part_of_the_script_for_a_gpu_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
+    found = metrics_of("gpu", tmp_path, "--device", "cpu", "--logs", str(tmp_path), "--parts", part)
+    assert found[f"{part}_exit_code"] == 0
+    assert part == "weights" or len(found) > 2
 
 
 @pytest.mark.long
