@@ -274,6 +274,38 @@ def _reward(arguments: argparse.Namespace) -> int:
     return reward_check(arguments.words[arguments.words[:1] == ["check"] :], console())
 
 
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run that has ended")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=_whole_number, metavar="N", help="the checkpoint after N steps; default: newest")
+    which.add_argument("--best", action="store_true", help="the best weights (checkpoint.best)")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="data set, repeatable; default: those of the run",
+    )
+    parser.add_argument("--samples", type=_whole_number, metavar="N", help="answers to each prompt (eval.samples)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="of sampling (eval.temperature)")
+    parser.add_argument("--limit", type=_whole_number, metavar="N", help="prompts of each data set (eval.limit)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.evaluate import EvalOptions, evaluate
+
+    options = EvalOptions(
+        step=arguments.step,
+        best=arguments.best,
+        data=tuple(arguments.data),
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        limit=arguments.limit,
+    )
+    return evaluate(arguments.run_dir, options, arguments.json, console())
+
+
 def _slurm(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.slurm import write
 
@@ -291,6 +323,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...]", _run),
     "config": Subcommand("print the configuration of such a run as TOML", _config),
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
+    "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,29 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     replace_directory(partial, path)
+
+
+def write_policy(source: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Write a copy of a checkpoint with other weights, in their own dtype.
+
+    Args:
+        source: the checkpoint.
+        tensors: its trainable parameters (`named_parameters`) by name; others are ignored.
+        directory: is created.
+
+    Raises:
+        EngineError: if the weights are not those of the checkpoint's model.
+        OSError, SafetensorError: if writing fails.
+    """
+    model = load_model(source, dtype=next(iter(tensors.values())).dtype)
+    own = named_parameters(model)
+    if any(name not in tensors or tensors[name].shape != one.shape for name, one in own.items()):
+        raise EngineError(f"the weights are not the parameters of {source}; was the run's model changed?")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    model.save_pretrained(directory)
+    load_tokenizer(source).save_pretrained(directory)
 
 
 def export_dtype(path: str | os.PathLike[str], wanted: str) -> torch.dtype:

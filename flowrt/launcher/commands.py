@@ -45,7 +45,10 @@ class Command:
 
 
 def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> list[Command]:
-    """The commands of all workers, the trainer last; ``rendezvous`` is HOST:PORT of the store of several torchruns."""
+    """The commands of all workers, the trainer last; ``rendezvous`` is HOST:PORT of the store of several torchruns.
+
+    A run that only evaluates has no trainer.
+    """
     names = [
         (role, name)
         for role in settings(config).replaceable_roles
@@ -61,7 +64,7 @@ def worker_commands(config: RunConfig, address: str, rendezvous: str = "") -> li
         Command(name, ("-m", f"flowrt.roles.{role}", *common, "--name", name), _prefix(config, role, name))
         for role, name in names
     ]
-    return [*commands, _trainer(config, common, rendezvous)]
+    return commands if config.eval.only else [*commands, _trainer(config, common, rendezvous)]
 
 
 def reference_names(config: RunConfig) -> list[str]:

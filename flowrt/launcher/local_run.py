@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from flowrt.launcher.supervision import (
     cpu_time_watchdog,
     read_summary,
 )
-from flowrt.launcher.views.live import LiveView, summary_table
+from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.views.plot import draw
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.zmq_socket import check_free
@@ -135,8 +136,11 @@ def run(config: RunConfig, console: Console) -> int:
     return check_and_run(place(config), console)
 
 
-def check_and_run(config: RunConfig, console: Console) -> int:
-    """Check keys, port, programs, threads and data; then run. Raises ConfigError, with nothing written."""
+def check_and_run(config: RunConfig, console: Console, prepare: Sequence[str] = ()) -> int:
+    """Check keys, port, programs, threads and data; then run. Raises ConfigError, with nothing written.
+
+    ``prepare`` is a module of `flowrt.launcher` that is run first, and its arguments.
+    """
     if config.controller.keys:
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
@@ -147,20 +151,21 @@ def check_and_run(config: RunConfig, console: Console) -> int:
     config = check_task(config, progress)
     check_eval_sets(config, task_of(config))
     check_filter_function(config, progress)
-    return asyncio.run(_run(with_own_needs(config), console))
+    return asyncio.run(_run(with_own_needs(config), console, prepare))
 
 
-async def _run(config: RunConfig, console: Console) -> int:
+async def _run(config: RunConfig, console: Console, prepare: Sequence[str]) -> int:
     signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
     signals.install()  # before anything is written or started
-    return await LocalRun(config, console, signals).run()
+    return await LocalRun(config, console, signals, prepare).run()
 
 
 class LocalRun:
     """One run and its processes."""
 
-    def __init__(self, config: RunConfig, console: Console, signals: Signals) -> None:
+    def __init__(self, config: RunConfig, console: Console, signals: Signals, prepare: Sequence[str] = ()) -> None:
         self._config = config
+        self._prepare = prepare
         self._console = console
         self._signals = signals
         self._run_dir = Path(config.run_dir)
@@ -227,7 +232,9 @@ class LocalRun:
         # It would import torch for nothing: it forks no process where there are accelerators.
         if launch.use_fork_server and here and not named_accelerators(self._config):
             await self._children.start_fork_server()
-        code = EXIT_OK
+        code = await self._run_first(*self._prepare) if self._prepare else EXIT_OK
+        if code != EXIT_OK:
+            return code
         if self._config.model:
             code = await self._run_first("model_check")
         elif not model_dir(self._config).is_dir():
@@ -253,12 +260,12 @@ class LocalRun:
             await pause(back_off_s)
             self._failure = ""
 
-    async def _run_first(self, module: str) -> int:
+    async def _run_first(self, module: str, *arguments: str) -> int:
         """Run a module of `flowrt.launcher` to its end before the run starts; returns an exit code.
 
         Raises ConfigError for bad input that it found.
         """
-        words = [sys.executable, "-m", f"flowrt.launcher.{module}", "--config", str(self._config_path)]
+        words = [sys.executable, "-m", f"flowrt.launcher.{module}", "--config", str(self._config_path), *arguments]
         child = await self._children.start(module, words)
         try:
             code = await cpu_time_watchdog(child, self._config.supervisor.role_vacancy_timeout_s)
@@ -306,11 +313,12 @@ class LocalRun:
             take_results=vacancies.take_results,
         )
         watchers = []
+        trainer: Child | None = None
         for command in commands:
             worker = await self._children.start(command.name, command.words)
+            trainer = worker if command.name == TRAINER else trainer
             restarts = None if command.name == TRAINER else supervisor
             watchers.append(asyncio.create_task(self._watch(worker, command.words, restarts, observer)))
-        trainer = worker  # the last command
         code, hang = await self._await_controller(controller, observer)
         # A controller that ended the run has removed its address; one that died is restarted for its workers.
         while address_file(self._run_dir).exists() and await supervisor.may_restart(self._controller):
@@ -338,7 +346,7 @@ class LocalRun:
             end = self._end_reason or "the run has ended"
             self._failure = f"{end}, but without a summary: {self._controller.log_tail()}"
             self._failure += f"; fix this, then flowrt resume {self._run_dir}"
-        return code, trainer.process.returncode
+        return code, None if trainer is None else trainer.process.returncode
 
     async def _restart_controller(self) -> Child:
         """Start a controller that recovers the run with its workers. Raises FlowError if none can be started."""
@@ -419,7 +427,10 @@ class LocalRun:
         """Print the summary, the path of the plot, and the reason of a failure."""
         summary = read_summary(self._run_dir)
         if summary is not None:
-            if summary["steps"]:
+            if self._config.eval.only:
+                for name, results in summary["evaluations"].items():
+                    self._console.print(evaluation_text(name, results), highlight=False, soft_wrap=True)
+            elif summary["steps"]:
                 self._console.print(summary_table(summary))
                 self._console.print(f"plot {draw(self._run_dir)}", highlight=False, soft_wrap=True)
             self._end_reason = summary["reason"]

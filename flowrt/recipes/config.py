@@ -133,6 +133,8 @@ class EvalConfig:
     overlap: Literal["skip", "wait"] = "skip"
     """An evaluation that is due while another one runs: skip it, unless its version is still there afterwards; or let
     it wait, its version kept in the trainer's memory, for at most two at a time."""
+    only: bool = False
+    """Only evaluate the weights that the run starts from: no trainer is started, and nothing is trained."""
     solved_reward: Reward = 1.0
     """Reward from which an answer counts as right, in pass@k."""
     stop_at: Reward = 0.0

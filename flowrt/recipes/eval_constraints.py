@@ -38,6 +38,16 @@ def check_eval(config: RunConfig) -> None:
         raise ConfigError(f"eval.overlap {options.overlap} changes nothing with eval.interval 0; set an interval")
     if options.stop_at and not (options.interval or options.at_start):
         raise ConfigError("eval.stop_at changes nothing without evaluations before the end; set eval.interval")
+    if options.only:
+        if not names:
+            raise ConfigError(
+                "eval.only is on, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data is empty; "
+                "give one of them"
+            )
+        if options.interval or options.stop_at or config.checkpoint.best:
+            raise ConfigError(
+                "eval.only is on, so nothing is trained: eval.interval, eval.stop_at and checkpoint.best change nothing"
+            )
     _check_best(config, names)
 
 

@@ -170,13 +170,15 @@ def refresh(config: WeightSyncConfig) -> WeightSyncPolicy:
 
 def settings(config: RunConfig) -> Settings:
     """The controller's settings: sizes, roles, timeouts."""
+    only_evaluates = config.eval.only
+    references = [REFERENCE] if needs_reference(config.algorithm) and not only_evaluates else []
     return Settings(
         steps=config.steps,
         groups_per_step=config.prompts_per_step,
         data_sets=set_names(config.data),
-        completing_roles=(SOURCE, TRAINER),
-        critical_roles=(TRAINER,),
-        replaceable_roles=(SOURCE, ROLLOUT, REWARD, *([REFERENCE] if needs_reference(config.algorithm) else [])),
+        completing_roles=(SOURCE,) if only_evaluates else (SOURCE, TRAINER),
+        critical_roles=() if only_evaluates else (TRAINER,),
+        replaceable_roles=(SOURCE, ROLLOUT, REWARD, *references),
         role_vacancy_timeout_s=config.supervisor.role_vacancy_timeout_s,
         checkpointing_roles=(TRAINER,),
         source_roles=(SOURCE,),

@@ -1,5 +1,6 @@
 """The layout of a run directory."""
 
+import json
 import re
 from pathlib import Path
 
@@ -74,6 +75,21 @@ def read_address(run_dir: Path) -> str:
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
     """The checkpoint after ``step`` steps. It has this name only while it is complete."""
     return run_dir / "checkpoints" / f"step-{step:06}"
+
+
+def best_dir(run_dir: Path, version: int) -> Path:
+    """The weights of a version that was among the best. It has this name only while it is complete."""
+    return run_dir / "best" / f"step-{version:06}"
+
+
+def best_steps(run_dir: Path) -> list[int]:
+    """The versions of the best weights, best first, as "best.json" beside them says."""
+    try:
+        listed = json.loads((run_dir / "best" / "best.json").read_text())
+        versions = [int(one["version"]) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return [version for version in versions if best_dir(run_dir, version).is_dir()]
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:

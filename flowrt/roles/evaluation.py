@@ -165,7 +165,8 @@ class Evaluations:
 
     async def at_start(self) -> None:
         """Evaluate the initial weights, unless that is done, or training has begun."""
-        if self._config.eval.at_start and not self._first_step:
+        options = self._config.eval
+        if (options.at_start or options.only) and not self._first_step:
             await self._evaluate(0, "eval_first")
 
     async def at_end(self) -> None:

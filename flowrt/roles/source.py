@@ -43,6 +43,9 @@ async def run(session: Session, config: RunConfig) -> None:
     sets = task.training_sets()
     evaluations = Evaluations(session, config, eval_sets_of(eval_sets(config, task), columns))
     await evaluations.at_start()
+    if config.eval.only:
+        session.finished()
+        return
     is_over = asyncio.Event()
     following = asyncio.create_task(evaluations.follow(is_over))
     offering = asyncio.create_task(offer_all(session, config, columns, sets))

@@ -1,0 +1,109 @@
+"""``flowrt eval RUN``: evaluate a checkpoint of a run, or its best weights; nothing in the run changes."""
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowrt.engines.table import TRAIN_ENGINES
+from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.local_run import check_and_run, with_absolute_paths
+from flowrt.launcher.resume import read_config
+from flowrt.launcher.supervision import read_summary
+from flowrt.recipes.checkpoint_checksums import check_checkpoint
+from flowrt.recipes.config import CheckpointConfig, RunConfig
+from flowrt.recipes.constraints import check
+from flowrt.recipes.run_dir import best_dir, best_steps, checkpoint_dir, checkpoint_steps, model_dir
+from flowrt.runtime.files import atomic_write, private_directory
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What to evaluate; a number of None is that of the run."""
+
+    step: int | None = None
+    """None: the newest checkpoint."""
+    best: bool = False
+    """The best weights, in place of a checkpoint."""
+    data: tuple[str, ...] = ()
+    """NAME=PATH, or PATH as data set ``eval``; none: those of the run."""
+    samples: int | None = None
+    temperature: float | None = None
+    limit: int | None = None
+
+
+def evaluate(run_dir: Path, options: EvalOptions, json_path: Path | None, console: Console) -> int:
+    """Evaluate, print the results, and write them to ``json_path``; returns the exit code. Raises ConfigError."""
+    run_dir = run_dir.absolute()
+    config = read_config(run_dir)
+    if TRAIN_ENGINES[config.trainer.engine].published(config.trainer).lora is not None:
+        raise ConfigError(f"run {run_dir} publishes adapters alone, of which flowrt eval makes no model")
+    version, weights = _weights(run_dir, options)
+    work = run_dir / f".eval-{os.getpid()}"
+    source = weights if options.best else model_dir(config)
+    evaluated = _evaluated_config(config, options, work / "run", source)
+    check(evaluated)
+    prepare: tuple[str, ...] = ()
+    if not options.best:
+        prepare = ("checkpoint_model", "--checkpoint", str(weights), "--source", str(source))
+        evaluated = dataclasses.replace(evaluated, model=str(work / "model"))
+    private_directory(work)
+    try:
+        code = check_and_run(evaluated, console, prepare)
+        summary = read_summary(Path(evaluated.run_dir))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if summary is None or code != EXIT_OK:
+        return code
+    found: dict[str, Any] = {name: {**one, "version": version} for name, one in summary["evaluations"].items()}
+    for one in found.values():
+        del one["evaluations"]
+    console.print(f"weights of version {version} of {run_dir}", highlight=False, soft_wrap=True)
+    if json_path is not None:
+        atomic_write(
+            json_path, json.dumps({"run": str(run_dir), "version": version, "results": found}, indent=1) + "\n"
+        )
+    return code
+
+
+def _weights(run_dir: Path, options: EvalOptions) -> tuple[int, Path]:
+    """The version to evaluate, and the directory of its weights. Raises ConfigError if there is none."""
+    if options.best:
+        steps = best_steps(run_dir)
+        if not steps:
+            raise ConfigError(f"run {run_dir} has no best weights; set checkpoint.best in a run to keep them")
+        return steps[0], best_dir(run_dir, steps[0])
+    steps = checkpoint_steps(run_dir)
+    step = max(steps, default=0) if options.step is None else options.step
+    if step not in steps:
+        there_is = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"run {run_dir} has no checkpoint after {step} steps; there is: {there_is}")
+    check_checkpoint(run_dir, step)
+    return step, checkpoint_dir(run_dir, step)
+
+
+def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, model: Path) -> RunConfig:
+    """The configuration of a run that only evaluates, with the sampling and the data of ``config``."""
+    changes: dict[str, Any] = {"only": True, "interval": 0, "stop_at": 0.0, "overlap": "skip"}
+    if options.data:
+        changes["data"] = tuple(one if "=" in one else f"eval={one}" for one in options.data)
+    for name in ("samples", "temperature", "limit"):
+        if (value := getattr(options, name)) is not None:
+            changes[name] = value
+    if changes.get("samples", 1) > 1 and options.temperature is None and not config.eval.temperature:
+        changes["temperature"] = config.rollout.temperature
+    one = dataclasses.replace(
+        config,
+        model=str(model),
+        run_dir=str(run_dir),
+        eval=dataclasses.replace(config.eval, **changes),
+        checkpoint=CheckpointConfig(every=0),
+        reference=dataclasses.replace(config.reference, model="", refresh=0, average=1.0),
+        guard=(),
+    )
+    return with_absolute_paths(one)
