@@ -232,7 +232,7 @@ class FilterConfig:
     """Filter groups whose mean reward is above this."""
     function: str = ""
     """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
-    lengths and version; it returns True to keep the group. A group on which it fails is filtered, too."""
+    lengths and version; it returns True to keep the group; a group on which it fails is filtered, too."""
     function_timeout_s: Seconds = 10.0
     """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
@@ -288,7 +288,7 @@ class RolloutConfig:
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
     compile: bool = False
-    """Compile decoding: with torch.compile on a CPU, into CUDA graphs on a GPU. Faster steps, but up to a minute more
+    """Compile decoding, with torch.compile on a CPU and into CUDA graphs on a GPU: faster steps, but up to a minute more
     at startup."""
     device: str = ""
     """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,

@@ -25,6 +25,8 @@ from flowrt.runtime.bounds import interval_of, span
 
 Config = TypeVar("Config")
 RECIPE_NAMES = tuple(RECIPES)
+OWN_DATA = "custom"
+"""The recipe if none is named and data is given."""
 
 
 def defaults(name: str, algorithm: str = "") -> RunConfig:
@@ -38,7 +40,8 @@ def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
     """
-    parsed = read(arguments, command)
+    has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
+    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0])
     check(parsed)
     return parsed
 

@@ -230,10 +230,10 @@ def test_a_server_that_cannot_be_is_refused_before_anything_starts(settings: lis
 
 
 def test_data_for_a_recipe_that_generates_its_problems_is_refused(tmp_path: Path) -> None:
-    """`flowrt run --data FILE`, the recipe's name forgotten, must not quietly train on something else."""
+    """It must not quietly train on something else."""
     data = write(tmp_path / "rows.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n')
     with pytest.raises(ConfigError, match="gsm8k"):
-        task_of(parse(["--data", data]))
+        task_of(parse(["arithmetic", "--data", data]))
 
 
 # ---- the range of every number
@@ -447,3 +447,15 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
 def test_what_a_training_engine_cannot_do_is_refused(flags: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
         parse(flags)
+
+
+@pytest.mark.parametrize("flag", ["--data", "--data.path"])
+def test_data_without_a_recipe_is_of_recipe_custom(tmp_path: Path, flag: str) -> None:
+    rows, toml = tmp_path / "rows.jsonl", tmp_path / "run.toml"
+    rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    toml.write_text('recipe = "gsm8k"\n')
+    assert parse([flag, str(rows)]).recipe == "custom"
+    assert parse([f"{flag}={rows}"]).recipe == "custom"
+    assert parse(["gsm8k", flag, str(rows)]).recipe == "gsm8k"
+    assert parse(["--config", str(toml), flag, str(rows)]).recipe == "gsm8k"
+    assert parse(["--data.epochs", "2"]).recipe == RECIPE_NAMES[0]
