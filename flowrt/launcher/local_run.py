@@ -49,7 +49,7 @@ from flowrt.recipes.constraints import check_text
 from flowrt.recipes.devices import named_accelerators
 from flowrt.recipes.eval_names import eval_paths
 from flowrt.recipes.eval_sets import check_eval_sets
-from flowrt.recipes.filter_client import check_filter_function
+from flowrt.recipes.filter_function import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
 from flowrt.recipes.tasks.registry import check_task, task_of
 from flowrt.rewards.functions import with_paths

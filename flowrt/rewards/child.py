@@ -23,7 +23,7 @@ import msgpack
 from flowrt.rewards.built_in import Scorer, built_in
 from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.user_file import Unusable, UserFunction, described, line_of
+from flowrt.rewards.user_file import Unusable, UserFilter, UserFunction, described, line_of
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 RECV_BYTES = 1 << 20
@@ -80,7 +80,12 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory
 
 
 def _loaded(function: RewardFunction, index: int) -> Scorer:
-    return UserFunction(function.argument, index) if function.kind == "file" else built_in(function)
+    match function.kind:
+        case "file":
+            return UserFunction(function.argument, index)
+        case "filter":
+            return UserFilter(function.argument, index)
+    return built_in(function)
 
 
 def _called(score: Callable[..., RewardOutcome], path: str, response: str, row: bytes) -> RewardOutcome:

@@ -16,6 +16,8 @@ BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
 REMOTE = ("http", "judge")
 """Functions that are requests; all others run in a child process."""
 LOCAL = ("file", *(kind for kind in BUILT_IN if kind not in REMOTE))
+IN_FILES = {"file": "reward", "filter": "filter"}
+"""Kinds of functions in files of the user's, and what they are called."""
 OPEN_ENDED = ("regex", "format", "http")
 """Functions whose argument may end in anything, so that their weight stands in front."""
 FORM = "FILE.py:FUNCTION"
@@ -31,7 +33,7 @@ class RewardFunction:
     name: str
     """Its metric is ``reward/NAME``."""
     kind: str
-    """One of `BUILT_IN`, or "file"."""
+    """One of `BUILT_IN`, or "file", or "filter": a filter function in a file."""
     argument: str
     """FILE.py:FUNCTION, a pattern, an address, a number; empty if the kind takes none."""
     weight: float = 1.0
@@ -44,19 +46,19 @@ class RewardFunction:
     @property
     def path(self) -> str:
         """The user's file; empty for a built-in function."""
-        return self.argument.rpartition(":")[0] if self.kind == "file" else ""
+        return self.argument.rpartition(":")[0] if self.kind in IN_FILES else ""
 
     @property
     def described(self) -> str:
         """The function in a message, without a line."""
-        if self.kind != "file":
+        if self.kind not in IN_FILES:
             return f"reward function {self.name}"
         path, _, function = self.argument.rpartition(":")
-        return f"reward function {function} ({path})"
+        return f"{IN_FILES[self.kind]} function {function} ({path})"
 
     def at(self, line: int) -> str:
         """The function in a message, with the line of its file if that is known."""
-        return self.described if not line or self.kind != "file" else f"{self.described[:-1]}:{line})"
+        return self.described if not line or self.kind not in IN_FILES else f"{self.described[:-1]}:{line})"
 
 
 def parse_function(text: str) -> RewardFunction:

@@ -33,7 +33,8 @@ class RewardOptions:
 
     functions: tuple[str, ...] = ()
     """Functions, [NAME=]FUNCTION[:WEIGHT] each (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN,
-    format:PATTERN, length:N, code, http:URL or judge; the weight of a pattern or URL is written in front, WEIGHT*regex:PATTERN."""
+    format:PATTERN, length:N, code, http:URL or judge; the weight of a pattern or URL is written in front,
+    WEIGHT*regex:PATTERN."""
     workers: Annotated[int, Interval(ge=1, le=1_024)] = 1
     """Child processes of each reward worker; they are started when they are needed."""
     timeout_s: Seconds = 10.0

@@ -1,4 +1,4 @@
-"""A reward function in a user's file: loading it, calling it, and which line is to blame. In a child process only."""
+"""A reward or filter function in a user's file: loading and calling it, and its line. In a child process only."""
 
 import asyncio
 import importlib.machinery
@@ -15,6 +15,10 @@ from flowrt.rewards.outcomes import Result, RewardOutcome
 
 MODULE = "flowrt_own_reward"
 CALLED_AS = "reward(response, answer)"
+FILTER = "filter"
+"""The kind of a filter function."""
+REWARDS, OFFERED = "rewards", ("prompt", "epoch", "lengths", "version")
+"""What a filter function is given: the rewards of a group, and by name what it takes of these."""
 MAX_ERROR = 160
 """Maximum length of a user's error message in a report."""
 
@@ -34,26 +38,32 @@ class _Uncached(importlib.machinery.SourceFileLoader):
         pass
 
 
+def load(argument: str, index: int) -> Callable[..., object]:
+    """Load a function. Raises Unusable if there is none, and whatever the file raises.
+
+    Args:
+        argument: FILE.py:FUNCTION.
+        index: a number that makes the module's name unique.
+    """
+    path, _, function = argument.rpartition(":")
+    loader = _Uncached(f"{MODULE}_{index}", path)
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(loader.name, loader, origin=path))
+    module.__file__ = path
+    sys.modules[loader.name] = module  # as for every module: dataclasses look it up
+    loader.exec_module(module)
+    found: object = getattr(module, function, None)
+    if not callable(found):
+        raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
+    return found
+
+
 class UserFunction:
-    """A loaded function."""
+    """A loaded reward function."""
 
     def __init__(self, argument: str, index: int) -> None:
-        """Load it. Raises Unusable if it cannot be called, and whatever the file raises.
-
-        Args:
-            argument: FILE.py:FUNCTION.
-            index: a number that makes the module's name unique.
-        """
+        """Load it, see `load`. Raises Unusable if it cannot be called."""
         self._path, _, function = argument.rpartition(":")
-        loader = _Uncached(f"{MODULE}_{index}", self._path)
-        spec = importlib.machinery.ModuleSpec(loader.name, loader, origin=self._path)
-        module = importlib.util.module_from_spec(spec)
-        module.__file__ = self._path
-        sys.modules[loader.name] = module  # as for every module: dataclasses look it up
-        loader.exec_module(module)
-        found = getattr(module, function, None)
-        if not callable(found):
-            raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
+        found = load(argument, index)
         self._function: Callable[..., object] = found
         self._line = _defined_at(found)
         try:
@@ -80,6 +90,46 @@ class UserFunction:
     def line_of(self, error: BaseException) -> int:
         """The innermost line of the file in an error's traceback."""
         return line_of(error, self._path)
+
+
+class UserFilter:
+    """A loaded filter function."""
+
+    def __init__(self, argument: str, index: int) -> None:
+        """Load it, see `load`. Raises Unusable if it takes something else than rewards and `OFFERED` names."""
+        function = argument.rpartition(":")[2]
+        found = load(argument, index)
+        self._function = found
+        self._line = _defined_at(found)
+        if inspect.iscoroutinefunction(found):
+            what = f"{function} is an async function; a filter must be a plain one (def) that returns a bool"
+            raise Unusable(what, self._line)
+        try:
+            signature = inspect.signature(found)
+        except ValueError:  # a function written in C without a signature
+            self._taken: list[str] = []
+            return
+        parameters = list(signature.parameters.values())
+        named = [one.name for one in parameters[1:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._taken = [name for name in OFFERED if takes_any or name in named]
+        try:
+            signature.bind([], **dict.fromkeys(self._taken))
+        except TypeError as error:
+            offered = ", ".join(OFFERED)
+            raise Unusable(
+                f"{function}{signature} cannot be called as {function}(rewards) with what it takes of {offered} by "
+                f"name: {error}",
+                self._line,
+            ) from None
+
+    def __call__(self, response: str, answer: object, columns: Mapping[str, object]) -> RewardOutcome:  # noqa: ARG002
+        """Call it with a group: the columns are the rewards and `OFFERED`. Raises whatever the function raises."""
+        result = self._function(columns[REWARDS], **{name: columns[name] for name in self._taken})
+        if type(result).__name__ not in ("bool", "bool_"):  # of Python, of NumPy
+            what = f"it returned {cut(repr(result))} ({type(result).__name__}), not True or False"
+            return RewardOutcome(Result.INVALID, detail=what, line=self._line)
+        return RewardOutcome(Result.OK, float(bool(result)))
 
 
 def outcome_of(value: object, line: int) -> RewardOutcome:

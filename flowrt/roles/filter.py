@@ -10,7 +10,7 @@ from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.filter_client import FilterFunction, GroupFacts
+from flowrt.recipes.filter_function import FilterFunction, GroupFacts
 
 MAX_PULL_SLOTS = 256
 Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
@@ -35,15 +35,14 @@ async def run(session: Session, config: RunConfig) -> None:
 
     Each group is committed by itself: one that the function is slow on holds no other up for longer.
     """
-    options = config.algorithm.filter
-    function = FilterFunction(options.function, options.function_timeout_s)
+    function = FilterFunction(config.algorithm.filter)
     try:
         while True:
             batch = await session.pull("filter", slots=MAX_PULL_SLOTS)
             for _, rows in groupby(enumerate(batch.groups), itemgetter(1)):
                 await _decide(session, function, batch, [row for row, _ in rows])
     finally:
-        function.close()
+        await function.close()
 
 
 async def _decide(session: Session, function: FilterFunction, batch: Batch, rows: list[int]) -> None:
@@ -55,6 +54,6 @@ async def _decide(session: Session, function: FilterFunction, batch: Batch, rows
         version=min(batch.oldest_version(row) for row in rows),
     )
     with session.timeline.busy("filter"):
-        decision = await asyncio.to_thread(function.decide, rewards, facts)
+        decision = await function.decide(rewards, facts)
     slots, leases = [batch.slots[row] for row in rows], [batch.leases[row] for row in rows]
     await session.commit("filter", slots, leases, inline={DECISION: [decision] * len(rows)})

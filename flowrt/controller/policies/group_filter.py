@@ -16,13 +16,14 @@ REWARD = "reward"
 """The inline column of rewards."""
 DECISION = "filter_decision"
 """The inline column of what a function of the user's has decided, the same number for all samples of a group."""
-KEPT = 1.0
+KEPT, REFUSED, RAISED, HUNG, ENDED, WRONG = 1.0, 0.0, -1.0, -2.0, -3.0, -4.0
+"""Decisions on a group."""
 REFUSALS = {
-    0.0: "the filter function",
-    -1.0: "the filter function raised an exception",
-    -2.0: "the filter function did not return in time",
-    -3.0: "the filter function ended its process",
-    -4.0: "the filter function did not return True or False",
+    REFUSED: "the filter function",
+    RAISED: "the filter function raised an exception",
+    HUNG: "the filter function did not return in time",
+    ENDED: "the filter function ended its process",
+    WRONG: "the filter function did not return True or False",
 }
 """Why a group is not trained, by its decision; the negative ones are mistakes of the function."""
 

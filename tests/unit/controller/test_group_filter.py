@@ -16,7 +16,12 @@ from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.group_filter import (
     DECISION,
+    ENDED,
+    HUNG,
     KEPT,
+    RAISED,
+    REFUSED,
+    WRONG,
     AllOf,
     GroupFilter,
     KeepAll,
@@ -33,7 +38,6 @@ from flowrt.controller.storage.ledger import Ledger
 from flowrt.engines.simulated.costs import GenerationCost, TrainCost
 from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.errors import ConfigError
-from flowrt.recipes.filter_client import ENDED, HUNG, RAISED, REFUSED, WRONG
 from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 
 

@@ -2,26 +2,17 @@
 
 import logging
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flowrt.controller.policies.group_filter import KEPT
+from flowrt.controller.policies.group_filter import ENDED, HUNG, KEPT, RAISED, REFUSED, WRONG
 from flowrt.errors import ConfigError
+from flowrt.recipes.config import FilterConfig
 from flowrt.recipes.config_io import parse
-from flowrt.recipes.filter_client import (
-    ENDED,
-    HUNG,
-    RAISED,
-    REFUSED,
-    WRONG,
-    FilterFunction,
-    FunctionFailed,
-    GroupFacts,
-    check_filter_function,
-)
+from flowrt.recipes.filter_function import FilterFunction, FunctionFailed, GroupFacts, check_filter_function
 from tests.integration.conftest import wait_until
 
 FACTS = GroupFacts(prompt=7, epoch=1, lengths=[3, 5], version=4)
@@ -30,16 +21,16 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def made() -> Iterator[list[FilterFunction]]:
+async def made() -> AsyncIterator[list[FilterFunction]]:
     functions: list[FilterFunction] = []
     yield functions
     for one in functions:
-        one.close()
+        await one.close()
 
 
 def function(made: list[FilterFunction], path: Path, text: str, timeout_s: float = LONG_S) -> FilterFunction:
     path.write_text(text)
-    made.append(FilterFunction(str(path), timeout_s, subprocess.DEVNULL))
+    made.append(FilterFunction(FilterConfig(function=str(path), function_timeout_s=timeout_s), subprocess.DEVNULL))
     return made[-1]
 
 
@@ -61,17 +52,19 @@ def is_running(pid: int) -> bool:
         "keep = all\ndef keep(rewards, other=None):\n    return other is None\n",
     ],
 )
-def test_it_is_given_the_rewards_and_by_name_what_it_takes(
+async def test_it_is_given_the_rewards_and_by_name_what_it_takes(
     made: list[FilterFunction], tmp_path: Path, text: str
 ) -> None:
     mine = function(made, tmp_path / "mine.py", text)
-    assert mine.decide([0.0, 1.0], FACTS) == KEPT
+    assert await mine.decide([0.0, 1.0], FACTS) == KEPT
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_a_refusal_is_no_failure(made: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_is_no_failure(
+    made: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = function(made, tmp_path / "mine.py", "def keep(rewards):\n    return max(rewards) > 0\n")
-    assert [mine.decide([0.0, one], FACTS) for one in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
+    assert [await mine.decide([0.0, one], FACTS) for one in (0.0, 1.0, 0.0)] == [REFUSED, KEPT, REFUSED]
     assert not caplog.records
 
 
@@ -81,15 +74,15 @@ def test_a_refusal_is_no_failure(made: list[FilterFunction], tmp_path: Path, cap
         ("return 1 / 0", RAISED, ":5): ZeroDivisionError: division by zero, on the rewards [0.5, 0.5] of prompt 7"),
         ("raise KeyboardInterrupt", RAISED, ":5): KeyboardInterrupt"),
         ("sys.exit(3)", RAISED, ":5): it ended the program with exit(3)"),
-        ("os._exit(3)", ENDED, "mine.py): its process ended with exit code 3"),
+        ("os._exit(3)", ENDED, "mine.py): it ended its process with exit code 3"),
         ("os.kill(os.getpid(), 9)", ENDED, "mine.py): its process was killed by SIGKILL"),
-        ("os.closerange(3, 99)", ENDED, "mine.py): its process"),
+        ("os.closerange(3, 99)", ENDED, "mine.py): it "),
         ("return None", WRONG, ":3): it returned None (NoneType), not True or False"),
         ("return 1", WRONG, ":3): it returned 1 (int), not True or False"),
         ("return 'False'", WRONG, ":3): it returned 'False' (str), not True or False"),
     ],
 )
-def test_a_call_that_fails_costs_its_group_and_the_next_one_finds_a_process(
+async def test_a_call_that_fails_costs_its_group_and_the_next_one_finds_a_process(
     made: list[FilterFunction],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -100,13 +93,13 @@ def test_a_call_that_fails_costs_its_group_and_the_next_one_finds_a_process(
     text = f"import os, sys\n\ndef keep(rewards):\n    if rewards[0] == 0.5:\n        {body}\n    return True\n"
     mine = function(made, tmp_path / "mine.py", text)
     with caplog.at_level(logging.WARNING):
-        assert [mine.decide([one, 0.5], FACTS) for one in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
+        assert [await mine.decide([one, 0.5], FACTS) for one in (0.0, 0.5, 1.0)] == [KEPT, decision, KEPT]
     [record] = caplog.records
     assert said in record.getMessage()
     assert "the group is filtered (failure 1 of the function)" in record.getMessage()
 
 
-def test_a_call_that_hangs_is_killed_with_what_it_has_started(made: list[FilterFunction], tmp_path: Path) -> None:
+async def test_a_call_that_hangs_is_killed_with_what_it_has_started(made: list[FilterFunction], tmp_path: Path) -> None:
     text = """
 import subprocess, time
 def keep(rewards):
@@ -118,19 +111,19 @@ def keep(rewards):
 """
     mine = function(made, tmp_path / "mine.py", text, timeout_s=2.0)
     with pytest.raises(FunctionFailed, match=r":7\): it did not return in 2 s, on the rewards") as failed:
-        mine.call([1.0], FACTS)
+        await mine.call([1.0], FACTS)
     assert failed.value.decision == HUNG
     pid = int((tmp_path / "mine.py.pid").read_text())
     wait_until(lambda: not is_running(pid), 10.0, lambda: "what it has started is still there")
-    assert mine.decide([0.0], FACTS) == KEPT
+    assert await mine.decide([0.0], FACTS) == KEPT
 
 
-def test_failures_are_reported_ever_more_rarely(
+async def test_failures_are_reported_ever_more_rarely(
     made: list[FilterFunction], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = function(made, tmp_path / "mine.py", "def keep(rewards):\n    raise ValueError\n")
     with caplog.at_level(logging.WARNING):
-        assert {mine.decide([0.0], FACTS) for _ in range(20)} == {RAISED}
+        assert {await mine.decide([0.0], FACTS) for _ in range(20)} == {RAISED}
     assert len(caplog.records) == 5, "the failures 1, 2, 4, 8 and 16"
 
 
@@ -144,7 +137,7 @@ def test_failures_are_reported_ever_more_rarely(
         ("async def keep(rewards):\n    return True\n", r":1\): keep is an async function"),
         ("def keep(rewards):\n    return sum(rewards)\n", r":1\): it returned 2.0 \(float\), not True or False"),
         ("def keep(rewards):\n    return rewards[99] > 0\n", r":2\): IndexError"),
-        ("import os\nos._exit(0)\n", "its process ended with exit code 0, while the file was loaded"),
+        ("import os\nos._exit(0)\n", "it ended its process with exit code 0, while the file was loaded"),
     ],
 )
 def test_a_mistake_in_the_file_is_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:

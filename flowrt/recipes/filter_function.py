@@ -1,0 +1,141 @@
+"""A user's filter function (``algorithm.filter.function``), called in a child process (`flowrt.rewards.pool`).
+
+- A mistake that shows when the file is loaded, or in a first call with rewards of 0 and 1, is reported in one sentence
+  before a run starts.
+- During a run a call that raises, does not return in time, ends its process or returns something else than True or
+  False costs its group: `FilterFunction.decide` says so, and the next call finds a working process.
+"""
+
+import asyncio
+import json
+import logging
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flowrt.controller.policies.group_filter import ENDED, HUNG, KEPT, RAISED, REFUSED, WRONG
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import FilterConfig, RunConfig
+from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.options import RewardOptions
+from flowrt.rewards.outcomes import Result
+from flowrt.rewards.pool import RewardPool
+from flowrt.rewards.user_file import FILTER, REWARDS
+from flowrt.runtime.waits import BoundedElsewhere, wait_until
+
+log = logging.getLogger(__name__)
+FUNCTION = "keep"
+"""The function's name if FILE.py is given without one."""
+DECISIONS: Mapping[Result, float] = {
+    Result.ERROR: RAISED,
+    Result.MEMORY: RAISED,
+    Result.TIMEOUT: HUNG,
+    Result.DIED: ENDED,
+    Result.INVALID: WRONG,
+}
+"""The decision on a group on which the function failed."""
+CALL = BoundedElsewhere("algorithm.filter.function_timeout_s")
+FIX = "correct it"
+MAX_REWARDS_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What a filter function may take by name, besides the rewards."""
+
+    prompt: int
+    """The number of the prompt."""
+    epoch: int
+    """The pass over the prompts, from 0."""
+    lengths: list[int]
+    """Response tokens of each sample."""
+    version: int
+    """The oldest policy version that generated a token of the group: the number of steps trained before."""
+
+
+class FunctionFailed(Exception):
+    """A call failed; ``decision`` is how."""
+
+    def __init__(self, decision: float, what: str) -> None:
+        super().__init__(what)
+        self.decision = decision
+
+
+class FilterFunction:
+    """A filter function and its process, which the first call starts."""
+
+    def __init__(self, options: FilterConfig, output: int | None = None) -> None:
+        """Raises ConfigError if there is no such Python file.
+
+        Args:
+            options: FILE.py (its function `keep`) or FILE.py:FUNCTION, and the deadline.
+            output: file descriptor for the function's output; None: that of this process.
+        """
+        path, _, name = options.function.partition(":")
+        option = f"algorithm.filter.function is {options.function!r}"
+        if not Path(path).is_file():
+            raise ConfigError(f"{option}, and there is no file {path!r}; give FILE.py:FUNCTION")
+        if Path(path).suffix != ".py":
+            raise ConfigError(f"{option}, and {path} is not a Python file; its name must end in .py")
+        self._function = RewardFunction(name or FUNCTION, FILTER, f"{path}:{name or FUNCTION}")
+        limit_s = options.function_timeout_s
+        self._pool = RewardPool(
+            [self._function], RewardOptions(timeout_s=limit_s, load_timeout_s=limit_s, retries=0), output
+        )
+        self._failures = 0
+
+    async def load(self, progress: Callable[[str], None] = log.info) -> None:
+        """Start the process and load the file; ``progress`` receives notes on long waits. Raises ConfigError."""
+        await self._pool.load(progress)
+
+    async def decide(self, rewards: Sequence[float], facts: GroupFacts) -> float:
+        """The decision on a group: `KEPT`, `REFUSED`, or how the call failed, which is logged.
+
+        Raises ConfigError if the file cannot be loaded any more.
+        """
+        try:
+            return KEPT if await self.call(rewards, facts) else REFUSED
+        except FunctionFailed as failed:
+            self._failures += 1
+            if not self._failures & (self._failures - 1):  # the first, the second, the fourth, …
+                log.warning("%s; the group is filtered (failure %d of the function)", failed, self._failures)
+            return failed.decision
+
+    async def call(self, rewards: Sequence[float], facts: GroupFacts) -> bool:
+        """Whether to keep a group. Raises FunctionFailed, and ConfigError if the file cannot be loaded any more."""
+        row = json.dumps({REWARDS: list(rewards), **asdict(facts)}).encode()
+        outcome = await wait_until(self._pool.call(0, "", row), CALL, "a decision", "the user's filter function")
+        if outcome.is_failure:
+            cut = str(list(rewards))
+            cut = cut if len(cut) <= MAX_REWARDS_CHARS else f"{cut[:MAX_REWARDS_CHARS]}…"
+            doing = f"on the rewards {cut} of prompt {facts.prompt}"
+            raise FunctionFailed(
+                DECISIONS[outcome.result], f"{self._function.at(outcome.line)}: {outcome.detail}, {doing}"
+            )
+        return outcome.value == 1.0
+
+    async def close(self) -> None:
+        """End the process and all that it has started."""
+        await self._pool.close()
+
+
+def check_filter_function(config: RunConfig, progress: Callable[[str], None]) -> None:
+    """Load the filter function of a run and call it once, with rewards of 0 and 1. Its output is discarded.
+
+    Raises ConfigError for whatever goes wrong, in one sentence.
+    """
+    if config.algorithm.filter.function:
+        asyncio.run(_check(config, progress))
+
+
+async def _check(config: RunConfig, progress: Callable[[str], None]) -> None:
+    function = FilterFunction(config.algorithm.filter, subprocess.DEVNULL)
+    rewards = [float(member % 2) for member in range(config.group_size)]
+    try:
+        await function.load(progress)
+        await function.call(rewards, GroupFacts(prompt=0, epoch=0, lengths=[1] * len(rewards), version=0))
+    except FunctionFailed as failed:
+        raise ConfigError(f"{failed}; {FIX}") from None
+    finally:
+        await function.close()
