@@ -39,20 +39,21 @@ class Arguments:
     ) -> tuple[list[object], dict[str, object]]:
         """The positional and the named arguments of a call. Raises MissingColumn."""
         known = {**columns, ANSWER: answer, **dict.fromkeys(RESPONSE, response)}
-        unnamed = [(response, answer)[index] for index in self._unnamed]
+        both: list[tuple[str, object]] = [(RESPONSE[0], response), (ANSWER, answer)]
+        unnamed = [both[index] for index in self._unnamed]
         positional: list[object] = []
         named: dict[str, object] = {}
         for index, one in enumerate(self._parameters):
             if one.kind is Parameter.VAR_KEYWORD:
                 continue
             if one.kind is Parameter.VAR_POSITIONAL:
-                positional += unnamed
+                positional += [value for _, value in unnamed]
                 unnamed = []
                 continue
             if one.name in known:
                 value = known[one.name]
             elif index < 2 and unnamed and one.kind is not Parameter.KEYWORD_ONLY:
-                value = unnamed.pop(0)
+                _, value = unnamed.pop(0)
             elif one.default is not Parameter.empty:
                 if one.kind is Parameter.POSITIONAL_ONLY:
                     break
@@ -68,8 +69,5 @@ class Arguments:
                 named[one.name] = value
         if self._takes_any:
             has = {one.name for one in self._parameters}
-            rest = {**columns, ANSWER: answer} if ANSWER not in has else dict(columns)
-            named |= {name: value for name, value in rest.items() if name not in has}
-            if unnamed and unnamed[0] is response and not positional and not has & {*RESPONSE}:
-                named["response"] = response
+            named |= {name: value for name, value in (*columns.items(), *unnamed) if name not in has}
         return positional, named

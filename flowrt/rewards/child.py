@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,25 +42,36 @@ def packed(message: Sequence[object]) -> bytes:
     return made
 
 
-def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory_bytes: int, code: Scorer) -> None:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of calls."""
+
+    memory_bytes: int
+    """Address space that may be taken in addition to that after loading."""
+    sandbox: str
+    """Of function ``code``: bwrap or limits."""
+    timeout_s: float
+    """Deadline of a call, which the pool keeps; programs of function ``code`` end before it."""
+
+
+def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits: Limits) -> None:
     """Load the functions, then make calls until the pool closes the connection.
 
     Args:
         connection: to the pool.
         functions: the functions of the run that are no requests.
-        memory_bytes: address space that may be taken in addition to that after loading.
-        code: the function ``code``.
+        limits: of calls.
     """
     scorers: list[Scorer] = []
     for index, function in enumerate(functions):
         try:
-            scorers.append(code if function.kind == "code" else _loaded(function, index))
+            scorers.append(_loaded(function, index, limits))
         except BaseException as error:  # noqa: BLE001 (user code: any exception is reported)
             what = str(error) if isinstance(error, Unusable) else f"{described(error)}, while the file was loaded"
             connection.sendall(packed(["unusable", index, what, line_of(error, function.path)]))
             return
     first_bytes = _address_space()
-    _limit(first_bytes + memory_bytes)
+    _limit(first_bytes + limits.memory_bytes)
     connection.sendall(packed(["ready"]))
     unpacker = msgpack.Unpacker(**UNPACKING)
     process = os.getpid()
@@ -73,18 +85,22 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], memory
                 one = _called(scorers[function_index], path, response, row)
                 if os.getpid() != process:
                     os._exit(0)  # a copy of this process that the function has made
-                worn = one.result is Result.MEMORY and _address_space() > first_bytes + memory_bytes // 2
+                worn = one.result is Result.MEMORY and _address_space() > first_bytes + limits.memory_bytes // 2
                 done = ["done", call, one.result, one.value, dict(one.parts), one.detail, one.line, worn]
                 last = packed(done)
             connection.sendall(last)
 
 
-def _loaded(function: RewardFunction, index: int) -> Scorer:
+def _loaded(function: RewardFunction, index: int, limits: Limits) -> Scorer:
     match function.kind:
         case "file":
             return UserFunction(function.argument, index)
         case "filter":
             return UserFilter(function.argument, index)
+        case "code":
+            from flowrt.rewards.code import sandboxed  # late: a child has to start fast
+
+            return partial(sandboxed, sandbox=limits.sandbox, timeout_s=limits.timeout_s)
     return built_in(function)
 
 
@@ -108,6 +124,8 @@ def _limit(address_space: int) -> None:
         (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_NPROC, threads + MORE_THREADS),
     ):
+        if name == resource.RLIMIT_AS and not _address_space():
+            continue  # the size of this process is unknown
         hard = resource.getrlimit(name)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(name, (limit, limit))

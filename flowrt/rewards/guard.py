@@ -25,7 +25,6 @@ from select import POLLIN, poll
 from select import poll as Poller  # noqa: N812
 from typing import IO, NoReturn
 
-from flowrt.rewards.code import sandboxed
 from flowrt.rewards.functions import RewardFunction
 from flowrt.runtime.parent_death import adopt_orphans, die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
@@ -224,10 +223,9 @@ def main() -> NoReturn:
     faulthandler.enable(stack.fileno(), all_threads=False)
     faulthandler.register(STACK_SIGNAL, stack.fileno(), all_threads=True, chain=False)
 
-    from flowrt.rewards.child import serve
+    from flowrt.rewards.child import Limits, serve
 
-    code = functools.partial(sandboxed, sandbox=arguments.sandbox, timeout_s=arguments.timeout_s)
-    serve(data, functions, arguments.memory_bytes, code)
+    serve(data, functions, Limits(arguments.memory_bytes, arguments.sandbox, arguments.timeout_s))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -32,9 +32,8 @@ class RewardOptions:
     """Reward functions of recipe custom: which ones, their processes, and calls that fail."""
 
     functions: tuple[str, ...] = ()
-    """Functions, [NAME=]FUNCTION[:WEIGHT] each (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN,
-    format:PATTERN, length:N, code, http:URL or judge; the weight of a pattern or URL is written in front,
-    WEIGHT*regex:PATTERN."""
+    """Each as [NAME=]FUNCTION[:WEIGHT] (also --reward): FILE.py[:FUNCTION], math, exact, regex:PATTERN, format:PATTERN,
+    length:N, code, http:URL or judge; the weight of a pattern or URL is written in front, WEIGHT*regex:PATTERN."""
     workers: Annotated[int, Interval(ge=1, le=1_024)] = 1
     """Child processes of each reward worker; they are started when they are needed."""
     timeout_s: Seconds = 10.0
@@ -47,7 +46,7 @@ class RewardOptions:
     """Repetitions of a call in which the child died, and of a request that failed for a reason that may pass."""
     on_failure: Literal["zero", "drop", "stop"] = "zero"
     """What follows a failed call: zero: the function's value is 0; drop: the sample counts as lost, and
-    on_lost_sample decides (not in an evaluation, which drops none); stop: the run ends with exit code 2."""
+    on_lost_sample decides, except in an evaluation; stop: the run ends with exit code 2."""
     max_failures: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """The run ends once more than this share of a worker's last 200 calls has failed; 1: never."""
     parts: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
@@ -22,6 +23,8 @@ from flowrt.runtime.waits import wait_all, wait_any, wait_until
 log = logging.getLogger(__name__)
 MAX_PULL_SLOTS = 256
 """Slots that are scored at a time."""
+LEASE_SHARE = 0.5
+"""Of a lease, that scoring a slot may take."""
 MAX_WARNINGS = 20
 """Failures of reward functions that are logged; all of them are counted."""
 
@@ -61,6 +64,7 @@ class FunctionRewards:
         self._scorer = RewardScorer(
             config.reward, is_deterministic=config.deterministic, cache=judge_file(Path(config.run_dir))
         )
+        self._most = most_slots(config)
         self._open = 0
         """Slots that are being scored."""
         self._has_room = asyncio.Event()
@@ -73,10 +77,10 @@ class FunctionRewards:
             async with asyncio.TaskGroup() as group:
                 try:
                     while True:
-                        while self._open >= MAX_PULL_SLOTS:
+                        while self._open >= self._most:
                             self._has_room.clear()
                             await wait_until(self._has_room.wait(), CALLS, "rewards", "reward functions")
-                        batch = await self._session.pull("reward", slots=MAX_PULL_SLOTS - self._open)
+                        batch = await self._session.pull("reward", slots=self._most - self._open)
                         self._open += len(batch)
                         batches.add(group.create_task(self._score(batch)))
                         batches = {one for one in batches if not one.done()}
@@ -134,6 +138,15 @@ class FunctionRewards:
             log.warning(
                 "further failures of reward functions are counted (reward_failures in metrics.jsonl), not logged"
             )
+
+
+def most_slots(config: RunConfig) -> int:
+    """Slots that are scored at a time: so few that their leases last even if every call takes until its deadline."""
+    reward, functions = config.reward, parse_functions(config.reward.functions)
+    requests = sum(one.is_remote for one in functions)
+    slot_s = reward.timeout_s * (len(functions) - requests) / reward.workers
+    slot_s += reward.timeout_s * requests * (reward.retries + 1) / reward.concurrency
+    return max(1, min(MAX_PULL_SLOTS, int(LEASE_SHARE * config.controller.lease_s / slot_s)))
 
 
 def start() -> None:

@@ -161,6 +161,8 @@ def test_parameters_get_what_their_names_say() -> None:
     assert called(lambda text, gold, level=7: level) == 7
     assert called(lambda text, gold, level=7: level, level=2) == 2
     assert called(lambda text, gold, a=1, level=7: (a, level), level=2) == (1, 2)
+    assert called(lambda text, gold, **row: row, x=1) == {"x": 1}
+    assert called(lambda text, **row: row, x=1) == {"answer": "A", "x": 1}
     assert called(lambda *both: both) == ("R", "A")
     assert called(lambda response, *rest: (response, rest)) == ("R", ("A",))
     assert called(lambda *, answer, response: (response, answer)) == ("R", "A")
