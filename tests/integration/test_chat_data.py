@@ -121,6 +121,12 @@ def test_data_check_of_several_sets(
     assert f"data file {more}, line 1\nids" in capsys.readouterr().out  # the 35th prompt to train on
 
 
+def test_data_check_counts_rows_that_are_left_out(capsys: pytest.CaptureFixture[str], model: Path, data: Path) -> None:
+    code, said = checked(capsys, model, data, "--data.difficulty-key", "level", "--data.max-difficulty", "19")
+    assert code == 0
+    assert "rows          20: 12 to train on, 8 held out; 20 by their difficulty left out" in said
+
+
 def test_data_check_takes_the_command_line_of_a_run(
     capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
 ) -> None:
