@@ -7,6 +7,7 @@ Rows, all of them without names:
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the two checks of every row
   before a run, of its fields (rows_check_s) and of its prompt against the model (rows_prompts_s);
+  and the CPU time of both;
 - data_check: `flowrt data check` of 100,000 conversations (2,000 with --quick) on one core: wall and CPU time;
 - sets_exact: three data sets of weights 0.7, 0.2 and 0.1 over 100 steps of 16 prompts: largest difference between the
   prompts of a set in any window of steps and its share;
@@ -82,10 +83,11 @@ order = list(range(len(problems)))
 random.Random("order 0 0").shuffle(order)
 assert problems[order[0]].messages
 found = {"rows_start_s": time.monotonic() - start_s}
-start_s = time.monotonic()
+start_s, cpu_s = time.monotonic(), time.process_time()
 problem_set = ProblemSet("", 1.0, rows, data, first)
 check_rows([problem_set], data)
 found["rows_check_s"] = time.monotonic() - start_s
+found["rows_check_cpu_s"] = time.process_time() - cpu_s
 found["rows_mb"] = peak_mb() - before_mb
 
 from transformers import AutoTokenizer
@@ -95,9 +97,10 @@ from flowrt.recipes.prompt_limits import PromptLimits
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[3], local_files_only=True)
 limits = PromptLimits(positions=4096, vocab_size=len(tokenizer), max_new_tokens=256)
-start_s = time.monotonic()
+start_s, cpu_s = time.monotonic(), time.process_time()
 check_prompts(problem_set.prompt_blocks(), tokenizer, limits=limits, what="the model", form=PromptFormat())
 found["rows_prompts_s"] = time.monotonic() - start_s
+found["rows_prompts_cpu_s"] = time.process_time() - cpu_s
 print(json.dumps(found))
 """
 CONVERSATIONS = (

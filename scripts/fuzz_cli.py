@@ -264,6 +264,8 @@ def own(rng: random.Random, model: Path, changes: Mapping[str, Word]) -> list[Wo
         "reward": "reward.py:reward",
         "rollout.max-new-tokens": "8",
     }
+    if "data" in changes:  # data sets, in place of the path
+        del given["data.path"]
     return run_words(rng, model, {**given, **changes}, "custom")
 
 
@@ -401,6 +403,11 @@ def draw_data(rng: random.Random, place: "Place") -> Draw:
     changes: dict[str, Word] = {"data.path": name, "data.eval-prompts": rng.choice(["0", "2", "5", "6", "1000"])}
     if rng.random() < 0.2:
         changes[rng.choice(["data.prompt-key", "data.answer-key"])] = rng.choice(["", "x", "nope", "[red]", "\x1b"])
+    if rng.random() < 0.2:
+        weight = rng.choice([":1", "", f":{rng.choice(NUMBERS)!s}"])
+        del changes["data.path"]
+        changes["data"] = f"{rng.choice(['a', 'a', 'a', '', 'a b', '[red]', chr(27), 'é'])}={name}{weight}"
+        return Draw(own(rng, place.model, changes), "data", is_run=True)
     if rng.random() < 0.2:
         changes.pop("reward", None)
         return Draw(run_words(rng, place.model, changes, "gsm8k"), "data", is_run=True)

@@ -176,6 +176,10 @@ class PromptEncoder:
                 return ids
         return [list(row) for row in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
+    def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
+        """The text that the template makes of a prompt. Raises ConfigError if the template raises."""
+        return self._render_all([(prompt, messages)])[0]
+
     def _render_all(self, prompts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> list[str]:
         """The texts that the template makes of prompts, of which all or none are prefilled."""
         conversations = [self.conversation(*one) for one in prompts]
@@ -183,20 +187,11 @@ class PromptEncoder:
             texts: list[str] = self._tokenizer.apply_chat_template(
                 conversations, tokenize=False, **self._options(prompts[0][1])
             )
-        except Exception:  # noqa: BLE001 (the prompt that the template refuses is found below)
-            return [self.render(*one) for one in prompts]
-        return texts
-
-    def render(self, prompt: str, messages: Sequence[tuple[str, str]]) -> str:
-        """The text that the template makes of a prompt. Raises ConfigError if the template raises."""
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    self.conversation(prompt, messages), tokenize=False, **self._options(messages)
-                )
-            )
         except Exception as error:  # noqa: BLE001 (the template's own errors are of many kinds)
+            if len(prompts) > 1:  # one after the other, for the error of the first that is refused
+                return [self.render(*one) for one in prompts]
             raise ConfigError(f"the chat template refuses the prompt: {_sentence(error)}") from None
+        return texts
 
     def _options(self, messages: Sequence[tuple[str, str]]) -> dict[str, Any]:
         is_prefill = self._is_prefilled(messages)

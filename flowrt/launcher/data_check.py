@@ -14,6 +14,7 @@ from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import read, take
 from flowrt.recipes.constraints import check_bounds, check_data_options, check_text
+from flowrt.recipes.data.difficulty import Selection
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, folded, open_sets
@@ -111,7 +112,8 @@ def _report(config: RunConfig, sets: Sequence[ProblemSet], show: int, console: C
     for one, of_share in zip(sets, _shares(sets), strict=True):
         training, held_out = len(one.training), len(one.held_out)
         counts = f"{len(one.rows):,}: {training:,} to train on, {held_out:,} held out{of_share}"
-        line(f"rows {one.name}".strip(), counts)
+        left_out = f"; {one.rows.left_out:,} by their difficulty left out" if isinstance(one.rows, Selection) else ""
+        line(f"rows {one.name}".strip(), counts + left_out)
     has_template = bool(template_text(tokenizer, config.data.chat_template))
     line("template", (config.data.chat_template or "of the checkpoint") if has_template else "none: text as it is")
     quantiles = ", ".join(f"{share:.0%} {_quantile(found.lengths, share):,}" for share in QUANTILES)

@@ -94,6 +94,14 @@ class DataConfig:
     """Prompts that are longer: refuse the data, or leave these rows out."""
     allow_overlap: bool = False
     """Recipe custom: whether held-out prompts may be training prompts too."""
+    order: Literal["shuffled", "easy_first", "as_is"] = "shuffled"
+    """Order of the rows of a data set in each pass: drawn from the seed, by ascending difficulty, or as they are."""
+    difficulty_key: str = ""
+    """Recipe custom: column of the difficulty, a number; A.B is key B in column A."""
+    min_difficulty: Limit = None
+    """Rows of a lower difficulty are left out."""
+    max_difficulty: Limit = None
+    """Rows of a higher difficulty are left out."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""

@@ -117,9 +117,14 @@ def check_data_options(config: RunConfig) -> None:
     data = config.data
     data.prompt_format  # noqa: B018 (raises for unusable options)
     if not recipe(config.recipe).takes_reward:
-        for name, value in (("prefill", data.prefill), ("allow_overlap", data.allow_overlap)):
+        for name, value in (
+            ("prefill", data.prefill),
+            ("allow_overlap", data.allow_overlap),
+            ("difficulty_key", data.difficulty_key),
+        ):
             if value:
                 raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
+    _check_difficulty(data)
     check_sets(data, config.recipe, mixes=recipe(config.recipe).takes_reward)
     paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
     if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
@@ -148,6 +153,27 @@ def check_reward_options(config: RunConfig) -> None:
                 "leave it out"
             )
     check_remote(options)
+
+
+def _check_difficulty(data: DataConfig) -> None:
+    """Raise ConfigError for limits of the difficulty that cannot be, and options of it that change nothing."""
+    least, most = data.min_difficulty, data.max_difficulty
+    if not data.difficulty_key:
+        for name, is_set in (
+            ("data.min_difficulty", least is not None),
+            ("data.max_difficulty", most is not None),
+            ("data.order easy_first", data.order == "easy_first"),
+        ):
+            if is_set:
+                raise ConfigError(f"{name} is set, and data.difficulty_key is not; name the column of the difficulty")
+        return
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"data.min_difficulty is {least:g}, above data.max_difficulty ({most:g}); no row is left")
+    if least is None and most is None and data.order != "easy_first":
+        raise ConfigError(
+            "data.difficulty_key is set and changes nothing; set data.min_difficulty, data.max_difficulty or "
+            "data.order easy_first too"
+        )
 
 
 def _check_filter(config: RunConfig) -> None:

@@ -130,10 +130,11 @@ async def offer_all(
         made = columns(sets[place.data_set].problems[place.row])
         return None if made is None else _Offer(number, place.epoch, made)
 
-    sizes = [SetSize(one.name, one.weight, len(one.problems)) for one in sets]
+    sizes = [SetSize(one.name, one.weight, len(one.problems), one.difficulties) for one in sets]
+    seed = config.seed if config.data.order == "shuffled" else None
     pending: deque[asyncio.Task[int | None]] = deque()
     try:
-        for one in mixture(sizes, config.seed, config.data.epochs, offer):
+        for one in mixture(sizes, seed, config.data.epochs, offer):
             if one.made is None:
                 continue
             accepted = session.offer(TRAIN, one.number, one.epoch, config.group_size, one.made)

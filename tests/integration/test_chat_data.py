@@ -1,5 +1,6 @@
 """A user's own task with a chat model: `flowrt data check`, columns for the reward by name, and a whole run."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -18,6 +19,7 @@ from flowrt.cli import main
 from flowrt.engines.hf import save_model
 from flowrt.engines.tiny_model import build_model
 from flowrt.errors import ConfigError
+from flowrt.recipes.config import DataConfig
 from flowrt.rewards.check import check_rewards
 from flowrt.rewards.options import RewardOptions
 
@@ -101,6 +103,80 @@ def test_data_check_refuses_what_a_run_would_refuse(
     code, output = checked(capsys, model, path, "--rollout.max-new-tokens", "16", *flags)
     assert code == 2, output
     assert said in " ".join(output.split())
+
+
+def test_data_check_of_several_sets(
+    capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps(conversation(n)) + "\n" for n in [39, *range(100, 120)]))
+    sets = ["--data", f"plus={data}:0.75", "--data", f"more={more}:0.25"]
+    command = ["data", "check", "--model", str(model), *sets, "--data.eval-prompts", "8"]
+    code = main(command)
+    said = capsys.readouterr().out
+    assert code == 2, said
+    assert "rows plus     40: 34 to train on, 6 held out, 0.75 of the prompts" in said
+    assert "rows more     21: 19 to train on, 2 held out, 0.25 of the prompts" in said
+    assert f"1 training rows have a held-out prompt, refused by a run; first: data file {more}, line 1" in said
+    assert main([*command, "--data.allow-overlap", "True", "--show", "35"]) == 0
+    assert f"data file {more}, line 1\nids" in capsys.readouterr().out  # the 35th prompt to train on
+
+
+def test_data_check_counts_rows_that_are_left_out(capsys: pytest.CaptureFixture[str], model: Path, data: Path) -> None:
+    code, said = checked(capsys, model, data, "--data.difficulty-key", "level", "--data.max-difficulty", "19")
+    assert code == 0
+    assert "rows          20: 12 to train on, 8 held out; 20 by their difficulty left out" in said
+
+
+def test_data_check_takes_the_command_line_of_a_run(
+    capsys: pytest.CaptureFixture[str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    flags = ["custom", "--steps", "3", "--data.reward", "mine.py", "--rollout.max-new-tokens=8", "--guard", "loss off"]
+    where = ["--model", str(model), "--data", str(data)]
+    assert main(["data", "check", *flags, *where]) == 2
+    assert "has 40 rows, no more than data.eval_prompts=64" in " ".join(capsys.readouterr().err.split())
+    file = tmp_path / "run.toml"
+    file.write_text(f'recipe = "custom"\nmodel = "{model}"\n[data]\npath = "{data}"\neval_prompts = 4\n')
+    assert main(["data", "check", "--config", str(file), "--algorithm", "dapo"]) == 0
+    assert "rows          40: 36 to train on, 4 held out" in capsys.readouterr().out
+
+
+def test_help_of_data_check_lists_every_key_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "check", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for field in dataclasses.fields(DataConfig):
+        assert ("reward" in field.name) != (f"--data.{field.name.replace('_', '-')}" in said), field.name
+    assert "--rollout.max-new-tokens" in said
+    assert "--show N" in said
+    assert "--steps" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data"], "flowrt data takes check, not ''"),
+        (["data", "chekc"], "flowrt data takes check, not 'chekc'"),
+        (["data", "check", "--data", "x"], "flowrt data check needs --model DIRECTORY"),
+        (["data", "check", "--model", "x"], "recipe custom reads its problems from a file; give one with"),
+        (["data", "check", "gsm8k", "--model", "x", "--data", "y"], "reads data as recipe custom does, not as gsm8k"),
+        (["data", "check", "--show", "two"], "--show 'two' is not a whole number"),
+        (["data", "check", "--model", "x", "--data", "a=y:-1"], "data.sets[0].weight is -1.0; use a value above 0"),
+        (["data", "check", "--model", "x", "--data", "y", "--data.prefill", "maybe"], "invalid choice"),
+        (["data", "check", "--model", "x", "--data", "y", "--data.eval-prompts", "-1"], "data.eval_prompts is -1; use"),
+    ],
+)
+def test_data_check_refuses_flags_as_a_run_does(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as ended:  # of tyro
+        code = int(ended.code or 0)
+    captured = capsys.readouterr()
+    assert code == 2
+    assert said in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
 def test_duplicates_are_counted(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:

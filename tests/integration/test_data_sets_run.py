@@ -102,11 +102,17 @@ def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
     assert "the run has no data set 'eights'; it has sevens, nines" in capsys.readouterr().err
 
 
-def test_other_sets_are_refused_when_a_run_is_resumed(
+def test_rows_as_they_are_and_other_sets_are_refused_when_a_run_is_resumed(
     launch: Callable[..., Any], flags: list[str], tmp_path: Path
 ) -> None:
-    run = launch(*flags, "--steps", "2")
+    run = launch(*flags, "--steps", "2", "--data.order", "as_is")
     assert run.wait(120.0) == 0, run.output
+    with LedgerReader(run.run_dir / "ledger.sqlite") as ledger:
+        trained = ledger.query("SELECT epoch, prompt FROM prompts WHERE state = 'trained' ORDER BY epoch, prompt")
+    sizes = [SetSize(name, weight, KEPT[name]) for name, (_, weight) in ROWS.items()]
+    order = list(islice(mixture(sizes, None, 0, lambda place: place), 2 * PROMPTS))
+    assert trained == sorted((one.epoch, prompt_number(one.data_set, one.row)) for one in order)
+    assert {one.row for one in order if one.data_set == 0} == set(range(sum(one.data_set == 0 for one in order)))
     resumed = launch("--data", f"sevens={tmp_path / 'sevens.jsonl'}:1", resume=run.run_dir)
     assert resumed.wait(60.0) == 2
     assert "data.sets is sevens=" in resumed.words

@@ -19,11 +19,15 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class SetSize:
-    """A data set to draw from: its name (empty if it is the only one), weight and number of training rows."""
+    """A data set to draw from: its name (empty if it is the only one), weight and number of training rows.
+
+    With ``difficulties``, of the rows, each pass begins with the lowest.
+    """
 
     name: str
     weight: float
     rows: int
+    difficulties: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,14 @@ class Place:
     row: int
 
 
-def mixture(sets: Sequence[SetSize], seed: int, epochs: int, take: Callable[[Place], Taken | None]) -> Iterator[Taken]:
+def mixture(
+    sets: Sequence[SetSize], seed: int | None, epochs: int, take: Callable[[Place], Taken | None]
+) -> Iterator[Taken]:
     """What ``take`` makes of each prompt, in the order of a run; sets that end are repeated.
 
     Args:
         sets: the data sets.
-        seed: of the order of the rows in each pass over a set.
+        seed: of the order of the rows in each pass over a set; None: the rows as they are, or by difficulty.
         epochs: passes over a set, at the end of which the order ends for all; 0: it does not end.
         take: called with each prompt; None leaves it out, and the next prompt of its set takes its place.
 
@@ -54,11 +60,13 @@ def mixture(sets: Sequence[SetSize], seed: int, epochs: int, take: Callable[[Pla
         yield taken
 
 
-def _of_set(at: int, one: SetSize, seed: int, epochs: int, take: Callable[[Place], Taken | None]) -> Iterator[Taken]:
+def _of_set(
+    at: int, one: SetSize, seed: int | None, epochs: int, take: Callable[[Place], Taken | None]
+) -> Iterator[Taken]:
     epoch = 0
     while epochs == 0 or epoch < epochs:
         is_empty = True
-        for row in row_order(seed, one.name, epoch, one.rows):
+        for row in _in_order(one) if seed is None else row_order(seed, one.name, epoch, one.rows):
             taken = take(Place(at, epoch, row))
             if taken is not None:
                 is_empty = False
@@ -66,6 +74,11 @@ def _of_set(at: int, one: SetSize, seed: int, epochs: int, take: Callable[[Place
         if is_empty:
             raise ConfigError(f"data set {one.name or 'of the run'} has no prompt that can be used; leave it out")
         epoch += 1
+
+
+def _in_order(one: SetSize) -> Sequence[int]:
+    """The rows as they are, or by difficulty; of the same difficulty as they are."""
+    return sorted(range(one.rows), key=one.difficulties.__getitem__) if one.difficulties else range(one.rows)
 
 
 def row_order(seed: int, name: str, epoch: int, rows: int) -> list[int]:

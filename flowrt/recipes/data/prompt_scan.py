@@ -5,7 +5,7 @@ row by row, and a row in which it fails by the general path, which alone decides
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -199,19 +199,22 @@ def _decoder(data: DataConfig) -> _Decoder | None:
     message = msgspec.defstruct(
         "Message", [("role", Literal[ROLES]), ("content", str)], forbid_unknown_fields=True, gc=False
     )
-    prompt_fields, prompt = _fields("prompt", data.prompt_key, str | list[message])  # type: ignore[valid-type]
-    answer_fields, answer = _fields("answer", data.answer_key, msgspec.Raw)
-    names = {name: key for name, key, _ in (*prompt_fields, *answer_fields)}
-    kind = msgspec.defstruct(
+    prompt_fields, prompt = column_fields("prompt", data.prompt_key, str | list[message])  # type: ignore[valid-type]
+    answer_fields, answer = column_fields("answer", data.answer_key, msgspec.Raw)
+    return _Decoder(row_type([*prompt_fields, *answer_fields]), prompt, answer)
+
+
+def row_type(fields: Sequence[tuple[str, str, Any]]) -> type[Any]:
+    """The type of a row with these fields (name, key, type), any of which may be missing (`msgspec.UNSET`)."""
+    return msgspec.defstruct(
         "Row",
-        [(name, type_ | msgspec.UnsetType, msgspec.UNSET) for name, _, type_ in (*prompt_fields, *answer_fields)],
-        rename=names,
+        [(name, kind | msgspec.UnsetType, msgspec.UNSET) for name, _, kind in fields],
+        rename={name: key for name, key, _ in fields},
         gc=False,
     )
-    return _Decoder(kind, prompt, answer)
 
 
-def _fields(name: str, key: str, kind: Any) -> tuple[list[tuple[str, str, Any]], Callable[[Any], Any]]:
+def column_fields(name: str, key: str, kind: Any) -> tuple[list[tuple[str, str, Any]], Callable[[Any], Any]]:
     """The fields of a column (name, key, type), and what reads it: the column of this name, else a nested one."""
     head, *parts = key.split(".")
     if not parts:

@@ -51,6 +51,8 @@ class TrainingSet:
     """Empty if it is the only one."""
     weight: float
     problems: Sequence[Example]
+    difficulties: Sequence[float] = ()
+    """Of the problems; empty if there is no order by difficulty."""
 
 
 class Task(ABC):

@@ -34,7 +34,10 @@ class CustomTask(Task):
         return Concatenated([one.training for one in self._sets])
 
     def training_sets(self) -> Sequence[TrainingSet]:
-        return [TrainingSet(one.name, one.weight, one.training) for one in self._sets]
+        return [
+            TrainingSet(one.name, one.weight, one.training, one.difficulties[: one.first_held_out])
+            for one in self._sets
+        ]
 
     def held_out_problems(self) -> Sequence[Example]:
         return Concatenated([one.held_out for one in self._sets])

@@ -1,6 +1,7 @@
 """Problems of a user's own task: rows of a data set that become prompts when they are read."""
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from flowrt.protocol.prompt_numbers import MAX_ROWS
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages
+from flowrt.recipes.data.difficulty import Selection, difficulties, within
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import largest_remainder
 from flowrt.recipes.data.prompt_scan import scan_prompts
@@ -89,6 +91,7 @@ class ProblemSet:
         rows: all rows.
         data: how they are read.
         first_held_out: index of the first row that is held out; the rows before are trained on.
+        difficulties: of the rows, if they are trained on in this order; else none.
     """
 
     name: str
@@ -96,6 +99,7 @@ class ProblemSet:
     rows: Rows
     data: DataConfig
     first_held_out: int
+    difficulties: Sequence[float] = ()
 
     @property
     def training(self) -> Problems:
@@ -125,13 +129,14 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
     Raises ConfigError if one cannot be read, or has too few rows for its share of the held-out prompts.
     """
     if not data.sets:
-        rows = open_rows(Path(data.path), data.split)
-        return [ProblemSet("", 1.0, rows, data, first_held_out(len(rows), data.eval_prompts, Path(data.path)))]
+        rows, numbers = _open(Path(data.path), data)
+        first = first_held_out(len(rows), data.eval_prompts, Path(data.path))
+        return [ProblemSet("", 1.0, rows, data, first, numbers)]
     shares = largest_remainder(data.eval_prompts, [one.weight for one in data.sets])
     sets = []
     for one, held_out in zip(data.sets, shares, strict=True):
         try:
-            rows = open_rows(Path(one.path), data.split)
+            rows, numbers = _open(Path(one.path), data)
         except ConfigError as error:
             raise ConfigError(f"data set {one.name!r}: {error}") from error
         if not held_out < len(rows) <= MAX_ROWS:
@@ -139,8 +144,25 @@ def open_sets(data: DataConfig) -> list[ProblemSet]:
                 f"data set {one.name!r} has {len(rows)} rows, no more than the {held_out} that are held out, its share "
                 f"of data.eval_prompts={data.eval_prompts}; use fewer"
             )
-        sets.append(ProblemSet(one.name, one.weight, rows, data, len(rows) - held_out))
+        sets.append(ProblemSet(one.name, one.weight, rows, data, len(rows) - held_out, numbers))
     return sets
+
+
+def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
+    """The rows of a path within the limits of the difficulty, and, if they are ordered by it, the difficulties."""
+    rows = open_rows(path, data.split)
+    if not data.difficulty_key:
+        return rows, ()
+    numbers: Sequence[float] = difficulties(rows, data.difficulty_key)
+    places = within(numbers, data.min_difficulty, data.max_difficulty)
+    if not places:
+        raise ConfigError(
+            f"data file {path} has {len(rows)} rows, and none with a difficulty within data.min_difficulty and "
+            f"data.max_difficulty: {data.difficulty_key} is {min(numbers):g} to {max(numbers):g}"
+        )
+    if len(places) < len(rows):
+        rows, numbers = Selection(rows, array("q", places)), array("d", [numbers[at] for at in places])
+    return rows, numbers if data.order == "easy_first" else ()
 
 
 def problem(row: object, data: DataConfig, where: str) -> Example:

@@ -18,7 +18,7 @@ from flowrt.recipes.config_io import parse
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.tasks.problems import Problems, ProblemSet, problem
+from flowrt.recipes.tasks.problems import Problems, ProblemSet, open_sets, problem
 from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import read_rows
 
@@ -241,6 +241,34 @@ def test_a_nested_answer_and_further_columns(tmp_path: Path) -> None:
     row = {"prompt": "p", "reward_model": {"ground_truth": {"x": 1}}, "level": 3}
     made = problem(row, DataConfig(prompt_key="prompt", answer_key="reward_model.ground_truth"), "")
     assert json.loads(made.answer) == {**row, "answer": {"x": 1}}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_made_for_verl(tmp_path: Path, kind: str) -> None:
+    """Its columns, with the answer nested in ``reward_model``; all of them reach the reward."""
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} + 1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"index": n, "split": "train"},
+        }
+        for n in range(5)
+    ]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_bytes(lines(rows))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    data = DataConfig(path=str(path), prompt_key="prompt", answer_key="reward_model.ground_truth", eval_prompts=1)
+    [opened] = open_sets(data)
+    check_rows([opened], data)
+    assert json.loads(opened.training[2].answer) == {**rows[2], "answer": "3"}
+    assert opened.held_out[0].messages == (("user", "4 + 1?"),)
+    wrong = DataConfig(path=str(path), prompt_key="prompt", answer_key="reward_model.truth", eval_prompts=1)
+    with pytest.raises(ConfigError, match=r" 1 has no field 'reward_model\.truth'; it has 'data_source', 'prompt'"):
+        check_rows(open_sets(wrong), wrong)
 
 
 def test_held_out_prompts_are_no_training_prompts(tmp_path: Path) -> None:
