@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from flowrt.algorithms.objective import Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch
 from flowrt.engines.descriptor import ModelShape, PublishedWeights
-from flowrt.engines.options import TrainOptions
+from flowrt.engines.options import Dtype, TrainOptions
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.table import ROLLOUT_ENGINES, TRAIN_ENGINES
 from flowrt.engines.torch.rollout import TorchRollout
@@ -159,7 +159,7 @@ def generation_bytes(load: Load, engine: TorchRollout, dtype: torch.dtype) -> in
     shape = shape_of(load, engine._cached.model)
     length = load.prompt + load.response
     cache = load.rows * length * shape.layers * 2 * shape.kv_size
-    name = "bfloat16" if dtype is torch.bfloat16 else "float32"
+    name: Dtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
     return ROLLOUT_ENGINES["torch"].memory(parse(flags).rollout, shape, PublishedWeights(name), cache).device
 
 

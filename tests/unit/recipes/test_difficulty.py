@@ -18,6 +18,7 @@ from flowrt.recipes.data.mixture import SetSize, mixture
 from flowrt.recipes.tasks.custom import CustomTask
 from flowrt.recipes.tasks.problems import open_sets
 from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.rewards.options import RewardOptions
 
 
 def write(path: Path, levels: list[Any]) -> Path:
@@ -60,8 +61,7 @@ def test_easy_rows_first_in_every_pass(tmp_path: Path) -> None:
     options = data(write(tmp_path / "rows.jsonl", [3, 1, 2, 1, 9]), order="easy_first")
     [opened] = open_sets(options)
     assert list(opened.difficulties) == [3, 1, 2, 1, 9]
-    (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
-    [made] = CustomTask(DataConfig(**{**vars(options), "reward": str(tmp_path / "mine.py")})).training_sets()
+    [made] = CustomTask(options, RewardOptions()).training_sets()
     sizes = [SetSize(made.name, made.weight, len(made.problems), made.difficulties)]
     found = list(islice(mixture(sizes, None, 0, lambda place: (place.epoch, place.row)), 8))
     assert found == [(epoch, row) for epoch in (0, 1) for row in (1, 3, 2, 0)]
