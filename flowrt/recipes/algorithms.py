@@ -99,7 +99,7 @@ LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
     "topr": ("cap", "level"),
     "aspo": (*CLIPPED, "dual_clip"),
     "cross_entropy": (),
-    "dpo": ("beta",),
+    "dpo": ("beta", "nll_coef"),
 }
 """Fields of ``algorithm.loss`` that a policy loss has."""
 
@@ -196,6 +196,8 @@ def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield from _inert_corrections(algorithm)
         if algorithm.loss.policy == DPO:
             yield "staleness_weight", "loss dpo has no weights of samples"
+    if not algorithm.filter.function:
+        yield "filter.function_timeout_s", "algorithm.filter.function is empty"
     if algorithm.staleness_weight == "uniform":
         yield "staleness_power", "algorithm.staleness_weight is uniform"
 

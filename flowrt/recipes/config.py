@@ -365,6 +365,8 @@ class LossConfig:
     """Loss topr: ratios of whole samples or of tokens."""
     beta: Annotated[float, Interval(gt=0, le=1_000)] = 0.1
     """Loss dpo: inverse temperature of the preference."""
+    nll_coef: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Loss dpo: weight of the mean negative log-likelihood of the best sample (arXiv 2404.19733); 0: none."""
 
 
 @dataclass(frozen=True)
