@@ -71,7 +71,8 @@ _PRESETS: dict[str, AlgorithmConfig] = {
     "m2po": AlgorithmConfig(
         loss=PPO, plan=FROM_ROLLOUT, correction=replace(NO_CORRECTION, second_moment=0.04), kl=NO_KL
     ),
-    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo"), correction=NO_CORRECTION),
+    # With the preference alone the likelihood of both samples falls, and at a bound above 0 a run does not settle.
+    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo", nll_coef=1.0), correction=NO_CORRECTION),
     "best_of_n": AlgorithmConfig(
         advantage=AdvantageConfig(keep_best=1),
         loss=LossConfig(policy="cross_entropy"),

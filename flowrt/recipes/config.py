@@ -172,7 +172,7 @@ class FilterConfig:
     """Filter groups whose mean reward is above this."""
     function: str = ""
     """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
-    lengths and version; it returns True to keep the group. A group on which it fails is filtered, too."""
+    lengths and version; it returns True to keep the group, and a group on which it fails is filtered too."""
     function_timeout_s: Seconds = 10.0
     """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128

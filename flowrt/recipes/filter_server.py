@@ -33,14 +33,7 @@ MAX_ERROR_CHARS = 160
 Report = dict[str, object]
 
 
-class _Uncached(importlib.machinery.SourceFileLoader):
-    """A loader that writes no ``__pycache__`` next to the user's file."""
-
-    def set_data(self, path: str, data: object, *, _mode: int = 0o666) -> None:
-        pass
-
-
-class _Unusable(Exception):
+class _UnusableFilter(Exception):
     """The function cannot be called; ``line`` is where it is defined."""
 
     def __init__(self, what: str, line: int) -> None:
@@ -49,24 +42,27 @@ class _Unusable(Exception):
 
 
 def load(path: Path, name: str, offered: Sequence[str]) -> Callable[..., object]:
-    """Load the function. Raises _Unusable if it takes something else than rewards and the ``offered`` names."""
-    loader = _Uncached(MODULE, str(path))
+    """Load the function. Raises _UnusableFilter if it takes something else than rewards and the ``offered`` names."""
+    loader = importlib.machinery.SourceFileLoader(MODULE, str(path))
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(MODULE, loader, origin=str(path)))
     module.__file__ = str(path)
     sys.modules[MODULE] = module  # as for every module: dataclasses and pickle look it up
+    sys.dont_write_bytecode = True  # no __pycache__ next to the user's file
     loader.exec_module(module)
     function: Callable[..., object] | None = getattr(module, name, None)
     if not callable(function):
-        raise _Unusable(f"it has no function {name!r}; name the function as FILE.py:FUNCTION", 0)
+        raise _UnusableFilter(f"it has no function {name!r}; name the function as FILE.py:FUNCTION", 0)
     line = _defined_at(function)
     if inspect.iscoroutinefunction(function):
-        raise _Unusable(f"{name} is an async function; a filter must be a plain one (def) that returns a bool", line)
+        raise _UnusableFilter(
+            f"{name} is an async function; a filter must be a plain one (def) that returns a bool", line
+        )
     try:
         signature = inspect.signature(function)
         signature.bind([], **dict.fromkeys(taken(function, offered)))
     except TypeError as error:
         names = ", ".join(offered)
-        raise _Unusable(
+        raise _UnusableFilter(
             f"{name}{signature} cannot be called as {name}(rewards) with what it takes of {names} by name: {error}",
             line,
         ) from None
@@ -104,7 +100,7 @@ def serve(connection: socket.socket, path: Path, name: str, timeout_s: float, st
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=stack)
         try:
             answer = work()
-        except _Unusable as unusable:
+        except _UnusableFilter as unusable:
             answer = {"failed": str(unusable), "line": unusable.line}
         except BaseException as error:  # noqa: BLE001 (user code: any exception is reported)
             answer = {"failed": _described(error), "line": _line_of(error, path)}
