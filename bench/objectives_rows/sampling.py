@@ -131,15 +131,17 @@ def curriculum(quick: bool) -> dict[str, float]:
                     Path(folder) / f"{policy}-{seed}",
                     model,
                     seed,
-                    QUICK_STEPS if quick else CURRICULUM_STEPS,
+                    2 * QUICK_STEPS if quick else CURRICULUM_STEPS,
                     [*files, *shape, *flags],
                 )
                 generated = [0.0]
                 for line in run.lines():
                     generated.append(generated[-1] + generated_tokens(line))
-                step = steps_to(TARGET, run.accuracies())
+                accuracies = run.accuracies()
+                step = steps_to(TARGET, accuracies)
                 tokens[policy].append(math.inf if math.isinf(step) else at(generated, step))
-                sys.stdout.write(f"{policy}, seed {seed}: {tokens[policy][-1]:.0f} tokens, step {step:.0f}\n")
+                reached = f"{tokens[policy][-1]:.0f} tokens, step {step:.0f}"
+                sys.stdout.write(f"{policy}, seed {seed}: {reached}; best accuracy {max(accuracies.values()):.3f}\n")
                 sys.stdout.flush()
     medians = {policy: statistics.median(found) for policy, found in tokens.items()}
     return {
