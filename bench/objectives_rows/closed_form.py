@@ -105,8 +105,9 @@ def worst_preference(cases: int) -> float:
     for _ in range(cases):
         samples = [dataclasses.replace(one, advantage=float(rng.choice((-1, 1, 0)))) for one in draw(rng)]
         tokens = tokens_of(samples)
-        (term,) = OnlineDpo(beta=0.3).terms(tokens)
-        worst = max(worst, error(term.loss_sum, tokens, samples, preference_total(0.3)))
+        for nll in (0.0, 0.7):
+            (term,) = OnlineDpo(beta=0.3, nll=nll).terms(tokens)
+            worst = max(worst, error(term.loss_sum, tokens, samples, preference_total(0.3, nll)))
     return worst
 
 

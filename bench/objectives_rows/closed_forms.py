@@ -412,8 +412,8 @@ def objective_total(objective: Objective, formula: Formula, step: Sequence[Sampl
     return lambda samples: sum((of(sample) for sample in samples), 0j)
 
 
-def preference_total(beta: float) -> Total:
-    """-log sigmoid of beta times the margin of each group."""
+def preference_total(beta: float, nll: float) -> Total:
+    """-log sigmoid of beta times the margin of each group, and the weighted mean -log policy of its best sample."""
 
     def total(samples: Sequence[Sample]) -> complex:
         whole = 0j
@@ -422,6 +422,9 @@ def preference_total(beta: float) -> Total:
             margin = sum(one.valid * one.advantage * (sum(one.policy) - sum(one.reference)) for one in members)
             at = beta * margin
             whole += cmath.log(1 + cmath.exp(-at)) if complex(at).real > 0 else cmath.log(1 + cmath.exp(at)) - at
+            for one in members:
+                if one.advantage > 0 and one.policy:
+                    whole -= nll * one.valid * sum(one.policy) / len(one.policy)
         return whole
 
     return total

@@ -6,9 +6,12 @@ a run that chooses its prompts are not those of all prompts. Reached is interpol
 - dynamic: the preset dapo, which replaces groups of equal rewards, beside itself without that filter, with groups of 4:
   about half of them have equal rewards. Steps until the accuracy is 0.8, and the groups of equal rewards that were
   trained all the same.
-- curriculum: half of the prompts have an answer that no response can be. They are few, so that each comes again soon
-  and has a history. Prompt and response tokens that were trained until the accuracy on held-out prompts, all of them
-  possible, is 0.8: ``curriculum.policy = solve_rate`` beside ``uniform``.
+- curriculum: half of the prompts have an answer that no response can be. Prompt and response tokens that were generated
+  until the accuracy on held-out prompts, all of them possible, is 0.8: ``curriculum.policy = solve_rate`` beside
+  ``uniform``. Both sides replace groups of equal rewards, so that each step trains as many groups that teach something,
+  and a prompt that is skipped saves its tokens: Adam does not depend on the gradient's scale, so without that filter an
+  impossible prompt would cost tokens and cost no progress. The first epoch is the same on both sides, because no prompt
+  has a history in it: few prompts a step and a low learning rate make it one of many.
 """
 
 import json
@@ -17,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,18 @@ from flowrt.recipes.tasks.registry import task_of
 from objectives_rows.stale_loop import HELD_OUT, StaleLoop, embedded_model
 
 TARGET, EVERY, SEEDS, TIMEOUT_S = 0.8, 4, (0, 1, 2), 600
-DYNAMIC_STEPS, CURRICULUM_STEPS, QUICK_STEPS = 64, 96, 40
+DYNAMIC_STEPS, CURRICULUM_STEPS, QUICK_STEPS = 64, 192, 40
 POSSIBLE, IMPOSSIBLE = 32, 32
+CURRICULUM_LR = 0.15
+"""The learning rate of the row `curriculum`, relative to that of the default task."""
+CURRICULUM = {
+    "uniform": ("--curriculum.policy", "uniform"),
+    "solve_rate": (
+        *("--curriculum.policy", "solve_rate", "--curriculum.history", "4"),
+        *("--curriculum.floor", "0.05", "--curriculum.prior", "1"),
+    ),
+}
+"""The sides of the row `curriculum`. With the prior, 32 samples of which none is solved leave a probability of 0.16."""
 REWARD = 'def reward(response, answer):\n    return float(response.rsplit(",", 1)[-1] == answer)\n'
 
 
@@ -96,8 +109,8 @@ def dynamic(quick: bool) -> dict[str, float]:
 
 
 def curriculum(quick: bool) -> dict[str, float]:
-    """Trained tokens to the target with a curriculum by solve rates over those of uniform sampling."""
-    tokens: dict[str, list[float]] = {"solve_rate": [], "uniform": []}
+    """Generated tokens to the target with a curriculum by solve rates over those of uniform sampling."""
+    tokens: dict[str, list[float]] = {side: [] for side in CURRICULUM}
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = embedded_model(f"{folder}/start")
         data, reward = Path(folder) / "rows.jsonl", Path(folder) / "reward.py"
@@ -109,22 +122,27 @@ def curriculum(quick: bool) -> dict[str, float]:
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         files = ["--recipe", "custom", "--data", str(data), "--reward", f"{reward}:reward", "--data.epochs", "0"]
-        shape = ["--prompts-per-step", "16", "--group-size", "8", "--rollout.max-new-tokens", "16"]
-        shape += training_flags()
+        shape = ["--prompts-per-step", "2", "--group-size", "8", "--rollout.max-new-tokens", "16"]
+        shape += ["--algorithm.filter.zero-variance", "True", "--algorithm.kl.coef", "0"]
+        shape += training_flags(1.0 if quick else CURRICULUM_LR)
         for seed in SEEDS[:1] if quick else SEEDS:
-            for policy in tokens:
+            for policy, flags in CURRICULUM.items():
                 run = CheckpointedRun(
                     Path(folder) / f"{policy}-{seed}",
                     model,
                     seed,
-                    QUICK_STEPS if quick else CURRICULUM_STEPS,
-                    [*files, *shape, "--curriculum.policy", policy],
+                    2 * QUICK_STEPS if quick else CURRICULUM_STEPS,
+                    [*files, *shape, *flags],
                 )
-                trained = [0.0]
+                generated = [0.0]
                 for line in run.lines():
-                    trained.append(trained[-1] + line["tokens"])
-                step = steps_to(TARGET, run.accuracies())
-                tokens[policy].append(math.inf if math.isinf(step) else at(trained, step))
+                    generated.append(generated[-1] + generated_tokens(line))
+                accuracies = run.accuracies()
+                step = steps_to(TARGET, accuracies)
+                tokens[policy].append(math.inf if math.isinf(step) else at(generated, step))
+                reached = f"{tokens[policy][-1]:.0f} tokens, step {step:.0f}"
+                sys.stdout.write(f"{policy}, seed {seed}: {reached}; best accuracy {max(accuracies.values()):.3f}\n")
+                sys.stdout.flush()
     medians = {policy: statistics.median(found) for policy, found in tokens.items()}
     return {
         "curriculum_tokens_solve_rate": medians["solve_rate"],
@@ -133,11 +151,16 @@ def curriculum(quick: bool) -> dict[str, float]:
     }
 
 
-def training_flags() -> list[str]:
-    """The optimiser's settings of the default task, which the recipe custom does not have."""
+def generated_tokens(line: Mapping[str, Any]) -> float:
+    """Tokens that were generated for a step: filtered groups are taken to be as long as the trained ones on average."""
+    return float(line["tokens"] * (line["groups"] + line["filtered_groups"]) / line["groups"])
+
+
+def training_flags(lr_scale: float = 1.0) -> list[str]:
+    """The optimiser's settings of the default task, which the recipe custom does not have; the learning rate scaled."""
     trainer = parse([]).trainer
     return [
-        *("--trainer.lr", str(trainer.lr), "--trainer.beta2", str(trainer.beta2)),
+        *("--trainer.lr", str(trainer.lr * lr_scale), "--trainer.beta2", str(trainer.beta2)),
         *("--trainer.warmup-steps", str(trainer.warmup_steps)),
     ]
 

@@ -303,15 +303,20 @@ class OnlineDpo:
     """Direct preference optimisation on the best and the worst sample of each group.
 
     -log sigmoid(beta (d_best - d_worst)), d = sum over the sample's tokens of log(policy / reference); divided by the
-    number of groups. OAIF (arXiv 2402.04792).
+    number of groups. OAIF (arXiv 2402.04792). With ``nll`` above 0, nll times the mean of -log policy over the tokens
+    of the best sample is added: without it the likelihood of both samples may fall (Iterative RPO, arXiv 2404.19733,
+    equation 2).
     """
 
     beta: float = 0.1
     plan: Plan = field(default_factory=Plan)
+    nll: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta}; it must be above 0")
+        if not self.nll >= 0:
+            raise ValueError(f"nll is {self.nll}; it must be 0 or more")
 
     @property
     def needs(self) -> Needs:
@@ -333,7 +338,12 @@ class OnlineDpo:
         loss_G = -torch.nn.functional.logsigmoid(self.beta * margin_G)
         kl = clamped_log_ratio_T(tokens.reference_T.detach(), tokens.logprobs_T.detach())
         metrics = {"margin": margin_G.detach().double().sum(), "kl": (kl.expm1() - kl).double().sum()}
-        return [Term("preference", loss_G.sum(), "group", metrics)]
+        loss = loss_G.sum()
+        if self.nll:
+            best_N = (tokens.advantages_N > 0).to(difference_T.dtype)
+            tokens_N = tokens.sum_N(tokens.valid_T.to(difference_T.dtype)).clamp(min=1.0)
+            loss = loss - self.nll * (best_N * tokens.sum_N(tokens.logprobs_T * tokens.valid_T) / tokens_N).sum()
+        return [Term("preference", loss, "group", metrics)]
 
 
 __all__ = [

@@ -71,7 +71,8 @@ _PRESETS: dict[str, AlgorithmConfig] = {
     "m2po": AlgorithmConfig(
         loss=PPO, plan=FROM_ROLLOUT, correction=replace(NO_CORRECTION, second_moment=0.04), kl=NO_KL
     ),
-    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo"), correction=NO_CORRECTION),
+    # With the preference alone the likelihood of both samples falls, and at a bound above 0 a run does not settle.
+    "dpo_online": AlgorithmConfig(loss=LossConfig(policy="dpo", nll_coef=1.0), correction=NO_CORRECTION),
     "best_of_n": AlgorithmConfig(
         advantage=AdvantageConfig(keep_best=1),
         loss=LossConfig(policy="cross_entropy"),
@@ -99,7 +100,7 @@ LOSS_FIELDS: dict[PolicyLossName, tuple[str, ...]] = {
     "topr": ("cap", "level"),
     "aspo": (*CLIPPED, "dual_clip"),
     "cross_entropy": (),
-    "dpo": ("beta",),
+    "dpo": ("beta", "nll_coef"),
 }
 """Fields of ``algorithm.loss`` that a policy loss has."""
 
@@ -196,6 +197,8 @@ def _inert(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield from _inert_corrections(algorithm)
         if algorithm.loss.policy == DPO:
             yield "staleness_weight", "loss dpo has no weights of samples"
+    if not algorithm.filter.function:
+        yield "filter.function_timeout_s", "algorithm.filter.function is empty"
     if algorithm.staleness_weight == "uniform":
         yield "staleness_power", "algorithm.staleness_weight is uniform"
 

@@ -240,7 +240,7 @@ class FilterConfig:
     """Filter groups whose mean reward is above this."""
     function: str = ""
     """FILE.py:FUNCTION, called with the list of a group's rewards, and by name with what it takes of prompt, epoch,
-    lengths and version; it returns True to keep the group; a group on which it fails is filtered, too."""
+    lengths and version; it returns True to keep the group, and a group on which it fails is filtered too."""
     function_timeout_s: Seconds = 10.0
     """Deadline for loading the file of the function and for each call, in seconds."""
     tries: Annotated[int, Interval(ge=1, le=MAX_LIVE_SAMPLES)] = 128
@@ -445,6 +445,8 @@ class LossConfig:
     """Loss topr: ratios of whole samples or of tokens."""
     beta: Annotated[float, Interval(gt=0, le=1_000)] = 0.1
     """Loss dpo: inverse temperature of the preference."""
+    nll_coef: Annotated[float, Interval(ge=0, le=1_000)] = 0.0
+    """Loss dpo: weight of the mean negative log-likelihood of the best sample (arXiv 2404.19733); 0: none."""
 
 
 @dataclass(frozen=True)

@@ -189,11 +189,6 @@ def _check_filter(config: RunConfig) -> None:
             f"algorithm.filter.min_reward is {options.min_reward}, above algorithm.filter.max_reward "
             f"({options.max_reward}): no group would be trained; use a lower one"
         )
-    if options.function_timeout_s != none.function_timeout_s and not options.function:
-        raise ConfigError(
-            f"algorithm.filter.function_timeout_s is {options.function_timeout_s:g}, and algorithm.filter.function is "
-            "empty; name a function, or leave it out"
-        )
     if options == replace(none, tries=options.tries) != none:
         raise ConfigError(
             f"algorithm.filter.tries is {options.tries}, and no groups are filtered; set "

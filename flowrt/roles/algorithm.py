@@ -53,7 +53,7 @@ def algorithm(config: RunConfig) -> Algorithm:
         return own_algorithm(table.name)
     plan = Plan(table.plan.anchor, table.plan.updates, table.plan.epochs)
     if table.loss.policy == "dpo":
-        return OnlineDpo(table.loss.beta, plan)
+        return OnlineDpo(table.loss.beta, plan, table.loss.nll_coef)
     correction = table.correction
     return Objective(
         credit_rule=_credit(table, config.rollout.max_new_tokens),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from objectives import ROWS, bound_of
 from objectives_rows import default_speed, runs, staleness
-from objectives_rows.sampling import training_flags
+from objectives_rows.sampling import CURRICULUM, generated_tokens, training_flags
 from objectives_rows.stale_loop import StaleLoop, StaleRun, embedded_model
 
 from flowrt.recipes.config_io import parse
@@ -25,6 +25,13 @@ def test_the_curriculum_is_trained_like_the_default_task() -> None:
     custom = parse(["--recipe", "custom", "--data", __file__, "--reward", f"{__file__}:reward", *training_flags()])
     assert (custom.trainer.lr, custom.trainer.beta2) == (default.trainer.lr, default.trainer.beta2)
     assert custom.trainer.warmup_steps == default.trainer.warmup_steps
+
+
+def test_both_sides_of_the_curriculum_are_accepted_and_filtered_groups_cost_tokens() -> None:
+    for side, flags in CURRICULUM.items():
+        config = parse(["--group-size", "8", *flags])
+        assert config.curriculum.policy == side
+    assert generated_tokens({"tokens": 100, "groups": 2, "filtered_groups": 3}) == 250.0
 
 
 def test_a_tree_to_compare_with_needs_an_interpreter(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ ALTERNATIVES: dict[str, tuple[Any, ...]] = {
     "loss.limit": (0.01,),
     "loss.max_ratio": (1.01,),
     "loss.cap": (0.5,),
+    "loss.nll_coef": (0.5,),
     "plan.updates": (2, 3),
     "plan.epochs": (2, 3),
     "correction.low": (0.99,),
