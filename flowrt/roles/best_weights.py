@@ -111,7 +111,7 @@ class BestWeights:
     async def run(self) -> None:
         """Write the best weights as results come, until no evaluation follows. Raises EngineError if writing fails."""
         while True:
-            for one in await self._session.unless_ended(self._session.evaluations.wait()):
+            for one in await self._session.unless_ended(self._session.evaluations.take_next()):
                 if not one.name:
                     await asyncio.to_thread(self._set_list, read_list(self._run_dir))
                     return

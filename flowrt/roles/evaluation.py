@@ -88,6 +88,9 @@ class _Answers:
         if not self.missing:
             self.complete.set()
 
+    async def wait_complete(self) -> None:
+        await wait_until(self.complete.wait(), SESSION, "the answers of an evaluation", CONTROLLER)
+
 
 class _Collector:
     """Pulls scored answers while an evaluation is open, and gives each to its evaluation."""
@@ -106,9 +109,9 @@ class _Collector:
             for batch, row in self._early.pop(group, ()):
                 answers.add(batch, row)
 
-    async def wait(self, answers: _Answers, version: int) -> bool:
+    async def collect(self, answers: _Answers, version: int) -> bool:
         """Wait for all answers; False if no worker has their version any more. Raises the error of a pull."""
-        complete = asyncio.create_task(self._session.unless_ended(answers.complete.wait()))
+        complete = asyncio.create_task(self._session.unless_ended(answers.wait_complete()))
         lost = asyncio.create_task(self._session.unless_ended(self._session.evaluations.wait_lost(version)))
         try:
             while not answers.complete.is_set() and not lost.done():
@@ -216,7 +219,7 @@ class Evaluations:
         tasks = [asyncio.create_task(self._evaluate_set(one, version, training_is_over)) for one in missing]
         try:
             for task in tasks:
-                found = await task
+                found = await wait_until(task, SESSION, f"the results of version {version}", CONTROLLER)
                 if found is None:
                     continue
                 name, of_version, numbers = found
@@ -247,7 +250,7 @@ class Evaluations:
         begin_s, options = monotonic(), self._config.eval
         answers = _Answers(self._config.eval.samples)
         self._collector.open(groups, answers)
-        if not await self._collector.wait(answers, version):
+        if not await self._collector.collect(answers, version):
             self._note_skipped(one, version, "no worker has it any more")
             return None
         (of_version,) = answers.versions
