@@ -31,7 +31,7 @@ class EvaluationNews:
         self._taken += len(new)
         return new
 
-    async def wait(self) -> list[Evaluated]:
+    async def take_next(self) -> list[Evaluated]:
         """Wait for results, and take them."""
         while not (found := self.take()):
             self._changed.clear()

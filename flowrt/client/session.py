@@ -392,17 +392,16 @@ class Session:
             self.send(m.Report(spans, tuple(named.items()), waits))
         self._last_waits = waits
 
-    def evaluated(self, name: str, version: int, numbers: Mapping[str, float], *, is_best: bool = False) -> None:
+    def evaluated(self, name: str, version: int, numbers: Mapping[str, float]) -> None:
         """Report the results of an evaluation; the trainers are told.
 
         Args:
             name: of the data set; empty: no evaluation follows.
             version: that generated all answers.
-            numbers: results by name.
-            is_best: whether the weights of this version are to be written as the best.
+            numbers: results by name; none: the version could not be evaluated.
         """
         results = tuple((key, float(value)) for key, value in numbers.items())
-        done = m.Evaluated(name, version, results, is_best)
+        done = m.Evaluated(name, version, results)
         self._resync.evaluated(done)
         self.send(done)
 

@@ -159,7 +159,6 @@ class EvaluationClosed:
     name: str
     version: int
     numbers: tuple[tuple[str, float], ...]
-    is_best: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,15 +347,14 @@ class VersionLost:
 
 @dataclass(slots=True)
 class Evaluated:
-    """source: the results of an evaluation; repeated after a restart of the controller.
+    """source: the results of an evaluation, repeated after a restart of the controller; controller: to the trainers.
 
-    controller to trainer: this version was evaluated, so that its snapshot is written (``is_best``) or freed.
+    Without numbers the version could not be evaluated. An empty name: no evaluation follows.
     """
 
     name: str
     version: int
     numbers: tuple[tuple[str, float], ...]
-    is_best: bool
 
 
 @dataclass(slots=True)

@@ -88,6 +88,9 @@ class _Answers:
         if not self.missing:
             self.complete.set()
 
+    async def wait_complete(self) -> None:
+        await wait_until(self.complete.wait(), SESSION, "the answers of an evaluation", CONTROLLER)
+
 
 class _Collector:
     """Pulls scored answers while an evaluation is open, and gives each to its evaluation."""
@@ -106,9 +109,9 @@ class _Collector:
             for batch, row in self._early.pop(group, ()):
                 answers.add(batch, row)
 
-    async def wait(self, answers: _Answers, version: int) -> bool:
+    async def collect(self, answers: _Answers, version: int) -> bool:
         """Wait for all answers; False if no worker has their version any more. Raises the error of a pull."""
-        complete = asyncio.create_task(self._session.unless_ended(answers.complete.wait()))
+        complete = asyncio.create_task(self._session.unless_ended(answers.wait_complete()))
         lost = asyncio.create_task(self._session.unless_ended(self._session.evaluations.wait_lost(version)))
         try:
             while not answers.complete.is_set() and not lost.done():
@@ -165,6 +168,9 @@ class Evaluations:
 
     async def at_start(self) -> None:
         """Evaluate the initial weights, unless that is done, or training has begun."""
+        for (name, version), numbers in self._known.items():
+            if version == self._first_step:  # the trainer may have been killed before it wrote these weights
+                self._session.evaluated(name, version, numbers)
         options = self._config.eval
         if (options.at_start or options.only) and not self._first_step:
             await self._evaluate(0, "eval_first")
@@ -174,7 +180,7 @@ class Evaluations:
         if self._sets and self._config.eval.at_end:
             known = self._results(self._config.steps)
             await self._evaluate(LATEST if len(known) < len(self._sets) else self._config.steps, "eval_last")
-        self._session.evaluated("", self._config.steps, {})
+        self._session.evaluated("", 0, {})
 
     def due(self) -> Iterator[int]:
         """The versions to be evaluated while the run trains, from where it continues on."""
@@ -213,7 +219,7 @@ class Evaluations:
         tasks = [asyncio.create_task(self._evaluate_set(one, version, training_is_over)) for one in missing]
         try:
             for task in tasks:
-                found = await task
+                found = await wait_until(task, SESSION, f"the results of version {version}", CONTROLLER)
                 if found is None:
                     continue
                 name, of_version, numbers = found
@@ -226,16 +232,10 @@ class Evaluations:
             self._session.report({summary: first[self._average]})
 
     def _note(self, name: str, version: int, numbers: dict[str, float]) -> None:
-        """Report results, and whether they are among the best and reach the target."""
-        options, checkpoint = self._config.eval, self._config.checkpoint
-        is_new = (name, version) not in self._known
+        """Report results, and note whether they reach the target."""
+        options = self._config.eval
         self._known[name, version] = numbers
-        of, _, metric = checkpoint.best.partition("/")
-        is_best = False
-        if is_new and name == of and metric in numbers:
-            better = [one for (other, at), one in self._known.items() if other == name and at != version]
-            is_best = sum(one.get(metric, -torch.inf) >= numbers[metric] for one in better) < checkpoint.keep_best
-        self._session.evaluated(name, version, numbers, is_best=is_best)
+        self._session.evaluated(name, version, numbers)
         log.info("version %d: %s", version, ", ".join(f"{name}/{key} {value:.4g}" for key, value in numbers.items()))
         if options.stop_at and name == self._sets[0].name and numbers[self._average] >= options.stop_at:
             self.is_target_reached = True
@@ -250,8 +250,8 @@ class Evaluations:
         begin_s, options = monotonic(), self._config.eval
         answers = _Answers(self._config.eval.samples)
         self._collector.open(groups, answers)
-        if not await self._collector.wait(answers, version):
-            log.warning("version %d is not evaluated on %s: no worker has it any more", version, one.name)
+        if not await self._collector.collect(answers, version):
+            self._note_skipped(one, version, "no worker has it any more")
             return None
         (of_version,) = answers.versions
         count = len(groups) * answers.members
@@ -262,6 +262,11 @@ class Evaluations:
             "seconds": monotonic() - begin_s,
         }
         return one.name, of_version, numbers
+
+    def _note_skipped(self, one: EvalSet, version: int, reason: str) -> None:
+        log.warning("version %d is not evaluated on %s: %s", version, one.name, reason)
+        if version >= 0:
+            self._session.evaluated(one.name, version, {})
 
     async def _offer(self, one: EvalSet, version: int, training_is_over: asyncio.Event | None) -> range | None:
         """Offer the prompts once the version is published; None if that is not going to be, or it is gone."""
@@ -282,7 +287,7 @@ class Evaluations:
                 if not offer.done():
                     return None
                 if (groups := offer.result()) is None:
-                    log.warning("version %d is not evaluated on %s: it is gone", version, one.name)
+                    self._note_skipped(one, version, "another evaluation ran until it was gone")
                 return groups
             except WaitExpired:
                 continue  # the interval may take longer than the deadline of a request

@@ -26,7 +26,7 @@ from flowrt.recipes.tasks.base import Example, TrainingSet
 from flowrt.recipes.tasks.registry import task_of
 from flowrt.roles.evaluation import CANCEL_S, SESSION, Evaluations, eval_sets_of
 from flowrt.roles.main import main
-from flowrt.runtime.waits import CONTROLLER, cancel_and_wait, wait_any
+from flowrt.runtime.waits import CONTROLLER, cancel_and_wait, wait_any, wait_until
 
 log = logging.getLogger("flowrt")
 NO_EPOCH = 2**40
@@ -58,9 +58,9 @@ async def run(session: Session, config: RunConfig) -> None:
             await cancel_and_wait([offering], CANCEL_S)
             await end_training(session, config, _first(columns, sets))
         else:
-            await offering
+            await wait_until(offering, SESSION, "the end of training", CONTROLLER)
         is_over.set()
-        await following
+        await wait_until(following, SESSION, "the results of evaluations", CONTROLLER)
     finally:
         await cancel_and_wait([offering, following], CANCEL_S)
     await evaluations.at_end()

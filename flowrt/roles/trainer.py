@@ -23,22 +23,25 @@ from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
-from flowrt.ids import TRAINER
+from flowrt.ids import SOURCE, TRAINER
 from flowrt.protocol.records import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.run_dir import final_dir, model_dir
 from flowrt.roles.algorithm import algorithm
+from flowrt.roles.best_weights import BestWeights
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
 from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
+from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
 
 log = logging.getLogger("flowrt")
 Result = TypeVar("Result")
+UNTIL_STOPPED = BoundedElsewhere("the end of the session")
 
 
 async def run(session: Session, config: RunConfig) -> None:
@@ -58,8 +61,10 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     done = await checkpoints.load()
     if config.reference.refresh and is_leader:
         await asyncio.to_thread(resume_refreshes, config, done)
+    best = await best_weights(session, config, engine, ranks, done, is_leader)
     if done:
-        await publish(session, engine, ranks, done, is_leader)
+        await publish(session, engine, ranks, done, is_leader, best=best)
+    writing = None if best is None else asyncio.create_task(best.run())
     preempted = False
     for step in range(done, config.steps):
         micro_batches = await train_step(session, config, engine, ranks, step, objective)
@@ -76,13 +81,17 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
             session.step_done(step, metrics)
         if config.reference.refresh and done % config.reference.refresh == 0:
             await refresh_reference(session, config, engine, ranks, done, is_leader)
-        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step))
+        await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best)
+        if writing is not None and writing.done():
+            writing.result()  # raises what it could not write
         await checkpoints.save_if_due(done)
     await checkpoints.save(done)
     if config.trainer.save and not preempted:
         with session.timeline.busy("save"), ranks.exempt():
             await ranks.call(lambda: save(engine, config, is_leader), "the final model")
     await session.params.wait_published()
+    if writing is not None and not preempted:
+        await wait_until(writing, UNTIL_STOPPED, "the results of the last evaluation", SOURCE)
     session.finished()
 
 
@@ -116,17 +125,37 @@ async def publish(
     version: int,
     is_leader: bool,
     kl: Mapping[int, float] | None = None,
+    best: BestWeights | None = None,
 ) -> None:
     """Publish a snapshot of the current weights as ``version``. All ranks take part in gathering; rank 0 publishes.
 
-    ``kl`` has the measured KL (nats per token) of earlier versions, for weight-sync policies.
+    ``kl`` has the measured KL (nats per token) of earlier versions, for weight-sync policies; ``best`` keeps versions
+    that are evaluated.
     """
     with session.timeline.busy("snapshot"):
         tensors = await ranks.call(engine.parameters, f"version {version}")
         snapshot = await asyncio.to_thread(Snapshot.take, version, tensors) if is_leader else None
     if snapshot is not None:
+        if best is not None:
+            best.keep(snapshot)
         with ranks.exempt():  # the previous version may still be in its checksum
             await session.params.publish_in_background(POLICY, snapshot, kl)
+
+
+async def best_weights(
+    session: Session, config: RunConfig, engine: TrainEngine, ranks: RankCollectives, done: int, is_leader: bool
+) -> BestWeights | None:
+    """What writes the best weights, with version 0 if that is the present one; None on other ranks than the leader's,
+    and if none are to be written. All ranks call it together."""
+    if not config.checkpoint.best:
+        return None
+    tensors = await ranks.call(engine.parameters, f"the weights of step {done}")
+    if not is_leader:
+        return None
+    best = BestWeights(session, config, tensors, done)
+    if not done:
+        best.keep(await asyncio.to_thread(Snapshot.take, 0, tensors))
+    return best
 
 
 async def refresh_reference(

@@ -160,6 +160,54 @@ def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tm
 # ---- values and flags
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--eval.interval 5 --data.eval-prompts 0", "eval.interval is 5, and there is nothing to evaluate"),
+        ("--eval.samples 4", "eval.samples is 4 and eval.temperature 0: all answers to a prompt would be the same"),
+        ("--eval.top-p 0.9", "eval.top_k and eval.top_p change nothing with eval.temperature 0"),
+        ("--eval.interval 500", "eval.interval is 500, and steps is 120: no version would be due"),
+        ("--eval.overlap wait", "eval.overlap wait changes nothing with eval.interval 0"),
+        ("--eval.stop-at 0.9 --eval.at-start False", "eval.stop_at changes nothing without evaluations"),
+        ("--eval.data nameless.jsonl", "eval.data has 'nameless.jsonl'; give NAME=PATH"),
+        ("--eval.data a=x.jsonl --eval.data a=y.jsonl", "eval.data has two data sets of the name 'a'"),
+        ("--eval.data a=x.jsonl", "recipe arithmetic makes its own problems"),
+        ("--checkpoint.best held_out/avg@2", "checkpoint.best is 'held_out/avg@2', which is no result"),
+        ("--checkpoint.best held_out/avg@1 --data.eval-prompts 0", "there is: none, because nothing is evaluated"),
+        ("--checkpoint.keep-best 3", "checkpoint.keep_best is 3, and checkpoint.best is empty"),
+        ("--eval.only True --data.eval-prompts 0", "eval.only is on, and there is nothing to evaluate"),
+        ("--eval.only True --eval.interval 5", "eval.only is on, so nothing is trained"),
+    ],
+)
+def test_evaluations_that_cannot_be_made(refused: Callable[..., Any], flags: str, words: str) -> None:
+    assert words in refused(*flags.split()).sentence()
+
+
+def test_eval_data_with_a_mistake_names_its_line(refused: Callable[..., Any], tmp_path: Path) -> None:
+    data, bad = write_rows(tmp_path / "data.jsonl", row(), row("Two?")), write_rows(tmp_path / "bad.jsonl", row(), "{")
+    flags = ("--data", data, "--data.eval-prompts", "0", "--eval.data", f"hard={bad}")
+    assert f"{bad}, line 2" in refused("gsm8k", *flags).sentence()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(("--step", "3"), "has no checkpoint after 3 steps; there is: none"), (("--best",), "has no best weights")],
+)
+def test_flowrt_eval_without_what_it_needs(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    config = subprocess.run([str(FLOWRT), "config", "arithmetic"], capture_output=True, text=True, check=True)
+    (tmp_path / "config.toml").write_text(config.stdout)
+    done = subprocess.run([str(FLOWRT), "eval", str(tmp_path), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.toml"]
+
+
+def test_flowrt_eval_of_no_run(tmp_path: Path) -> None:
+    done = subprocess.run([str(FLOWRT), "eval", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not a run directory" in " ".join(done.stderr.split())
+
+
 def test_negative_staleness(refused: Callable[..., Any]) -> None:
     said = refused("--max-staleness", "-1").sentence()
     assert "max_staleness is -1" in said

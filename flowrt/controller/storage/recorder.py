@@ -36,7 +36,7 @@ class RunRecorder:
                 if invalid := describe_non_finite((*command.inline_means, *command.metrics)):
                     self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
                 self._ledger.add_step(command.step, self._metrics.write_step(command, now))
-            case EvaluationClosed(name, version) if name and not self._metrics.is_evaluated(name, version):
+            case EvaluationClosed(name, version) if not self._metrics.is_evaluated(name, version):
                 self._ledger.add_evaluation(name, version, self._metrics.write_evaluation(command, now))
 
     def record_report(self, worker: str, role: str, report: Report, step: int) -> None:

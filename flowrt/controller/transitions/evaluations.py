@@ -83,7 +83,7 @@ def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluat
         fault = f"{worker} has evaluated a data set whose name has {len(message.name)} characters"
     if fault := fault or validate_names(message.numbers, {}):
         raise RemoteProtocolError(fault)
-    closed = EvaluationClosed(message.name, message.version, message.numbers, message.is_best)
+    closed = EvaluationClosed(message.name, message.version, message.numbers)
     roles = env.settings.checkpointing_roles
     trainers = [member.id for member in state.membership.members() if member.role in roles]
-    return [closed, *(Send(trainer, message) for trainer in trainers)]
+    return [*([closed] if message.name and message.numbers else []), *(Send(trainer, message) for trainer in trainers)]

@@ -75,7 +75,7 @@ class LiveView:
         return Group(
             Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
             ProgressBar(total=steps, completed=step, width=HISTORY),
-            *(Text(evaluation_text(name, of), style="magenta") for name, of in status["evaluated"].items()),
+            *(Text(evaluation_text(name, of), style="magenta") for name, of in status.get("evaluated", {}).items()),
             Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
             waits,
             *(Text(text, style="bold red") for text in status["guards"]["firing"]),

@@ -1,0 +1,169 @@
+"""The best weights of a run by a result of evaluations (``checkpoint.best``), in "best" in the run directory.
+
+- The trainer keeps the snapshot of each version that is evaluated until its results are known, and writes that one: its
+  present weights are of a later version.
+- A directory gets its name when it is complete, and its checksum is that of the version; then best.json lists it, and
+  what is not listed any more is deleted. Whatever is killed in between, best.json lists complete directories.
+- A run that is resumed goes back to a checkpoint. So the best versions up to the newest checkpoint are kept, too.
+"""
+
+import asyncio
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrt.client.session import Session
+from flowrt.engines.hf import parameter_shapes
+from flowrt.errors import EngineError
+from flowrt.protocol.messages import Evaluated
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.run_dir import best_dir, checkpoint_steps, model_dir
+from flowrt.roles.checkpoints import disk_errors
+from flowrt.roles.evaluation import MAX_WAITING
+from flowrt.runtime.files import atomic_write, delete_directory, fsync, fsync_tree, partial_path
+from flowrt.transport.weights.snapshot import Snapshot
+
+log = logging.getLogger("flowrt")
+WEIGHTS = "model.safetensors"
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
+"""Of the initial model: everything else is copied."""
+LIST = "best.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A version among the best."""
+
+    version: int
+    value: float
+    checksum: int
+    """CRC-32 of the version, as it was published."""
+
+
+def read_list(run_dir: Path) -> list[Listed]:
+    """The versions that best.json lists and whose directories are there, best first."""
+    try:
+        found = [Listed(**one) for one in json.loads((run_dir / "best" / LIST).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+    return [one for one in found if best_dir(run_dir, one.version).is_dir()]
+
+
+def to_keep(listed: list[Listed], keep: int, saved_step: int) -> list[Listed]:
+    """The best versions, and the best of those that a run resumed after ``saved_step`` goes on from; best first."""
+    order = sorted(listed, key=lambda one: (-one.value, one.version))
+    resumable = [one for one in order if one.version <= saved_step]
+    kept = {one.version for one in (*order[:keep], *resumable[:keep])}
+    return [one for one in order if one.version in kept]
+
+
+class BestWeights:
+    """Keeps and writes the best weights of a run. The leader of the trainer's ranks has one."""
+
+    def __init__(
+        self, session: Session, config: RunConfig, layout: Mapping[str, torch.Tensor], first_step: int
+    ) -> None:
+        """Delete what a killed trainer left, and versions after ``first_step``, from which the run goes on.
+
+        ``layout`` has the published weights in their order, of which shapes and dtypes are read.
+
+        Raises EngineError if they are not the parameters of the run's model.
+        """
+        self._session = session
+        self._config = config
+        self._run_dir = Path(config.run_dir)
+        self._name, _, self._metric = config.checkpoint.best.partition("/")
+        shapes = parameter_shapes(model_dir(config))
+        if [one.shape for one in layout.values()] != list(shapes.values()):
+            raise EngineError(
+                f"the trainer's weights are not the parameters of {model_dir(config)}; leave out checkpoint.best"
+            )
+        self._layout = {
+            name: (shape, one.dtype) for (name, shape), one in zip(shapes.items(), layout.values(), strict=True)
+        }
+        self._snapshots: dict[int, Snapshot] = {}
+        self._newest: Snapshot | None = None
+        directory = self._run_dir / "best"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._set_list([one for one in read_list(self._run_dir) if one.version <= first_step])
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep a version that was published, until its results are known if it is evaluated, else until the next one.
+
+        The session keeps the newest version too, so that it takes no memory of its own.
+        """
+        interval, version = self._config.eval.interval, snapshot.version
+        self._newest = snapshot  # training may end here, and the last version be evaluated
+        if not (version == 0 or (interval and version % interval == 0)):
+            return
+        self._snapshots[version] = snapshot
+        # The oldest ones are being evaluated; of the others only the newest can be.
+        running = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
+        for version in sorted(self._snapshots)[running:-1]:
+            del self._snapshots[version]
+
+    async def run(self) -> None:
+        """Write the best weights as results come, until no evaluation follows. Raises EngineError if writing fails."""
+        while True:
+            for one in await self._session.unless_ended(self._session.evaluations.take_next()):
+                if not one.name:
+                    await asyncio.to_thread(self._set_list, read_list(self._run_dir))
+                    return
+                if one.name == self._name:
+                    await self._take(one)
+
+    async def _take(self, one: Evaluated) -> None:
+        snapshot, value = self._snapshots.pop(one.version, None), dict(one.numbers).get(self._metric)
+        if snapshot is None and self._newest is not None and self._newest.version == one.version:
+            snapshot = self._newest
+        listed = read_list(self._run_dir)
+        if value is None or any(other.version == one.version for other in listed):
+            return
+        if sum(other.value >= value for other in listed) >= self._config.checkpoint.keep_best:
+            return
+        if snapshot is None:
+            log.warning("version %d is among the best, and its weights are not kept any more", one.version)
+            return
+        with self._session.timeline.busy("save"):
+            await asyncio.to_thread(self._write, snapshot, value, listed)
+
+    def _write(self, snapshot: Snapshot, value: float, listed: list[Listed]) -> None:
+        path = best_dir(self._run_dir, snapshot.version)
+        partial, checksum = partial_path(path), snapshot.checksum()
+        with disk_errors(f"the best weights {path}", f"free disk space, then flowrt resume {self._run_dir}"):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(model_dir(self._config), partial, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in self._layout.items()}
+            snapshot.restore(tensors)
+            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+            stored = load_file(partial / WEIGHTS)
+            found = Snapshot.take(snapshot.version, {name: stored[name] for name in self._layout}).checksum()
+            if found != checksum:
+                raise EngineError(f"{partial / WEIGHTS} has checksum {found}, version {snapshot.version} {checksum}")
+            new = Listed(snapshot.version, value, checksum)
+            atomic_write(partial / "version.json", json.dumps(asdict(new)) + "\n")
+            fsync_tree(partial)
+            if path.exists():  # of an earlier attempt, and not listed
+                delete_directory(path)
+            partial.rename(path)
+            fsync(path.parent)
+            self._set_list([*listed, new])
+        log.info("version %d is among the best: %s is %.4g", snapshot.version, self._config.checkpoint.best, value)
+
+    def _set_list(self, listed: list[Listed]) -> None:
+        """Write best.json, then delete all directories that it does not list."""
+        saved = max(checkpoint_steps(self._run_dir), default=0)
+        kept = to_keep(listed, self._config.checkpoint.keep_best, saved)
+        directory = self._run_dir / "best"
+        atomic_write(directory / LIST, json.dumps([asdict(one) for one in kept], indent=1) + "\n")
+        fsync(directory)
+        names = {best_dir(self._run_dir, one.version).name for one in kept}
+        for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
+            if path.name not in names:
+                shutil.rmtree(path)

@@ -1,0 +1,107 @@
+"""Evaluation in real runs: exact versions, the same results from a checkpoint, the best weights."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.transport.weights.snapshot import Snapshot
+from tests.integration.conftest import FLOWRT, Launch
+
+SMALL = [
+    *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8"),
+    *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "16"),
+]
+EVERY_TWO = [
+    *("--steps", "6", "--deterministic", "True", "--max-staleness", "0", "--eval.interval", "2"),
+    *("--eval.overlap", "wait", "--eval.samples", "4", "--eval.temperature", "1.0"),
+    *("--checkpoint.every", "2", "--checkpoint.keep", "9", "--checkpoint.best", "held_out/avg@4"),
+]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_time(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name not in ("seconds", "wall_s", "name", "version")}
+
+
+def evaluate(run_dir: Path, *arguments: str) -> dict[str, Any]:
+    out = run_dir.parent / "results.json"
+    words = [str(FLOWRT), "eval", str(run_dir), "--json", str(out), *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with evaluations of the versions 0, 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("evaluated")
+    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory / "run"), *SMALL, *EVERY_TWO]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / "run"
+
+
+@pytest.mark.slow
+def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) -> None:
+    found = lines(evaluated / "evaluations.jsonl")
+    assert [line["version"] for line in found] == [0, 2, 4, 6]
+    assert {line["name"] for line in found} == {"held_out"}
+    summary = json.loads((evaluated / "summary.json").read_text())
+    assert summary["evaluations"]["held_out"]["version"] == 6
+    assert summary["evaluations"]["held_out"]["evaluations"] == 4
+    assert (summary["eval_first"], summary["eval_last"]) == (found[0]["avg@4"], found[3]["avg@4"])
+    for line in found:
+        assert 0 <= line["avg@4"] == line["pass@1"] <= line["pass@2"] <= line["pass@4"] <= 1
+    # The line of the step that was closed next has the results, too; after the last step there is none.
+    steps = lines(evaluated / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(6))
+    in_steps = {step["eval/held_out/version"]: step for step in steps if "eval/held_out/version" in step}
+    assert 0 in in_steps
+    for version, step in in_steps.items():
+        line = next(one for one in found if one["version"] == version)
+        assert step["eval/held_out/pass@4"] == line["pass@4"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_gives_the_results_that_its_version_had_in_the_run(evaluated: Path) -> None:
+    in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
+    before = sorted(path.name for path in evaluated.iterdir())
+    for arguments, version in ((("--step", "4"), 4), ((), 6)):
+        found = evaluate(evaluated, *arguments)
+        assert found["version"] == version
+        assert without_time(found["results"]["held_out"]) == without_time(in_run[version])
+    assert sorted(path.name for path in evaluated.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None:
+    in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
+    [listed] = json.loads((evaluated / "best" / "best.json").read_text())
+    best = max(in_run.values(), key=lambda line: (line["avg@4"], -line["version"]))
+    assert (listed["version"], listed["value"]) == (best["version"], best["avg@4"])
+    directory = evaluated / "best" / f"step-{best['version']:06}"
+    assert [path.name for path in (evaluated / "best").glob("*step-*")] == [directory.name]
+    weights = Snapshot.take(best["version"], named_parameters(load_model(directory)))
+    assert weights.checksum() == listed["checksum"]
+    found = evaluate(evaluated, "--best")
+    assert found["version"] == best["version"]
+    assert without_time(found["results"]["held_out"]) == without_time(best)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_evaluates_only_what_is_missing(evaluated: Path, launch: Callable[..., Launch]) -> None:
+    before = (evaluated / "evaluations.jsonl").read_text()
+    resumed = launch("--steps", "8", resume=evaluated)
+    assert resumed.wait(200) == 0, resumed.output
+    after = (evaluated / "evaluations.jsonl").read_text()
+    assert after.startswith(before)
+    assert [line["version"] for line in lines(evaluated / "evaluations.jsonl")] == [0, 2, 4, 6, 8]
