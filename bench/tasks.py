@@ -18,7 +18,9 @@ Rows, all of them without names:
   hostile_raw_ratio is without these deadlines;
 - reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
-  rewards that are lost without a reason of the answer's, and requests of a second run with the same file.
+  rewards that are lost without a reason of the answer's, and requests of a second run with the same file;
+- first_step: a chat model and 1,000 conversations of one's own: `flowrt data check`, and `flowrt run --model DIR --data
+  FILE --reward math` until its first step is trained.
 
 Exits with 1 if a figure is beyond its bound.
 """
@@ -36,6 +38,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.chat_models import FAMILIES, chat_tokenizer
+from common.first_run import first_step
 from common.report import write
 from common.rewards import hostile, judge, reward_scaling
 
@@ -54,6 +57,8 @@ BOUNDS = {
     "hostile_miscounted": 0.0,
     "judge_lost": 0.0,
     "judge_calls_again": 0.0,
+    "first_check_s": 10.0,
+    "first_step_s": 30.0,
 }
 """Of the figures that must not be above one; the others are reported alone."""
 FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6}
@@ -199,6 +204,7 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "hostile": hostile,
     "reward_scaling": reward_scaling,
     "judge": judge,
+    "first_step": first_step,
 }
 
 
