@@ -128,7 +128,10 @@ def _status(arguments: argparse.Namespace) -> int:
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
     parser.add_argument(
-        "--prompt", default="", metavar="N", help="print the history of this prompt: its number, or NAME:ROW"
+        "--prompt",
+        type=_prompt,
+        metavar="N",
+        help="print the history of this prompt: its number, or NAME:ROW",
     )
     parser.add_argument("--epoch", type=_whole_number, metavar="E", help="only of this epoch")
 
@@ -136,7 +139,7 @@ def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
 def _ledger(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.views.ledger import show
 
-    show(arguments.run_dir, arguments.prompt, arguments.epoch, console())
+    show(arguments.run_dir, arguments.prompt or "", arguments.epoch, console())
     return EXIT_OK
 
 
@@ -311,6 +314,12 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
     sys.stdout.write("".join(f"{path}\n" for path in write(arguments.words)))
     return EXIT_OK
+
+
+def _prompt(text: str) -> str:
+    """A prompt: its number, or the name of a data set and the number of a row."""
+    _whole_number(text.rpartition(":")[2])
+    return text
 
 
 def _whole_number(text: str) -> int:

@@ -178,8 +178,6 @@ class Settings:
     steps: int = 0
     """Optimiser steps of the run."""
     groups_per_step: int = 1
-    data_sets: tuple[str, ...] = ()
-    """Names of the data sets by their index in prompt numbers; with two or more, metrics are kept of each."""
     completing_roles: tuple[str, ...] = ()
     """The run is complete when all workers of these roles have completed theirs; none: it does not complete."""
     critical_roles: tuple[str, ...] = ()
@@ -204,6 +202,8 @@ class Settings:
     """Failed attempts at a sample after which its group is dropped."""
     filter_tries: int = 128
     """Groups that the group filter may drop in a step; then all are kept until the step is closed."""
+    data_sets: tuple[str, ...] = ()
+    """Names of the data sets by their index in prompt numbers; with two or more, metrics are kept of each."""
     sources: int = 1
     """Number of sources that must report the end of a stream before it has ended."""
     budget_rows: int = 1_000_000

@@ -45,6 +45,7 @@ PolicyLossName = Literal[
     "dpo",
 ]
 Limit = Annotated[float | None, Interval(ge=-1_000_000_000_000, le=1_000_000_000_000)]
+Difficulty = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 Reward = Annotated[float, Interval(ge=-1_000_000_000, le=1_000_000_000)]
 
 
@@ -98,10 +99,10 @@ class DataConfig:
     """Order of the rows of a data set in each pass: drawn from the seed, by ascending difficulty, or as they are."""
     difficulty_key: str = ""
     """Recipe custom: column of the difficulty, a number; A.B is key B in column A."""
-    min_difficulty: Limit = None
-    """Rows of a lower difficulty are left out."""
-    max_difficulty: Limit = None
-    """Rows of a higher difficulty are left out."""
+    min_difficulty: Difficulty = -1_000_000_000.0
+    """Rows of a lower difficulty are left out; at the least value: none."""
+    max_difficulty: Difficulty = 1_000_000_000.0
+    """Rows of a higher difficulty are left out; at the largest value: none."""
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""

@@ -160,16 +160,16 @@ def _check_difficulty(data: DataConfig) -> None:
     least, most = data.min_difficulty, data.max_difficulty
     if not data.difficulty_key:
         for name, is_set in (
-            ("data.min_difficulty", least is not None),
-            ("data.max_difficulty", most is not None),
+            ("data.min_difficulty", least != DataConfig.min_difficulty),
+            ("data.max_difficulty", most != DataConfig.max_difficulty),
             ("data.order easy_first", data.order == "easy_first"),
         ):
             if is_set:
                 raise ConfigError(f"{name} is set, and data.difficulty_key is not; name the column of the difficulty")
         return
-    if least is not None and most is not None and least > most:
+    if least > most:
         raise ConfigError(f"data.min_difficulty is {least:g}, above data.max_difficulty ({most:g}); no row is left")
-    if least is None and most is None and data.order != "easy_first":
+    if (least, most) == (DataConfig.min_difficulty, DataConfig.max_difficulty) and data.order != "easy_first":
         raise ConfigError(
             "data.difficulty_key is set and changes nothing; set data.min_difficulty, data.max_difficulty or "
             "data.order easy_first too"

@@ -8,6 +8,7 @@ from itertools import islice
 import msgspec
 
 from flowrt.errors import ConfigError
+from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.json_lines import JsonLines
@@ -48,10 +49,11 @@ class Selection(Rows):
             after = place + 1
 
 
-def within(numbers: Sequence[float], least: float | None, most: float | None) -> list[int]:
-    """The indices of the rows whose difficulty is within both limits."""
-    low, high = -math.inf if least is None else least, math.inf if most is None else most
-    return [at for at, number in enumerate(numbers) if low <= number <= high]
+def within(numbers: Sequence[float], data: DataConfig) -> list[int]:
+    """The indices of the rows whose difficulty is within both limits of a configuration."""
+    least = -math.inf if data.min_difficulty == DataConfig.min_difficulty else data.min_difficulty
+    most = math.inf if data.max_difficulty == DataConfig.max_difficulty else data.max_difficulty
+    return [at for at, number in enumerate(numbers) if least <= number <= most]
 
 
 def difficulties(rows: Rows, key: str) -> "array[float]":

@@ -154,7 +154,7 @@ def _open(path: Path, data: DataConfig) -> tuple[Rows, Sequence[float]]:
     if not data.difficulty_key:
         return rows, ()
     numbers: Sequence[float] = difficulties(rows, data.difficulty_key)
-    places = within(numbers, data.min_difficulty, data.max_difficulty)
+    places = within(numbers, data)
     if not places:
         raise ConfigError(
             f"data file {path} has {len(rows)} rows, and none with a difficulty within data.min_difficulty and "

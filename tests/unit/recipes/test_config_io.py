@@ -144,8 +144,6 @@ def _change(config: Any) -> Any:
             changes[field.name] = next(other for other in get_args(hints[field.name]) if other != value)
         elif dataclasses.is_dataclass(value):
             changes[field.name] = _change(value)
-        elif value is None:
-            changes[field.name] = 0.5
         elif isinstance(value, bool):
             changes[field.name] = not value
         elif isinstance(config, AlgorithmConfig) and field.name == "name":
