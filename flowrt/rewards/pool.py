@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -30,7 +30,7 @@ from flowrt.rewards.child import UNPACKING, packed
 from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_until
+from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_all, wait_until
 
 log = logging.getLogger(__name__)
 CALLS_PER_MESSAGE = 32
@@ -137,6 +137,8 @@ class RewardPool:
         self._spares: deque[asyncio.Task[RewardProcess]] = deque()
         self._processes: set[RewardProcess] = set()
         self._failure: FlowError | None = None
+        self._endings: set[asyncio.Task[object]] = set()
+        """Children that are being ended."""
         self._starts = 0
         self._has_lost = False
         self._is_closed = False
@@ -166,6 +168,8 @@ class RewardPool:
         self._fail(FlowError("the reward functions' processes were closed during a call"))
         self._is_closed = True
         await cancel_and_wait([*self._workers, *self._spares], GRACE_S)
+        with contextlib.suppress(WaitExpired):
+            await wait_all(list(self._endings), 4 * GRACE_S, "the end of reward processes", "their guards")
         for process in list(self._processes):
             await self._end(process)
 
@@ -184,7 +188,7 @@ class RewardPool:
                 if not await self._make(process, calls):
                     process = None
                 elif process.calls >= MAX_CALLS:
-                    await self._end(process)
+                    self._replace(process)
                     process = None
                 calls = []
         except FlowError as error:
@@ -222,9 +226,7 @@ class RewardPool:
         if not left:
             return True
         message = packed([[index, one.function, one.response, one.row] for index, one in left.items()])
-        began = next(iter(left))
-        began_s, is_lost, has_begun = monotonic(), False, False
-        what = "a reward"
+        began, began_s, is_hung, has_begun = 0, monotonic(), False, False
         with contextlib.suppress(OSError, WaitExpired):  # the child has ended: `receive` says so
             sending = asyncio.get_running_loop().sock_sendall(process.data, message)
             await wait_until(sending, self._options.timeout_s + GRACE_S, "calls to be read", BLOCKED_ON)
@@ -232,9 +234,9 @@ class RewardPool:
         while left:
             deadline_s = began_s + self._options.timeout_s - monotonic()
             try:
-                messages = await process.receive(max(deadline_s, 1e-3), what)
+                messages = await process.receive(max(deadline_s, 1e-3), "a reward")
             except WaitExpired:
-                messages, is_lost = [], True
+                messages, is_hung = [], True
             for word, index, *rest in messages:
                 if word == "began":
                     began, began_s, has_begun = index, monotonic(), True
@@ -244,10 +246,13 @@ class RewardPool:
                     is_worn |= self._done(left.pop(index), rest, monotonic() - began_s)
                     began_s, has_begun = monotonic(), False
             if not messages:
-                await self._lost(process, left, began if has_begun or is_lost else None, began_s, hung=is_lost)
+                culprit = began if has_begun else next(iter(left)) if is_hung else None
+                call = left.pop(culprit) if culprit is not None else None
+                self._waiting.extendleft(reversed(left.values()))
+                self._in_background(self._lost(process, call, began_s, hung=is_hung))
                 return False
         if is_worn:
-            await self._end(process)
+            self._replace(process)
         return not is_worn
 
     def _done(self, call: RewardCall, rest: list[Any], seconds: float) -> bool:
@@ -260,22 +265,16 @@ class RewardPool:
             call.outcome.set_result(outcome)
         return bool(worn)
 
-    async def _lost(
-        self, process: RewardProcess, left: dict[int, RewardCall], culprit: int | None, began_s: float, *, hung: bool
-    ) -> None:
-        """A child is hung or has ended: the outcome of the call that it was in, and the others wait again."""
+    async def _lost(self, process: RewardProcess, call: RewardCall | None, began_s: float, *, hung: bool) -> None:
+        """A child is hung or has ended: end it, and set the outcome of the call that it was in, or make it again."""
         ended = await self._end(process, hung=hung)
         seconds = monotonic() - began_s
-        call = left.pop(culprit) if culprit is not None else None
-        for one in reversed(left.values()):
-            self._waiting.appendleft(one)
         if call is None:
             self._starts += 1
             if self._starts >= MAX_STARTS:
                 function = self._functions[0]
-                raise ConfigError(
-                    f"{function.described}: {_ended(ended)}, outside of a call, {MAX_STARTS} times; {FIX}"
-                )
+                what = f"{_ended(ended)}, outside of a call, {MAX_STARTS} times"
+                self._fail(ConfigError(f"{function.described}: {what}; {FIX}"))
         elif not hung and call.attempts < self._options.retries:
             call.attempts += 1
             self._waiting.appendleft(call)
@@ -284,8 +283,20 @@ class RewardPool:
             line = ended.get("lines", {}).get(self._functions[call.function].path, 0)
             result = Result.TIMEOUT if hung else Result.DIED
             call.outcome.set_result(RewardOutcome(result, detail=detail, line=line, seconds=seconds))
-        if self._waiting:
+        if self._failure is not None:
+            self._fail(self._failure)
+        elif self._waiting:
             self._has_calls.set()
+
+    def _replace(self, process: RewardProcess) -> None:
+        """End a child that has no call; another follows."""
+        self._in_background(self._end(process))
+
+    def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do something while the next child already makes calls."""
+        task = asyncio.create_task(work)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
     async def _next_process(self) -> RewardProcess:
         """A child that has loaded the functions. Once one has been lost, others are kept ready for the next losses."""
@@ -304,6 +315,7 @@ class RewardPool:
             self._spares.append(spare)
 
     async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
+        """End a child, and have another one ready."""
         self._processes.discard(process)
         self._has_lost = True
         self._prepare()

@@ -14,6 +14,7 @@ from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.rewards.check import check_here
 from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
@@ -35,6 +36,7 @@ async def run(session: Session, config: RunConfig) -> None:
         task = task_of(config)
         stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
     if config.reward.functions:
+        await asyncio.to_thread(check_here, config.reward)
         await FunctionRewards(session, config, stop).run()
     else:
         await _run_task(session, task, stop)
