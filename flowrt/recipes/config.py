@@ -297,8 +297,8 @@ class RolloutConfig:
     """On an in-flight update, recompute the KV cache with the new weights, in the background; if false, keep the old
     KV cache."""
     compile: bool = False
-    """Compile decoding, with torch.compile on a CPU and into CUDA graphs on a GPU: faster steps, but up to a minute
-    more at startup."""
+    """Compile decoding (torch.compile on a CPU, CUDA graphs on a GPU): faster steps, but up to a minute more at
+    startup."""
     device: str = ""
     """Engine torch: device of each worker: cpu, cuda, npu, or auto (an accelerator if present); empty: that of the run,
     else cpu."""

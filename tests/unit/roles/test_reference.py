@@ -15,6 +15,7 @@ from flowrt.launcher.accelerators import assign
 from flowrt.launcher.commands import worker_commands
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.constraints import check, reference_dtype
+from flowrt.recipes.devices import reference_device
 from flowrt.roles import reference
 from flowrt.roles.reference import load_reference, score_on
 from flowrt.transport.devices import choose
@@ -41,7 +42,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def scored(*flags: str) -> torch.Tensor:
     config: Any = parse(list(flags))
-    device = choose(config.reference.device)
+    device = choose(reference_device(config))
     return torch.cat(score_on(device, load_reference(config, device), *samples(), 1.0, 8192))
 
 
