@@ -136,15 +136,13 @@ class FilterFunction:
         with theirs:
             server = [sys.executable, "-m", "flowrt.recipes.filter_server", "--socket", numbers[0], "--stack"]
             self._process = subprocess.Popen(
-                [*server, numbers[1], "--timeout-s", str(self._timeout_s), str(self._path), self._function],
+                [*server, numbers[1], "--timeout-s", str(self._timeout_s), str(self._path), self._function, *OFFERED],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=(theirs.fileno(), self._stack.fileno()),
                 start_new_session=True,
             )
-        with contextlib.suppress(OSError):
-            ours.sendall(json.dumps(OFFERED).encode() + b"\n")
         try:
             self._answer(ours, LOADING, progress)
         except FunctionFailed:
@@ -205,7 +203,7 @@ class FilterFunction:
             return FunctionFailed(ENDED, f"{self._at({})}: its process was closed, {doing}")
         with contextlib.suppress(subprocess.TimeoutExpired):
             blocking(functools.partial(process.wait, GRACE_S), GRACE_S, "the process to end", BLOCKED_ON)
-        code = process.poll()
+        code = process.returncode
         stack.seek(0)
         text = stack.read(MAX_STACK_BYTES)
         at = self._at({"line": _line_in(text.decode(errors="replace"), self._path)})

@@ -1,4 +1,4 @@
-"""The process of a user's filter function: ``python -m flowrt.recipes.filter_server FILE.py FUNCTION``.
+"""The process of a user's filter function: ``python -m flowrt.recipes.filter_server FILE.py FUNCTION [NAME ...]``.
 
 `filter_client` starts it and ends it. One JSON object per line on the socket ``--socket FD``:
 
@@ -92,7 +92,9 @@ def call(function: Callable[..., object], rewards: list[float], facts: Mapping[s
     return {"kept": bool(result)}
 
 
-def serve(connection: socket.socket, path: Path, name: str, timeout_s: float, stack: int) -> None:
+def serve(
+    connection: socket.socket, path: Path, name: str, offered: Sequence[str], *, timeout_s: float, stack: int
+) -> None:
     """Load the function, then answer requests until the other side closes the connection."""
     functions: list[Callable[..., object]] = []
 
@@ -109,7 +111,6 @@ def serve(connection: socket.socket, path: Path, name: str, timeout_s: float, st
         lines.flush()
 
     with connection.makefile("rw", encoding="utf-8") as lines:
-        offered: list[str] = json.loads(lines.readline())
 
         def first() -> Report:
             functions.append(load(path, name, offered))
@@ -157,13 +158,21 @@ def main() -> NoReturn:
     parser.add_argument("--timeout-s", type=float, required=True, help="deadline for loading, and for each call")
     parser.add_argument("path", type=Path, help="the user's Python file")
     parser.add_argument("function", help="the name of the function in it")
+    parser.add_argument("offered", nargs="*", help="what it may take by name")
     arguments = parser.parse_args()
     die_with_parent()
     connection = socket.socket(fileno=arguments.socket)
     os.set_inheritable(arguments.socket, False)  # not for programs that the user's code starts
     sys.argv = [str(arguments.path)]
     faulthandler.enable(arguments.stack, all_threads=False)
-    serve(connection, arguments.path, arguments.function, arguments.timeout_s, arguments.stack)
+    serve(
+        connection,
+        arguments.path,
+        arguments.function,
+        arguments.offered,
+        timeout_s=arguments.timeout_s,
+        stack=arguments.stack,
+    )
     os._exit(0)
 
 
