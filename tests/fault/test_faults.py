@@ -56,6 +56,13 @@ def campaign(tmp_path: Path, *arguments: str, timeout_s: float = 270.0) -> tuple
     return metrics, ended.stdout
 
 
+def test_under_dynamic_sampling_every_prompt_is_trained_once_or_filtered(tmp_path: Path) -> None:
+    """A kill of everything, of the reference and of the reward worker, while each step drops three groups."""
+    words = ("--groups", "one", "everything", "--kinds", "kill", "--only", "600", "607", "608")
+    metrics, said = campaign(tmp_path, *words, "--filtered", "3")
+    assert metrics["trials"] == 3, said
+
+
 def test_no_fault_of_one_process_loses_or_doubles_anything(tmp_path: Path) -> None:
     metrics, said = campaign(tmp_path, "--groups", "one", "--only", *REGRESSIONS)
     assert metrics["trials"] == len(REGRESSIONS)
