@@ -6,6 +6,9 @@ Rows, all of them without names:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the check of every row;
+- eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
+  runs, and `flowrt eval` of a checkpoint, have the same results;
+- best: runs that are killed and resumed: best weights that are not those of their version;
 - templates: prompts of six families of chat models against transformers' own rendering, their start and stop tokens.
 
 Exits with 1 if a figure is above its bound.
@@ -21,10 +24,20 @@ from pathlib import Path
 
 from common.chat_models import FAMILIES, chat_tokenizer
 from common.report import write
+from evaluation.runs import best, evaluation
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
 
-BOUNDS = {"rows_start_s": 5.0, "rows_mb": 100.0, "templates_wrong": 0.0}
+BOUNDS = {
+    "rows_start_s": 5.0,
+    "rows_mb": 100.0,
+    "templates_wrong": 0.0,
+    "eval_mixed": 0.0,
+    "eval_pass_error": 1e-12,
+    "eval_differs": 0.0,
+    "eval_of_checkpoint_differs": 0.0,
+    "best_wrong": 0.0,
+}
 """Of the figures that must not be above one; the others are reported alone."""
 ROWS, QUICK_ROWS = 1_000_000, 20_000
 HELD_OUT = 64
@@ -98,7 +111,12 @@ def templates(quick: bool) -> dict[str, float]:  # noqa: ARG001 (takes a second)
     return {"templates": float(checked), "templates_wrong": float(wrong)}
 
 
-MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {"rows": rows, "templates": templates}
+MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
+    "rows": rows,
+    "templates": templates,
+    "eval": evaluation,
+    "best": best,
+}
 
 
 def main() -> int:
@@ -114,7 +132,7 @@ def main() -> int:
     for name in arguments.rows or MEASURED:
         metrics |= MEASURED[name](arguments.quick)
     for name, value in metrics.items():
-        print(f"{name:<18}{value:12.6g}   {f'<= {BOUNDS[name]:g}' if name in BOUNDS else ''}")
+        print(f"{name:<28}{value:12.6g}   {f'<= {BOUNDS[name]:g}' if name in BOUNDS else ''}")
     write(arguments.json, metrics)
     return int(any(metrics[name] > bound for name, bound in BOUNDS.items() if name in metrics))
 
