@@ -6,8 +6,8 @@ Rows, all of them without names:
 
 - rows: a JSON Lines file of 1,000,000 rows (20,000 with --quick) in a process of its own: time until the first prompt
   can be offered (index, held-out rows, order) and its memory above an empty start; time of the two checks of every row
-  before a run, of its fields (rows_check_s) and of its prompt against the model (rows_prompts_s);
-  and the CPU time of both;
+  before a run, of its fields (rows_check_s) and of its prompt against the model (rows_prompts_s), and the CPU time of
+  both;
 - data_check: `flowrt data check` of 100,000 conversations (2,000 with --quick) on one core: wall and CPU time;
 - sets_exact: three data sets of weights 0.7, 0.2 and 0.1 over 100 steps of 16 prompts: largest difference between the
   prompts of a set in any window of steps and its share;
@@ -19,6 +19,9 @@ Rows, all of them without names:
 - reward_scaling: rate of 4 processes relative to that of one, with calls of 20 ms;
 - judge: a server that answers 1 in 4 requests with 429 or 500 and 1 in 50 with prose, and is away for a second:
   rewards that are lost without a reason of the answer's, and requests of a second run with the same file;
+- eval: samples/s with an evaluation every 10 steps over those without, by turns; pass@k against enumeration; two equal
+  runs, and `flowrt eval` of a checkpoint, have the same results;
+- best: runs that are killed and resumed: best weights that are not those of their version;
 - first_step: a chat model and 1,000 conversations of one's own: `flowrt data check`, and `flowrt run --model DIR --data
   FILE --reward math` until its first step is trained.
 
@@ -41,6 +44,7 @@ from common.chat_models import FAMILIES, chat_tokenizer
 from common.first_run import first_step
 from common.report import write
 from common.rewards import hostile, judge, reward_scaling
+from evaluation.runs import best, evaluation
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat, end_of_turn_ids
 from flowrt.recipes.data.mixture import alternate
@@ -57,11 +61,16 @@ BOUNDS = {
     "hostile_miscounted": 0.0,
     "judge_lost": 0.0,
     "judge_calls_again": 0.0,
+    "eval_mixed": 0.0,
+    "eval_pass_error": 1e-12,
+    "eval_differs": 0.0,
+    "eval_of_checkpoint_differs": 0.0,
+    "best_wrong": 0.0,
     "first_check_s": 10.0,
     "first_step_s": 30.0,
 }
 """Of the figures that must not be above one; the others are reported alone."""
-FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6}
+FLOORS = {"hostile_ratio": 0.95, "reward_scaling": 3.6, "eval_ratio": 0.95}
 """Of the figures that must not be below one."""
 ROWS, QUICK_ROWS = 1_000_000, 20_000
 CHECKED, QUICK_CHECKED = 100_000, 2_000
@@ -204,6 +213,8 @@ MEASURED: dict[str, Callable[[bool], dict[str, float]]] = {
     "hostile": hostile,
     "reward_scaling": reward_scaling,
     "judge": judge,
+    "eval": evaluation,
+    "best": best,
     "first_step": first_step,
 }
 
@@ -222,7 +233,7 @@ def main() -> int:
         metrics |= MEASURED[name](arguments.quick)
     for name, value in metrics.items():
         bound = f"<= {BOUNDS[name]:g}" if name in BOUNDS else f">= {FLOORS[name]:g}" if name in FLOORS else ""
-        print(f"{name:<18}{value:12.6g}   {bound}")
+        print(f"{name:<28}{value:12.6g}   {bound}")
     write(arguments.json, metrics)
     above = any(metrics[name] > bound for name, bound in BOUNDS.items() if name in metrics)
     return int(above or any(metrics[name] < floor for name, floor in FLOORS.items() if name in metrics))

@@ -63,22 +63,18 @@ def to_keep(listed: list[Listed], keep: int, saved_step: int) -> list[Listed]:
     return [one for one in order if one.version in kept]
 
 
-class BestWeights:
-    """Keeps and writes the best weights of a run. The leader of the trainer's ranks has one."""
+class BestDirectory:
+    """The directory "best" of a run."""
 
-    def __init__(
-        self, session: Session, config: RunConfig, layout: Mapping[str, torch.Tensor], first_step: int
-    ) -> None:
+    def __init__(self, config: RunConfig, layout: Mapping[str, torch.Tensor], first_step: int) -> None:
         """Delete what a killed trainer left, and versions after ``first_step``, from which the run goes on.
 
         ``layout`` has the published weights in their order, of which shapes and dtypes are read.
 
         Raises EngineError if they are not the parameters of the run's model.
         """
-        self._session = session
         self._config = config
         self._run_dir = Path(config.run_dir)
-        self._name, _, self._metric = config.checkpoint.best.partition("/")
         shapes = parameter_shapes(model_dir(config))
         if [one.shape for one in layout.values()] != list(shapes.values()):
             raise EngineError(
@@ -87,53 +83,22 @@ class BestWeights:
         self._layout = {
             name: (shape, one.dtype) for (name, shape), one in zip(shapes.items(), layout.values(), strict=True)
         }
-        self._snapshots: dict[int, Snapshot] = {}
-        self._newest: Snapshot | None = None
-        directory = self._run_dir / "best"
-        directory.mkdir(mode=0o700, exist_ok=True)
-        self._set_list([one for one in read_list(self._run_dir) if one.version <= first_step])
+        (self._run_dir / "best").mkdir(mode=0o700, exist_ok=True)
+        self._set_list([one for one in self.listed() if one.version <= first_step])
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """Keep a version that was published, until its results are known if it is evaluated, else until the next one.
+    def listed(self) -> list[Listed]:
+        """The versions that are kept, best first."""
+        return read_list(self._run_dir)
 
-        The session keeps the newest version too, so that it takes no memory of its own.
+    def prune(self) -> None:
+        """Delete versions that are kept only for a resume, and need not be any more."""
+        self._set_list(self.listed())
+
+    def write(self, snapshot: Snapshot, value: float) -> None:
+        """Write a version with this result, and delete those that are not among the best any more.
+
+        Raises EngineError if writing fails, or the files have another checksum than the version.
         """
-        interval, version = self._config.eval.interval, snapshot.version
-        self._newest = snapshot  # training may end here, and the last version be evaluated
-        if not (version == 0 or (interval and version % interval == 0)):
-            return
-        self._snapshots[version] = snapshot
-        # The oldest ones are being evaluated; of the others only the newest can be.
-        running = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
-        for version in sorted(self._snapshots)[running:-1]:
-            del self._snapshots[version]
-
-    async def run(self) -> None:
-        """Write the best weights as results come, until no evaluation follows. Raises EngineError if writing fails."""
-        while True:
-            for one in await self._session.unless_ended(self._session.evaluations.take_next()):
-                if not one.name:
-                    await asyncio.to_thread(self._set_list, read_list(self._run_dir))
-                    return
-                if one.name == self._name:
-                    await self._take(one)
-
-    async def _take(self, one: Evaluated) -> None:
-        snapshot, value = self._snapshots.pop(one.version, None), dict(one.numbers).get(self._metric)
-        if snapshot is None and self._newest is not None and self._newest.version == one.version:
-            snapshot = self._newest
-        listed = read_list(self._run_dir)
-        if value is None or any(other.version == one.version for other in listed):
-            return
-        if sum(other.value >= value for other in listed) >= self._config.checkpoint.keep_best:
-            return
-        if snapshot is None:
-            log.warning("version %d is among the best, and its weights are not kept any more", one.version)
-            return
-        with self._session.timeline.busy("save"):
-            await asyncio.to_thread(self._write, snapshot, value, listed)
-
-    def _write(self, snapshot: Snapshot, value: float, listed: list[Listed]) -> None:
         path = best_dir(self._run_dir, snapshot.version)
         partial, checksum = partial_path(path), snapshot.checksum()
         with disk_errors(f"the best weights {path}", f"free disk space, then flowrt resume {self._run_dir}"):
@@ -153,8 +118,7 @@ class BestWeights:
                 delete_directory(path)
             partial.rename(path)
             fsync(path.parent)
-            self._set_list([*listed, new])
-        log.info("version %d is among the best: %s is %.4g", snapshot.version, self._config.checkpoint.best, value)
+            self._set_list([*(one for one in self.listed() if one.version != new.version), new])
 
     def _set_list(self, listed: list[Listed]) -> None:
         """Write best.json, then delete all directories that it does not list."""
@@ -167,3 +131,56 @@ class BestWeights:
         for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
             if path.name not in names:
                 shutil.rmtree(path)
+
+
+class BestWeights:
+    """Keeps and writes the best weights of a run. The leader of the trainer's ranks has one."""
+
+    def __init__(self, session: Session, config: RunConfig, directory: BestDirectory) -> None:
+        self._session = session
+        self._config = config
+        self._directory = directory
+        self._name, _, self._metric = config.checkpoint.best.partition("/")
+        self._snapshots: dict[int, Snapshot] = {}
+        self._newest: Snapshot | None = None
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep a version that was published, until its results are known if it is evaluated, else until the next one.
+
+        The session keeps the newest version too, so that it takes no memory of its own.
+        """
+        interval, version = self._config.eval.interval, snapshot.version
+        self._newest = snapshot  # training may end here, and the last version be evaluated
+        if not (version == 0 or (interval and version % interval == 0)):
+            return
+        self._snapshots[version] = snapshot
+        # The oldest ones are being evaluated; of the others only the newest can be.
+        running = 1 + (MAX_WAITING if self._config.eval.overlap == "wait" else 0)
+        for one in sorted(self._snapshots)[running:-1]:
+            del self._snapshots[one]
+
+    async def run(self) -> None:
+        """Write the best weights as results come, until no evaluation follows. Raises EngineError if writing fails."""
+        while True:
+            for one in await self._session.unless_ended(self._session.evaluations.take_next()):
+                if not one.name:
+                    await asyncio.to_thread(self._directory.prune)
+                    return
+                if one.name == self._name:
+                    await self._take(one)
+
+    async def _take(self, one: Evaluated) -> None:
+        snapshot, value = self._snapshots.pop(one.version, None), dict(one.numbers).get(self._metric)
+        if snapshot is None and self._newest is not None and self._newest.version == one.version:
+            snapshot = self._newest
+        listed = self._directory.listed()
+        if value is None or any(other.version == one.version for other in listed):
+            return
+        if sum(other.value >= value for other in listed) >= self._config.checkpoint.keep_best:
+            return
+        if snapshot is None:
+            log.warning("version %d is among the best, and its weights are not kept any more", one.version)
+            return
+        with self._session.timeline.busy("save"):
+            await asyncio.to_thread(self._directory.write, snapshot, value)
+        log.info("version %d is among the best: %s is %.4g", one.version, self._config.checkpoint.best, value)

@@ -19,7 +19,7 @@ import torch
 from flowrt.algorithms.evaluation import statistics
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
-from flowrt.errors import WaitExpired
+from flowrt.errors import RemoteProtocolError, WaitExpired
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.metric_names import pass_ks
@@ -253,7 +253,9 @@ class Evaluations:
         if not await self._collector.collect(answers, version):
             self._note_skipped(one, version, "no worker has it any more")
             return None
-        (of_version,) = answers.versions
+        if len(answers.versions) != 1 or version not in (LATEST, *answers.versions):
+            raise RemoteProtocolError(f"answers to {one.name} of version {version} are of {sorted(answers.versions)}")
+        of_version = min(answers.versions)
         count = len(groups) * answers.members
         numbers = {
             **statistics(list(answers.rewards.values()), options.solved_reward, pass_ks(options.samples)),

@@ -30,7 +30,7 @@ from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.run_dir import final_dir, model_dir
 from flowrt.roles.algorithm import algorithm
-from flowrt.roles.best_weights import BestWeights
+from flowrt.roles.best_weights import BestDirectory, BestWeights
 from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
@@ -152,7 +152,7 @@ async def best_weights(
     tensors = await ranks.call(engine.parameters, f"the weights of step {done}")
     if not is_leader:
         return None
-    best = BestWeights(session, config, tensors, done)
+    best = BestWeights(session, config, BestDirectory(config, tensors, done))
     if not done:
         best.keep(await asyncio.to_thread(Snapshot.take, 0, tensors))
     return best

@@ -53,6 +53,7 @@ def scenario(seed: int) -> Scenario:
         withdrawals=seed % 3,
         repeats=seed % 2,
         evals=seed % 2,
+        exact_evals=seed % 3,
         on_lost_sample=tuple(OnLostSample)[seed % 3],
         attempts=3,
     )

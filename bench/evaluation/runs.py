@@ -1,0 +1,142 @@
+"""Real runs with evaluations: throughput beside runs without, repeatability, the best weights after kills."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from flowrt.algorithms.evaluation import pass_at_k
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.engines.training.state import read_tensors
+from flowrt.recipes.run_dir import best_dir, checkpoint_dir, checkpoint_steps
+from flowrt.roles.best_weights import read_list
+from flowrt.transport.weights.snapshot import Snapshot
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+RUN_TIMEOUT_S = 400.0
+POLL_S = 0.05
+LARGEST_ENUMERATION = 8
+MIXED = "RemoteProtocolError: answers to "
+"""In the log of a source whose evaluation has answers of another version; it ends the run."""
+SMALL = (
+    *("--sft.steps", "20", "--sft.answer-only-steps", "0", "--data.eval-prompts", "16"),
+    *("--prompts-per-step", "4", "--group-size", "4", "--rollout.max-new-tokens", "8", "--eval.overlap", "wait"),
+    *("--eval.interval", "2", "--eval.samples", "4", "--eval.temperature", "1.0"),
+)
+
+
+def run(directory: Path, *flags: str) -> dict[str, Any]:
+    """The summary of a run. Raises RuntimeError if it fails."""
+    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory), *flags]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+    if done.returncode and not is_mixed(directory):
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stdout[-2000:]}")
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+def is_mixed(directory: Path) -> bool:
+    """Whether the source of a run was sent answers of another version than the one that it evaluated."""
+    return MIXED in (directory / "logs" / "source.log").read_text()
+
+
+def results(directory: Path) -> list[dict[str, Any]]:
+    """The lines of evaluations.jsonl, without readings of the clock."""
+    lines = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("wall_s", "seconds")} for line in lines]
+
+
+def pass_error() -> float:
+    """The largest difference of pass@k from the share of all choices of k answers that have a right one."""
+    worst = 0.0
+    for answers in range(1, LARGEST_ENUMERATION + 1):
+        for solved, k in itertools.product(range(answers + 1), range(1, answers + 1)):
+            choices = [any(one) for one in itertools.combinations([True] * solved + [False] * (answers - solved), k)]
+            worst = max(worst, abs(pass_at_k(answers, solved, k) - sum(choices) / len(choices)))
+    return worst
+
+
+def evaluation(quick: bool) -> dict[str, float]:
+    """Throughput with evaluations every 10 steps (64 prompts, 4 samples) over that without, by turns; repeatability."""
+    steps, turns = ("20", 1) if quick else ("100", 5)
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    evaluated = 0
+    with tempfile.TemporaryDirectory() as place:
+        for turn, with_evaluations in itertools.product(range(turns), (False, True)):
+            directory = Path(place) / f"{turn}-{with_evaluations}"
+            flags = ["--steps", steps, "--seed", str(turn), "--data.eval-prompts", "64"]
+            if with_evaluations:
+                flags += ["--eval.interval", "10", "--eval.samples", "4", "--eval.temperature", "1.0"]
+            summary = run(directory, *flags)
+            rates[with_evaluations].append(summary["samples_per_s"])
+            if with_evaluations:
+                evaluated += summary["evaluations"]["held_out"]["evaluations"]
+        same = [Path(place) / name for name in ("first", "second")]
+        for directory in same:
+            run(directory, *SMALL, "--steps", "4", "--deterministic", "True", "--max-staleness", "0")
+        first, second = map(results, same)
+        mixed = sum(is_mixed(directory) for directory in Path(place).iterdir())
+        out = Path(place) / "results.json"
+        words = [str(FLOWRT), "eval", str(same[0]), "--json", str(out)]
+        subprocess.run(words, check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
+        again = json.loads(out.read_text())["results"]["held_out"]
+        last = {key: value for key, value in first[-1].items() if key != "name"}
+    return {
+        "eval_samples_per_s": sum(rates[True]) / turns,
+        "eval_ratio": sum(rates[True]) / sum(rates[False]),
+        "eval_count": float(evaluated),
+        "eval_mixed": float(mixed),
+        "eval_pass_error": pass_error(),
+        "eval_differs": float(first != second),
+        "eval_of_checkpoint_differs": float({key: again[key] for key in last} != last),
+    }
+
+
+def best(quick: bool) -> dict[str, float]:
+    """Runs that are killed at a random moment after their first evaluation and resumed: wrong best weights."""
+    runs, wrong, written = (1 if quick else 10), 0, 0
+    for seed in range(runs):
+        with tempfile.TemporaryDirectory() as place:
+            directory = Path(place) / "run"
+            _killed_and_resumed(directory, seed)
+            for listed in read_list(directory):
+                written += 1
+                weights = named_parameters(load_model(best_dir(directory, listed.version)))
+                found = Snapshot.take(listed.version, weights).checksum()
+                trained = _of_checkpoint(directory, listed.version, list(weights))
+                wrong += not (found == listed.checksum and trained in (None, found))
+            wrong += not read_list(directory)
+    return {"best_runs": float(runs), "best_written": float(written), "best_wrong": float(wrong)}
+
+
+def _killed_and_resumed(directory: Path, seed: int) -> None:
+    flags = ["--steps", "8", "--seed", str(seed), "--checkpoint.every", "2", "--checkpoint.keep", "9"]
+    flags += ["--checkpoint.best", "held_out/avg@4"]
+    words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(directory), *SMALL, *flags]
+    child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
+    while child.poll() is None and not checkpoint_steps(directory):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no checkpoint of {directory} within {RUN_TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+    time.sleep(random.Random(seed).random())
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        # Workers that are in sessions of their own end with their controller.
+        subprocess.run([str(FLOWRT), "resume", str(directory)], check=True, capture_output=True, timeout=RUN_TIMEOUT_S)
+
+
+def _of_checkpoint(directory: Path, version: int, names: list[str]) -> int | None:
+    """The checksum of the weights in the checkpoint after ``version`` steps; None if there is none."""
+    if version not in checkpoint_steps(directory):
+        return None
+    state = read_tensors(checkpoint_dir(directory, version))
+    return Snapshot.take(version, {name: state[f"model.{name}"] for name in names}).checksum()

@@ -1,0 +1,35 @@
+"""Writes version after version of a model as the best, until killed: a child of test_best_weights_killed."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.recipes.config_io import defaults
+from flowrt.roles.best_weights import BestDirectory
+from flowrt.transport.weights.snapshot import Snapshot
+
+
+def weights_of(layout: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """The weights of a version: a function of its number."""
+    return {name: torch.full_like(one, version / 7) for name, one in layout.items()}
+
+
+def write_all(run_dir: Path, model: Path, first: int) -> None:
+    base = defaults("arithmetic")
+    config = replace(base, run_dir=str(run_dir), model=str(model))
+    layout = named_parameters(load_model(model))
+    directory = BestDirectory(config, layout, first)
+    version = first
+    while True:
+        version += 1
+        directory.write(Snapshot.take(version, weights_of(layout, version)), float(version))
+        sys.stdout.write(f"{version}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write_all(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

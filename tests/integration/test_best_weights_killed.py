@@ -1,0 +1,55 @@
+"""The best weights when their writer is killed at any moment: what best.json lists is whole and of its version."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrt.engines.hf import load_model, named_parameters
+from flowrt.recipes.run_dir import best_dir, best_steps
+from flowrt.roles.best_weights import Listed, read_list, to_keep
+from flowrt.transport.weights.snapshot import Snapshot
+from tests.integration.conftest import prepare
+from tests.integration.helpers.best_writer import weights_of
+
+KILLS = 3
+
+
+@pytest.mark.slow
+def test_what_is_listed_is_whole_and_of_its_version(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    model = prepare(prepared, steps=0)
+    run_dir, rng, newest = tmp_path / "run", random.Random(0), 0
+    run_dir.mkdir()
+    layout = named_parameters(load_model(model))
+    for _ in range(KILLS):
+        words = [sys.executable, "-m", "tests.integration.helpers.best_writer", str(run_dir), str(model), str(newest)]
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        assert child.stdout is not None
+        for _ in range(rng.randint(1, 3)):
+            assert child.stdout.readline(), "the writer has failed"
+        # Inside the next write, somewhere: as long as the kernel lets it run.
+        try:
+            child.wait(rng.random() * 0.05)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        child.wait(10)
+        child.stdout.close()
+        [version] = best_steps(run_dir)
+        assert version > newest
+        newest = version
+        [listed] = read_list(run_dir)
+        found = Snapshot.take(version, named_parameters(load_model(best_dir(run_dir, version))))
+        assert found.checksum() == listed.checksum == Snapshot.take(version, weights_of(layout, version)).checksum()
+
+
+def test_the_best_up_to_the_newest_checkpoint_are_kept_for_a_resume() -> None:
+    listed = [Listed(4, 0.5, 0), Listed(2, 0.6, 0), Listed(8, 0.9, 0), Listed(6, 0.4, 0)]
+    assert [one.version for one in to_keep(listed, 1, saved_step=6)] == [8, 2]
+    assert [one.version for one in to_keep(listed, 1, saved_step=8)] == [8]
+    assert [one.version for one in to_keep(listed, 2, saved_step=4)] == [8, 2, 4]
