@@ -55,7 +55,8 @@ class Deadlines:
         self._timer = None
         self._timer_s = float("inf")
         now = self._loop.time()
-        due = [number for number, at_s in self._at_s.items() if at_s <= now + CLOCK_RESOLUTION_S]
+        passed = (number for number, at_s in self._at_s.items() if at_s <= now + CLOCK_RESOLUTION_S)
+        due = sorted(passed, key=self._at_s.__getitem__)  # several, if the loop was held up
         for number in due:
             del self._at_s[number]
         if self._at_s:
