@@ -1,10 +1,15 @@
 """docs/guides/own-task.md leads from rows to a trained model: its programs and commands, on a small chat model."""
 
+import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from flowrt.engines.tiny_model import build_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-task.md"
 FLOWRT = Path(sys.executable).with_name("flowrt")
+KEY = "secret"
 SMALL = [
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "2", "--rollout.max-new-tokens", "8"),
     *("--rollout.workers", "1", "--algorithm.kl.coef", "0", "--data.eval-prompts", "4"),
@@ -39,14 +45,54 @@ def test_the_page_leads_from_rows_to_a_trained_model(tmp_path: Path) -> None:
         name = program.splitlines()[0].removeprefix("# ")
         (tmp_path / name).write_text(program)
     subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path, check=True, timeout=60)
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
-    assert [command[:2] for command in commands] == [["flowrt", "data"], ["flowrt", "run"], ["flowrt", "run"]]
-    for number, command in enumerate(commands):
-        words = [str(FLOWRT), *command[1:], *([*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else [])]
-        words = [word.replace("/models/qwen", str(tmp_path / "model")) for word in words]
-        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-    for number in (1, 2):
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
+    words = [command[1] for command in commands]
+    assert words == ["data", "run", "run", "reward", "run"]
+    with judge() as address:
+        for number, command in enumerate(commands):
+            small = [*SMALL, "--run-dir", f"run-{number}"] if command[1] == "run" else []
+            line = [str(FLOWRT), *command[1:], *small]
+            line = [word.replace("/models/qwen", str(tmp_path / "model")) for word in line]
+            line = [word.replace("https://judge.example", address) for word in line]
+            environment = {**os.environ, "JUDGE_KEY": KEY}
+            ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environment)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+    runs = [number for number, word in enumerate(words) if word == "run"]
+    for number in runs:
         assert (tmp_path / f"run-{number}" / "final" / "model.safetensors").is_file()
-    lines = [json.loads(line) for line in (tmp_path / "run-2" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["groups_of/plus"] + line["groups_of/minus"] for line in lines] == [4, 4]
+    sets, judged = (metrics(tmp_path / f"run-{number}") for number in runs[1:])
+    assert [line["groups_of/plus"] + line["groups_of/minus"] for line in sets] == [4, 4]
+    assert [line["reward/judge"] for line in judged] == [0.5, 0.5]
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A judge that finds every response half good, for those who have its key."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_allowed = self.headers["Authorization"] == f"Bearer {KEY}"
+        answer = json.dumps({"choices": [{"message": {"content": "I would say 0.5"}}]}).encode()
+        self.send_response(200 if is_allowed else 401)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing is logged."""
+
+
+@contextlib.contextmanager
+def judge() -> Iterator[str]:
+    """The address of a judge."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
