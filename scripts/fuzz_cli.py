@@ -461,7 +461,11 @@ def draw_reward(rng: random.Random, place: "Place") -> Draw:
         ["reward.py:reward", "reward.py", "reward.py:nope", "reward.py:", "reward.py:reward:x", "reward.py:__x"]
     )
     name = "reward.py:reward" if rng.random() < 0.7 else name
-    return Draw(own(rng, place.model, {"reward": name, "reward.load-timeout-s": "3"}), "reward", is_run=True)
+    return Draw(
+        own(rng, place.model, {"reward": name, "reward.timeout-s": "3", "reward.load-timeout-s": "3"}),
+        "reward",
+        is_run=True,
+    )
 
 
 OBJECTIVES = (

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sqlite3
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import monotonic
@@ -345,7 +346,11 @@ def test_reward_check_without_its_words_is_refused(capsys: pytest.CaptureFixture
 
 def test_reward_check_help_lists_its_flags() -> None:
     ended = subprocess.run(
-        ["flowrt", "reward", "check", "--help"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "flowrt.cli", "reward", "check", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0
     assert "--reward.timeout-s" in ended.stdout
