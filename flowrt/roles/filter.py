@@ -9,6 +9,7 @@ from typing import Any
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.controller.policies.group_filter import DECISION
+from flowrt.errors import Drained
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.filter_function import FilterFunction, GroupFacts
 
@@ -23,9 +24,21 @@ def with_filter(role: Role) -> Role:
         if not config.algorithm.filter.function:
             await role(session, config)
             return
+        drained: list[Drained] = []
+
+        async def until_drained(one: Role) -> None:
+            try:
+                await one(session, config)
+            except Drained as left:
+                drained.append(left)
+
+        # A worker that is told to leave ends either loop at its next pull: what the other one has a lease on is
+        # committed first, else the controller would wait for it.
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(role(session, config))
-            tasks.create_task(run(session, config))
+            tasks.create_task(until_drained(role))
+            tasks.create_task(until_drained(run))
+        if drained:
+            raise drained[0]
 
     return both
 
