@@ -128,3 +128,18 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
     assert "evaluation held_out of version 0: avg@1" in alone.words
     assert not (alone.run_dir / "logs" / "trainer.log").exists()
     assert [line["version"] for line in lines(alone.run_dir / "evaluations.jsonl")] == [0]
+
+
+@pytest.mark.slow
+def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
+    """They take longer than training, so that those that waited are of versions that workers have to go back to."""
+    flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
+    run = launch(*SMALL, *flags, "--data.eval-prompts", "64", "--eval.samples", "48", "--eval.temperature", "1.0")
+    metrics = run.run_dir / "metrics.jsonl"
+    run.wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 9, "ninth step", 120.0)
+    for process in run.find("flowrt.roles.rollout", "rollout-0"):
+        process.kill()
+    assert run.wait(250) == 0, run.output
+    assert "rollout-0 is gone" in run.log("controller")
+    found = lines(run.run_dir / "evaluations.jsonl")
+    assert sorted(line["version"] for line in found) == [8, 16, 24, 30], run.log("source")
