@@ -105,3 +105,41 @@ def test_a_resumed_run_evaluates_only_what_is_missing(evaluated: Path, launch: C
     after = (evaluated / "evaluations.jsonl").read_text()
     assert after.startswith(before)
     assert [line["version"] for line in lines(evaluated / "evaluations.jsonl")] == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.slow
+def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., Launch]) -> None:
+    flags = ("--steps", "40", "--eval.interval", "2", "--eval.stop-at", "0.001", "--eval.at-start", "False")
+    stopped = launch(*SMALL, *flags, "--eval.samples", "8", "--eval.temperature", "1.0")
+    assert stopped.wait(200) == 0, stopped.output
+    summary = json.loads((stopped.run_dir / "summary.json").read_text())
+    assert 2 <= summary["steps"] < 40
+    found = lines(stopped.run_dir / "evaluations.jsonl")
+    assert found[0]["avg@8"] >= 0.001
+    # The last version is evaluated, too, whatever it is.
+    assert found[-1]["version"] == summary["steps"]
+    assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch]) -> None:
+    alone = launch(*SMALL, "--eval.only", "True")
+    assert alone.wait(200) == 0, alone.output
+    assert "evaluation held_out of version 0: avg@1" in alone.words
+    assert not (alone.run_dir / "logs" / "trainer.log").exists()
+    assert [line["version"] for line in lines(alone.run_dir / "evaluations.jsonl")] == [0]
+
+
+@pytest.mark.slow
+def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
+    """They take longer than training, so that those that waited are of versions that workers have to go back to."""
+    flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")
+    run = launch(*SMALL, *flags, "--data.eval-prompts", "64", "--eval.samples", "48", "--eval.temperature", "1.0")
+    metrics = run.run_dir / "metrics.jsonl"
+    run.wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 9, "ninth step", 120.0)
+    for process in run.find("flowrt.roles.rollout", "rollout-0"):
+        process.kill()
+    assert run.wait(250) == 0, run.output
+    assert "rollout-0 is gone" in run.log("controller")
+    found = lines(run.run_dir / "evaluations.jsonl")
+    assert sorted(line["version"] for line in found) == [8, 16, 24, 30], run.log("source")
