@@ -48,7 +48,7 @@ async def test_what_a_controller_writes_into_a_directory_that_others_may_read_is
 def test_metrics_that_were_cut_back_are_still_not_for_others(tmp_path: Path) -> None:
     RunMetrics(tmp_path, 0.0).close()
     RunMetrics(tmp_path, 0.0, Position(1), lines=[LINE]).close()
-    assert modes(tmp_path) == {"metrics.jsonl": 0o600, "timeline.jsonl": 0o600}
+    assert modes(tmp_path) == {"evaluations.jsonl": 0o600, "metrics.jsonl": 0o600, "timeline.jsonl": 0o600}
 
 
 def test_a_new_directory_is_closed_to_others_and_one_that_was_there_keeps_its_rights(tmp_path: Path) -> None:
