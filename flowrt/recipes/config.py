@@ -658,8 +658,8 @@ class GuardConfig:
     below: Limit = None
     """The metric violates the rule below this."""
     relative: Literal["none", "median"] = "none"
-    """median: above and below are multiples of the median of the metric in the window of steps before, once there are
-    so many, and while it is positive."""
+    """median: above and below are multiples of the median of the metric in the window of steps before, once it is
+    full, and while it is positive."""
     window: Annotated[int, Interval(ge=2, le=10_000)] = 50
     """Relative to a median: the number of steps before that it is taken over."""
     steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 1

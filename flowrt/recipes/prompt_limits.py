@@ -32,7 +32,7 @@ class PromptLimits:
         return min(left, self.max_prompt_tokens or sys.maxsize)
 
     def refusal(self, tokens: int, what: str) -> str:
-        """Why a prompt of so many tokens is too long; what the message goes on with after its place."""
+        """Why a prompt of this length is too long; what the message goes on with after its place."""
         if self.max_prompt_tokens and tokens > self.max_prompt_tokens == self.most:
             return f"the prompt has {tokens} tokens, more than data.max_prompt_tokens ({self.max_prompt_tokens})"
         return (

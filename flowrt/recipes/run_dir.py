@@ -83,7 +83,7 @@ def best_dir(run_dir: Path, version: int) -> Path:
 
 
 def best_steps(run_dir: Path) -> list[int]:
-    """The versions of the best weights, best first, as "best.json" beside them says."""
+    """The versions of the best weights, best first, as "best.json" in their directory lists them."""
     try:
         listed = json.loads((run_dir / "best" / "best.json").read_text())
         versions = [int(one["version"]) for one in listed]

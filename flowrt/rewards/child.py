@@ -38,8 +38,8 @@ UNPACKING: Mapping[str, Any] = {"raw": False, "unicode_errors": "surrogatepass",
 
 def packed(message: Sequence[object]) -> bytes:
     """A message as bytes."""
-    made: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
-    return made
+    data: bytes = msgpack.packb(message, unicode_errors="surrogatepass")
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
                 path = functions[function_index].path
                 one = _called(scorers[function_index], path, response, row)
                 if os.getpid() != process:
-                    os._exit(0)  # a copy of this process that the function has made
+                    os._exit(0)  # a copy of this process: the function has forked
                 worn = one.result is Result.MEMORY and _address_space() > first_bytes + limits.memory_bytes // 2
                 done = ["done", call, one.result, one.value, dict(one.parts), one.detail, one.line, worn]
                 last = packed(done)

@@ -209,7 +209,7 @@ class RewardPool:
         return taken
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:
-        """A worker ends with the pool, or with a mistake of ours, for which nobody must wait."""
+        """A worker ends with the pool, or with an internal error, which fails the calls that wait."""
         if not worker.cancelled() and (error := worker.exception()) is not None:
             self._fail(FlowError(f"{type(error).__name__}: {error}"))
 
@@ -311,7 +311,7 @@ class RewardPool:
         most = min(MAX_SPARES, self._options.workers) if self._has_lost and not self._is_closed else 0
         while len(self._spares) < most:
             spare = asyncio.create_task(self._start(log.info))
-            spare.add_done_callback(_look)
+            spare.add_done_callback(_retrieve_error)
             self._spares.append(spare)
 
     async def _end(self, process: RewardProcess, *, hung: bool = False) -> dict[str, Any]:
@@ -388,8 +388,8 @@ class RewardPool:
         return await process.receive(limit_s - first_s, "reward functions to be loaded")
 
 
-def _look(task: asyncio.Task[RewardProcess]) -> None:
-    """An error of a child that nobody needs any more is no error."""
+def _retrieve_error(task: asyncio.Task[RewardProcess]) -> None:
+    """Mark the error of a child that is not needed any more as retrieved: asyncio need not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -55,11 +55,11 @@ class EvalSet:
         """The prompts for which there are columns; None if there is none."""
         digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
         first = int.from_bytes(digest, "little") << PROMPT_BITS
-        made = [(first + row, found) for row, one in enumerate(problems) if (found := columns(one)) is not None]
-        if not made:
+        rows = [(first + row, found) for row, one in enumerate(problems) if (found := columns(one)) is not None]
+        if not rows:
             return None
-        names = made[0][1].keys()
-        return cls(name, tuple(number for number, _ in made), {key: [found[key] for _, found in made] for key in names})
+        names = rows[0][1].keys()
+        return cls(name, tuple(number for number, _ in rows), {key: [found[key] for _, found in rows] for key in names})
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The user's filter function, beside the reward role: the reward worker is where functions of the user's are called."""
+"""The user's filter function, in the reward worker: it is where functions of the user's are called."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -106,7 +106,7 @@ class _Offer:
 
     number: int
     epoch: int
-    made: dict[str, torch.Tensor] | None
+    row: dict[str, torch.Tensor] | None
 
 
 async def offer_all(
@@ -127,17 +127,17 @@ async def offer_all(
         number = prompt_number(place.data_set, place.row)
         if number in consumed.get(place.epoch, ()):
             return _Offer(number, place.epoch, None)
-        made = columns(sets[place.data_set].problems[place.row])
-        return None if made is None else _Offer(number, place.epoch, made)
+        row = columns(sets[place.data_set].problems[place.row])
+        return None if row is None else _Offer(number, place.epoch, row)
 
     sizes = [SetSize(one.name, one.weight, len(one.problems), one.difficulties) for one in sets]
     seed = config.seed if config.data.order == "shuffled" else None
     pending: deque[asyncio.Task[int | None]] = deque()
     try:
         for one in mixture(sizes, seed, config.data.epochs, offer):
-            if one.made is None:
+            if one.row is None:
                 continue
-            accepted = session.offer(TRAIN, one.number, one.epoch, config.group_size, one.made)
+            accepted = session.offer(TRAIN, one.number, one.epoch, config.group_size, one.row)
             pending.append(asyncio.create_task(accepted))
             while len(pending) >= config.prompts_per_step:
                 if await pending.popleft() is None:
@@ -156,7 +156,7 @@ def _first(
     columns: Callable[[Example], dict[str, torch.Tensor] | None], sets: Sequence[TrainingSet]
 ) -> dict[str, torch.Tensor]:
     """The columns of a prompt, for an offer that is not meant to be opened."""
-    return next(made for one in sets for problem in one.problems if (made := columns(problem)) is not None)
+    return next(row for one in sets for problem in one.problems if (row := columns(problem)) is not None)
 
 
 def start() -> None:

@@ -22,7 +22,7 @@ class ExactSamples:
     """Whether a version was added or done with since the latest `take_changed`."""
 
     def add(self, version: int, slots: int, to_generate: int) -> None:
-        """Slots became live, of which so many are to be generated."""
+        """Slots became live; some of them are to be generated."""
         self._count(self.live, version, slots)
         self._count(self.to_generate, version, to_generate)
 

@@ -19,13 +19,15 @@ class MasterParameters:
 
     def __init__(self, model: Any, narrow: torch.dtype) -> None:
         self._of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        narrowed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for module in list(model.modules()):
             for name, master in list(module.named_parameters(recurse=False)):
-                if master not in made:
-                    made[master] = torch.nn.Parameter(master.detach().to(narrow), requires_grad=master.requires_grad)
-                setattr(module, name, made[master])
-        for master, parameter in made.items():
+                if master not in narrowed:
+                    narrowed[master] = torch.nn.Parameter(
+                        master.detach().to(narrow), requires_grad=master.requires_grad
+                    )
+                setattr(module, name, narrowed[master])
+        for master, parameter in narrowed.items():
             if parameter.requires_grad:
                 self._of[parameter] = master
                 parameter.register_post_accumulate_grad_hook(self._accumulate)

@@ -80,9 +80,9 @@ def _messages(values: list[object], key: str, where: str, *, prefill: bool) -> M
     messages = []
     for place, value in enumerate(values):
         if isinstance(value, dict) and len(value) == len(USUAL):  # the usual message, without names for errors
-            usual, said = value.get("role"), value.get("content")
-            if usual in ROLES and isinstance(said, str) and said.isascii():
-                messages.append((usual, said))
+            usual, content = value.get("role"), value.get("content")
+            if usual in ROLES and isinstance(content, str) and content.isascii():
+                messages.append((usual, content))
                 continue
         here = f"{key}[{place}]"
         if not isinstance(value, Mapping):
