@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowrt.controller.events import PreemptRun
-from flowrt.controller.policies.guards import GuardRule
+from flowrt.controller.policies.guards import Firing, GuardRule
 
 MAX_LOGGED = 8
 """Logged firings that a status has."""
@@ -48,6 +48,10 @@ class Guards:
             value = metrics.get(metric)
             if value is not None and math.isfinite(value):
                 self.recent[metric] = [*self.recent.get(metric, []), value][-window:]
+
+    def note_firing(self, firings: Iterable[Firing]) -> None:
+        """Set the firings of the step that was closed last."""
+        self.firing = [str(firing) for firing in firings]
 
     def note_logged(self, index: int, step: int, text: str) -> None:
         """The firing of a rule in this step is logged."""

@@ -31,7 +31,7 @@ def update_pin(state: State, env: Environment) -> list[Command]:
     commands: list[Command] = []
     for version in sorted(version for version in exact.to_generate if versions.is_gone(version)):
         commands += _drop(state, env, version)
-    exact.is_changed = False
+    exact.take_changed()
     versions.keep(exact.live)
     leaving = [worker for worker in versions.receivers if membership.is_leaving(worker)]
     if versions.set_pin(exact.active, leaving):

@@ -29,7 +29,7 @@ def guard(state: State, env: Environment, closed: StepClosed) -> tuple[StepClose
     counts, firings = count_violations(rules, guards.violations, metrics, guards.recent)
     guards.count(counts)
     guards.note_values(rules, metrics)
-    guards.firing = [str(firing) for firing in firings]
+    guards.note_firing(firings)
     commands: list[Command] = []
     fired: dict[str, int] = {}
     for firing in firings:
