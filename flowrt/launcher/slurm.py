@@ -99,9 +99,11 @@ def placeholders(site: Site) -> dict[str, str]:
         "TRAINER_STEP": f"{steps} --gpus-per-node={site.gpus}" if site.gpus else steps,
         "ROLLOUT_STEP": f"--nodes=1 --ntasks=1 --cpus-per-task={site.cpus}{' --gpus-per-task=1' if site.gpus else ''}",
     }
+    device = " --device cuda" if site.gpus else ""
     paths = {"CANN": Path(site.cann), "BIN": Path(sys.executable).parent, "RUNS": Path(site.runs).absolute()}
     return {
         **header,
+        "DEVICE": device,
         **{name: str(value) for name, value in numbers.items()},
         **{name: shlex.quote(str(path)) for name, path in paths.items()},
     }

@@ -50,6 +50,15 @@ def test_values_of_the_site() -> None:
     assert {"--partition=spare", "--gpus-per-node=a100:1"} < set(headers(texts["extra_rollout.sbatch"]))
 
 
+def test_devices_that_are_requested_are_used() -> None:
+    """The torch engines, the default, run on the CPU unless they are told otherwise."""
+    names = ("many_nodes.sbatch", "hetjob.sbatch", "one_node.sbatch")
+    for name in names:
+        assert "run_flowrt arithmetic --device cuda --controller.bind" in filled(FULL)[name]
+        assert "run_flowrt arithmetic --controller.bind" in filled(Site())[name]
+    assert "--device npu" in filled(Site())["ascend.sbatch"]
+
+
 def test_what_is_not_said_is_left_to_slurm() -> None:
     for text in filled(Site()).values():
         assert not re.search(r"--(partition|account|gpus\S*)=", text)
