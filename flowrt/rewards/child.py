@@ -24,7 +24,7 @@ import msgpack
 from flowrt.rewards.built_in import Scorer, built_in
 from flowrt.rewards.functions import RewardFunction
 from flowrt.rewards.outcomes import Result, RewardOutcome
-from flowrt.rewards.user_file import Unusable, UserFilter, UserFunction, described, line_of
+from flowrt.rewards.user_file import Unusable, UserFilter, UserReward, described, line_of
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 RECV_BYTES = 1 << 20
@@ -94,7 +94,7 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
 def _loaded(function: RewardFunction, index: int, limits: Limits) -> Scorer:
     match function.kind:
         case "file":
-            return UserFunction(function.argument, index)
+            return UserReward(function.argument, index)
         case "filter":
             return UserFilter(function.argument, index)
         case "code":

@@ -57,7 +57,7 @@ def load(argument: str, index: int) -> Callable[..., object]:
     return found
 
 
-class UserFunction:
+class UserReward:
     """A loaded reward function."""
 
     def __init__(self, argument: str, index: int) -> None:
