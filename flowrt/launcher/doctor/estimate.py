@@ -133,7 +133,7 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
     averaging = 2 * FLOAT_BYTES * shape.parameters if config.reference.average != 1.0 else 0
     return ResourceEstimate(
         trainer_rank=PROCESS_BYTES + (SAVING_BYTES if saved else 0),
-        trainer_first=max(memory.first_rank, averaging),
+        trainer_first=max(memory.first_rank, averaging) + evaluated_bytes(config, shape),
         trainer_device=memory.model + memory.passes,
         rollout=PROCESS_BYTES + generating.host + samples,
         server=generating.device,
@@ -143,6 +143,14 @@ def estimate(config: RunConfig, shape: ModelShape) -> ResourceEstimate:
         small=SMALL_PROCESS_BYTES + 2 * PROCESS_BYTES + samples,
         disk=saved * trained_bytes + 2 * shape.weight_bytes + refresh_bytes(config, shape),
     )
+
+
+def evaluated_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Memory of the versions that the trainer keeps while they are evaluated, see ``eval.overlap``."""
+    if not config.eval.interval:
+        return 0
+    versions = 2 if config.eval.overlap == "wait" else 1
+    return versions * TRAIN_ENGINES[config.trainer.engine].published(config.trainer).size_bytes(shape)
 
 
 def refresh_bytes(config: RunConfig, shape: ModelShape) -> int:

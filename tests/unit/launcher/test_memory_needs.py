@@ -57,6 +57,14 @@ def test_a_large_model_needs_what_is_known_of_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "versions"), [([], 0), (["--eval.overlap", "skip"], 1), (["--eval.overlap", "wait"], 2)]
+)
+def test_versions_that_are_evaluated_are_kept(flags: list[str], versions: int) -> None:
+    needs = estimate(parse([*flags, *(["--eval.interval", "5"] if flags else [])]), SEVEN_B)
+    assert needs.trainer_first == (2 + versions) * WEIGHTS
+
+
+@pytest.mark.parametrize(
     ("flags", "role", "more"),
     [
         (["--trainer.forward-tokens", "65536"], "trainer_device", True),
