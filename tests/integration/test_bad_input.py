@@ -276,7 +276,9 @@ def test_unknown_command_names_the_right_one() -> None:
     assert ended.returncode == 2
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
-    assert said.endswith("there is: config, data, doctor, drain, keys, ledger, resume, run, slurm, status, worker")
+    assert said.endswith(
+        "there is: config, data, doctor, drain, eval, keys, ledger, resume, reward, run, slurm, status, worker"
+    )
 
 
 # ---- devices
