@@ -19,6 +19,7 @@ KILLS = 3
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_what_is_listed_is_whole_and_of_its_version(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     prepared = tmp_path / "prepared"

@@ -51,6 +51,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) -> None:
     found = lines(evaluated / "evaluations.jsonl")
     assert [line["version"] for line in found] == [0, 2, 4, 6]
@@ -72,6 +73,7 @@ def test_every_due_version_is_evaluated_while_the_run_trains(evaluated: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_checkpoint_gives_the_results_that_its_version_had_in_the_run(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     before = sorted(path.name for path in evaluated.iterdir())
@@ -83,6 +85,7 @@ def test_a_checkpoint_gives_the_results_that_its_version_had_in_the_run(evaluate
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None:
     in_run = {line["version"]: line for line in lines(evaluated / "evaluations.jsonl")}
     [listed] = json.loads((evaluated / "best" / "best.json").read_text())
@@ -98,6 +101,7 @@ def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_resumed_run_evaluates_only_what_is_missing(evaluated: Path, launch: Callable[..., Launch]) -> None:
     before = (evaluated / "evaluations.jsonl").read_text()
     resumed = launch("--steps", "8", resume=evaluated)
@@ -108,6 +112,7 @@ def test_a_resumed_run_evaluates_only_what_is_missing(evaluated: Path, launch: C
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., Launch]) -> None:
     flags = ("--steps", "40", "--eval.interval", "2", "--eval.stop-at", "0.001", "--eval.at-start", "False")
     stopped = launch(*SMALL, *flags, "--eval.samples", "8", "--eval.temperature", "1.0")
@@ -122,6 +127,7 @@ def test_a_result_that_reaches_the_target_ends_training(launch: Callable[..., La
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launch]) -> None:
     alone = launch(*SMALL, "--eval.only", "True")
     assert alone.wait(200) == 0, alone.output
@@ -131,6 +137,7 @@ def test_a_run_that_only_evaluates_starts_no_trainer(launch: Callable[..., Launc
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Callable[..., Launch]) -> None:
     """They take longer than training, so that those that waited are of versions that workers have to go back to."""
     flags = ("--steps", "30", "--eval.interval", "8", "--eval.overlap", "wait", "--eval.at-start", "False")

@@ -34,6 +34,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_the_page_leads_from_rows_to_a_trained_model(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tokenizer = chat_tokenizer(FAMILIES["qwen"])
