@@ -106,6 +106,7 @@ def test_a_file_that_defines_no_objective_is_refused_before_the_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize(
     ("engine", "algorithm"),
     [

@@ -222,6 +222,7 @@ def test_a_reward_function_gets_columns_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_run_on_messages_and_columns(launch: Callable[..., Any], model: Path, data: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(REWARD)
@@ -237,6 +238,7 @@ def test_a_run_on_messages_and_columns(launch: Callable[..., Any], model: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_run_leaves_overlong_prompts_out(launch: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     mine, path = tmp_path / "mine.py", tmp_path / "rows.jsonl"
     mine.write_text(
@@ -255,6 +257,7 @@ def test_a_run_leaves_overlong_prompts_out(launch: Callable[..., Any], model: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_text_for_a_chat_model_ends_a_run_before_it_starts(
     launch: Callable[..., Any], model: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_guard_warns_and_one_holds_the_run_on_policy(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch(
         *("--model", str(untrained_model), *SMALL, "--steps", "16", "--max-staleness", "2"),
@@ -48,6 +49,7 @@ def test_a_guard_warns_and_one_holds_the_run_on_policy(launch: Callable[..., Any
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], untrained_model: Path) -> None:
     run = launch(
         *("--model", str(untrained_model), *SMALL, "--steps", "8", "--trainer.warmup-steps", "3"),
