@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -8,6 +9,8 @@ from hypothesis import settings
 from tests.effort import FAST_EXAMPLES, FULL_EXAMPLES
 
 torch.set_num_threads(1)
+# A shell starts what runs in its background with SIGINT ignored, which the commands under test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The machines that run these tests are small and shared: a slow example is no bug.
 settings.register_profile("flowrt", deadline=None, max_examples=FULL_EXAMPLES)
 settings.register_profile("fast", deadline=None, max_examples=FAST_EXAMPLES)
