@@ -1,6 +1,7 @@
 """Evaluation in real runs: exact versions, the same results from a checkpoint, the best weights."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,17 @@ def test_evaluations_are_completed_after_a_pinned_worker_was_killed(launch: Call
     assert "rollout-0 is gone" in run.log("controller")
     found = lines(run.run_dir / "evaluations.jsonl")
     assert sorted(line["version"] for line in found) == [8, 16, 24, 30], run.log("source")
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_a_complete_run_without_a_summary_is_resumed(evaluated: Path, tmp_path: Path) -> None:
+    """Its source has the results of the last version before the trainer has published it again."""
+    directory = tmp_path / "run"
+    shutil.copytree(evaluated, directory)
+    (directory / "summary.json").unlink()
+    words = [str(FLOWRT), "resume", str(directory)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "protocol violation" not in done.stdout + done.stderr
+    assert json.loads((directory / "summary.json").read_text())["evaluations"]["held_out"]["version"] == 6

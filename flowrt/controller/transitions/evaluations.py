@@ -77,8 +77,9 @@ def _is_of_other_version(lease: Lease, message: Commit, row: int) -> bool:
 def evaluated(state: State, env: Environment, worker: WorkerId, message: Evaluated, now: float) -> list[Command]:
     """A source has the results of an evaluation: they are recorded, and the trainers are told."""
     fault = state.membership.role_fault(worker, env.settings.source_roles, "evaluates")
-    if not fault and not 0 <= message.version <= state.models.policy.newest:
-        fault = f"{worker} has evaluated version {message.version}, and the newest is {state.models.policy.newest}"
+    newest = max(state.models.policy.newest, state.window.step)  # a resumed run's trainer may not have published yet
+    if not fault and not 0 <= message.version <= newest:
+        fault = f"{worker} has evaluated version {message.version}, and the newest is {newest}"
     if not fault and len(message.name) > MAX_NAME_CHARS:
         fault = f"{worker} has evaluated a data set whose name has {len(message.name)} characters"
     if fault := fault or validate_names(message.numbers, {}):
