@@ -25,6 +25,7 @@ from flowrt.errors import EXIT_BAD_INPUT, FlowError
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
+from flowrt.recipes.eval_sets import run_prompts
 from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.base import Example, Task
@@ -44,7 +45,7 @@ def build(config: RunConfig) -> None:
     tokenizer = wrap(task.tokenizer())
     shape = config.build
     check_prompts(
-        task.prompt_blocks(),
+        run_prompts(config, task),
         tokenizer,
         limits=PromptLimits(
             positions=shape.max_length,

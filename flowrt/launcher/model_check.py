@@ -25,6 +25,7 @@ from flowrt.errors import EXIT_BAD_INPUT, ConfigError, FlowError
 from flowrt.launcher.prompt_check import check_prompts
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
+from flowrt.recipes.eval_sets import run_prompts
 from flowrt.recipes.model_files import weight_files
 from flowrt.recipes.prompt_limits import prompt_limits
 from flowrt.recipes.run_dir import model_dir
@@ -52,7 +53,7 @@ def check_model(config: RunConfig) -> None:
     text_config = model_config.get_text_config()
     check_sampling(config, getattr(text_config, "vocab_size", None) or sys.maxsize, f"model {path}")
     check_prompts(
-        task_of(config).prompt_blocks(),
+        run_prompts(config, task_of(config)),
         tokenizer,
         limits=prompt_limits(config, text_config),
         what=f"model {path}",

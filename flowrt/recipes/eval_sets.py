@@ -1,12 +1,13 @@
 """The data sets of evaluations: the held-out rows of the task, or files of their own (``eval.data``)."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from flowrt.errors import ConfigError
-from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config import DataConfig, RunConfig
 from flowrt.recipes.eval_names import HELD_OUT, eval_paths
-from flowrt.recipes.tasks.base import Example, Task
+from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks
 from flowrt.recipes.tasks.problems import folded
 from flowrt.recipes.tasks.registry import recipe, task_of
 
@@ -20,26 +21,42 @@ def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
     return {name: problems[:limit] for name, problems in sets.items()}
 
 
+def run_prompts(config: RunConfig, task: Task) -> Iterator[PromptBlock]:
+    """The prompts of a run: those of its task, and of ``eval.data``. Raises ConfigError for a wrong row."""
+    own = eval_sets(config, task).values() if config.eval.data else ()
+    return chain(task.prompt_blocks(), blocks(chain.from_iterable(own)))
+
+
 def check_eval_sets(config: RunConfig, task: Task) -> None:
     """Read the data sets of ``eval.data``. Raises ConfigError for mistakes in them, and prompts that are trained."""
     if not config.eval.data:
         return
-    trained: dict[str, str] | None = None
-    for name, problems in eval_sets(config, task).items():
-        if not recipe(config.recipe).takes_reward or config.data.allow_overlap:
-            _ = [problem.answer for problem in problems]
-            continue
-        if trained is None:
-            trained = {folded(one.prompt, one.messages): one.where for one in task.training_problems()}
-        shared = [one for one in problems if folded(one.prompt, one.messages) in trained]
-        if shared:
-            where = trained[folded(shared[0].prompt, shared[0].messages)]
-            raise ConfigError(
-                f"{shared[0].where}: {len(shared)} prompts of eval.data {name} are training prompts too, the first one "
-                f"is {where}; leave them out, or set data.allow_overlap"
-            )
+    found = eval_sets(config, task)
+    evaluated = {
+        folded(one.prompt, one.messages): (name, one.where) for name, problems in found.items() for one in problems
+    }
+    if not recipe(config.recipe).takes_reward or config.data.allow_overlap:
+        return
+    shared = [one for one in task.training_problems() if folded(one.prompt, one.messages) in evaluated]
+    if shared:
+        name, where = evaluated[folded(shared[0].prompt, shared[0].messages)]
+        raise ConfigError(
+            f"{where}: prompts of eval.data are training prompts too, {len(shared)} rows, the first one is "
+            f"{shared[0].where}; leave them out of data set {name}, or set data.allow_overlap"
+        )
 
 
 def _problems(config: RunConfig, path: str) -> Sequence[Example]:
-    data = dataclasses.replace(config.data, path=path, eval_prompts=0)
+    """All rows of a path, whatever the run trains on."""
+    default = DataConfig()
+    data = dataclasses.replace(
+        config.data,
+        path=path,
+        sets=(),
+        eval_prompts=0,
+        order=default.order,
+        difficulty_key="",
+        min_difficulty=default.min_difficulty,
+        max_difficulty=default.max_difficulty,
+    )
     return task_of(dataclasses.replace(config, data=data)).training_problems()

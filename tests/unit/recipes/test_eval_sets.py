@@ -1,0 +1,61 @@
+"""Data sets of evaluations: their own rows, whatever the run trains on."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import read
+from flowrt.recipes.eval_sets import check_eval_sets, eval_sets, run_prompts
+from flowrt.recipes.tasks.registry import task_of
+
+
+def rows(path: Path, prompts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": one, "answer": "1", "level": 1}) + "\n" for one in prompts))
+    return path
+
+
+def config(folder: Path, *flags: str) -> RunConfig:
+    (folder / "mine.py").write_text("def reward(response, answer):\n    return 0.0\n")
+    own = ["custom", "--model", str(folder), "--reward", str(folder / "mine.py"), "--data.eval-prompts", "0"]
+    return read([*own, *flags], "flowrt run")
+
+
+@pytest.mark.parametrize("difficulty", [[], ["--data.difficulty-key", "level", "--data.max-difficulty", "2"]])
+def test_beside_weighted_sets(tmp_path: Path, difficulty: list[str]) -> None:
+    training = [
+        f"--data={name}={rows(tmp_path / name, [f'{name} 1', f'{name} 2'])}:0.5" for name in ("a.jsonl", "b.jsonl")
+    ]
+    training = [flag.replace(".jsonl=", "=", 1) for flag in training]
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"prompt": "mine", "answer": "1"}\n')  # without a level
+    run = config(tmp_path, *training, *difficulty, "--eval.data", f"mine={held}")
+    [(name, problems)] = eval_sets(run, task_of(run)).items()
+    assert (name, [one.prompt for one in problems]) == ("mine", ["mine"])
+    check_eval_sets(run, task_of(run))
+
+
+def test_prompts_of_a_run_are_checked_with_those_of_its_evaluations(tmp_path: Path) -> None:
+    training, held = rows(tmp_path / "a.jsonl", ["one", "two"]), rows(tmp_path / "held.jsonl", ["three"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}")
+    found = [
+        (prompt, block.where(at))
+        for block in run_prompts(run, task_of(run))
+        for at, (prompt, _) in enumerate(block.prompts)
+    ]
+    assert [prompt for prompt, _ in found] == ["one", "two", "three"]
+    assert found[-1][1].endswith("held.jsonl, line 1")
+
+
+def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
+    training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
+    held = rows(tmp_path / "held.jsonl", ["four", "two ", "one"])
+    run = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}")
+    said = r"held\.jsonl, line 3: prompts of eval\.data are training prompts too, 2 rows, .*a\.jsonl, line 1; .*mine"
+    with pytest.raises(ConfigError, match=said):
+        check_eval_sets(run, task_of(run))
+    allowed = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--data.allow-overlap", "True")
+    check_eval_sets(allowed, task_of(allowed))
