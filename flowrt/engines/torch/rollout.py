@@ -60,9 +60,8 @@ class TorchRollout:
             raise EngineError(f"rollout temperature is {temperature}; use a value above 0 (prompts can be greedy)")
         step = None
         if compiled:
-            from flowrt.engines.torch.compile import (
-                compile_decode_step,
-            )  # imported here: the compiler is slow to import
+            # Imported here: the compiler is slow to import.
+            from flowrt.engines.torch.compile import compile_decode_step
 
             step = compile_decode_step(model.eval(), single_row=rows == 1)
         self._cached = CachedModel(model.eval(), rows, step)
