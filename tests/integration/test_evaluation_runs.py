@@ -103,13 +103,17 @@ def test_the_best_weights_are_those_that_were_evaluated(evaluated: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_resumed_run_evaluates_only_what_is_missing(evaluated: Path, launch: Callable[..., Launch]) -> None:
-    before = (evaluated / "evaluations.jsonl").read_text()
-    resumed = launch("--steps", "8", resume=evaluated)
+def test_a_resumed_run_evaluates_only_what_is_missing(
+    evaluated: Path, tmp_path: Path, launch: Callable[..., Launch]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(evaluated, directory)
+    before = (directory / "evaluations.jsonl").read_text()
+    resumed = launch("--steps", "8", resume=directory)
     assert resumed.wait(200) == 0, resumed.output
-    after = (evaluated / "evaluations.jsonl").read_text()
+    after = (directory / "evaluations.jsonl").read_text()
     assert after.startswith(before)
-    assert [line["version"] for line in lines(evaluated / "evaluations.jsonl")] == [0, 2, 4, 6, 8]
+    assert [line["version"] for line in lines(directory / "evaluations.jsonl")] == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.slow
