@@ -412,5 +412,5 @@ Message = (
     | Evaluated
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol; the one in `Hello` must match. A changed field increments it."""
