@@ -19,15 +19,16 @@ def check_eval(config: RunConfig) -> None:
                     f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
                     "is empty; give one of them"
                 )
-    if options.samples > 1 and not options.temperature:
+    if options.samples > 1 and options.temperature == 0:
         raise ConfigError(
             f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
-            "a temperature above 0, or 1 sample"
+            "a temperature above 0, leave it out to take rollout.temperature, or use 1 sample"
         )
-    if not options.temperature and (options.top_k, options.top_p) != (default.top_k, default.top_p):
+    is_greedy = options.sampling(config.rollout.temperature) is None
+    if is_greedy and (options.top_k, options.top_p) != (default.top_k, default.top_p):
         raise ConfigError(
-            "eval.top_k and eval.top_p change nothing with eval.temperature 0, which takes the most likely token; set "
-            "a temperature above 0"
+            "eval.top_k and eval.top_p change nothing where the most likely token is taken; set eval.temperature above "
+            "0, or eval.samples above 1"
         )
     if options.interval > config.steps:
         raise ConfigError(

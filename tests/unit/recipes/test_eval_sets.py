@@ -50,6 +50,20 @@ def test_prompts_of_a_run_are_checked_with_those_of_its_evaluations(tmp_path: Pa
     assert found[-1][1].endswith("held.jsonl, line 1")
 
 
+def test_several_samples_are_drawn_at_the_temperature_of_the_rollout(tmp_path: Path) -> None:
+    drawn = ("--data", str(rows(tmp_path / "a.jsonl", ["one", "two"])), "--rollout.temperature", "0.7")
+
+    def temperature(*flags: str) -> float | None:
+        run = config(tmp_path, *drawn, "--eval.data", "mine=held.jsonl", *flags)
+        sampling = run.eval.sampling(run.rollout.temperature)
+        return None if sampling is None else sampling.temperature
+
+    assert temperature() is None
+    assert temperature("--eval.samples", "4") == 0.7
+    assert temperature("--eval.samples", "4", "--eval.temperature", "0.2") == 0.2
+    assert temperature("--eval.temperature", "0.2") == 0.2
+
+
 def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
     training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
     held = rows(tmp_path / "held.jsonl", ["four", "two ", "one"])
