@@ -107,8 +107,7 @@ class DataConfig:
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
-    """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, and without eval.data no
-    evaluation."""
+    """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, as with eval.data."""
 
     @property
     def prompt_format(self) -> PromptFormat:

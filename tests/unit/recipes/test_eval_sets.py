@@ -1,5 +1,6 @@
 """Data sets of evaluations: their own rows, whatever the run trains on."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,3 +74,12 @@ def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
         check_eval_sets(run, task_of(run))
     allowed = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--data.allow-overlap", "True")
     check_eval_sets(allowed, task_of(allowed))
+
+
+def test_no_rows_are_held_out_beside_data_of_evaluations(tmp_path: Path) -> None:
+    training, held = rows(tmp_path / "a.jsonl", ["one", "two", "three"]), rows(tmp_path / "held.jsonl", ["four"])
+    held_out = ("--data", str(training), "--data.eval-prompts", "1")
+    assert len(task_of(config(tmp_path, *held_out)).training_problems()) == 2
+    both = config(tmp_path, "--data", str(training), "--data.eval-prompts", "0", "--eval.data", f"mine={held}")
+    with_default = dataclasses.replace(both, data=dataclasses.replace(both.data, eval_prompts=64))
+    assert len(task_of(with_default).training_problems()) == 3
