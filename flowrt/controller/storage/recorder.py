@@ -4,6 +4,7 @@ import logging
 
 from flowrt.controller.diagnostics.counters import describe_non_finite, finite, validate_names
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, EvaluationClosed, StepClosed
+from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.errors import FlowError
@@ -16,9 +17,10 @@ log = logging.getLogger(__name__)
 class RunRecorder:
     """Buffers what happens in a run; ``write`` makes it durable. A locked ledger is retried, a failed disk is final."""
 
-    def __init__(self, ledger: Ledger, metrics: RunMetrics) -> None:
+    def __init__(self, ledger: Ledger, metrics: RunMetrics, events: EventLog | None = None) -> None:
         self._ledger = ledger
         self._metrics = metrics
+        self._events = events
         self._busy_since_s: float | None = None
         self._warnings = RateLimitedLog()
         self._ledger_error = ""  # why the ledger file cannot be relied on any more
@@ -38,6 +40,10 @@ class RunRecorder:
                 self._ledger.add_step(command.step, self._metrics.write_step(command, now))
             case EvaluationClosed(name, version) if not self._metrics.is_evaluated(name, version):
                 self._ledger.add_evaluation(name, version, self._metrics.write_evaluation(command, now))
+                if self._events is not None:
+                    results = ", ".join(f"{key} {value:.4g}" for key, value in finite(command.numbers))
+                    text = f"evaluation of version {version} on {name}: {results}"
+                    self._events.add("evaluation", text, command.version, now, name=name, version=version)
 
     def record_report(self, worker: str, role: str, report: Report, step: int) -> None:
         """Store a worker's report; its numbers are kept for a run resumed after ``step``."""
