@@ -71,7 +71,8 @@ class RunMetrics:
         if evaluated.exists() or self.evaluations:
             atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
         self._run_dir = run_dir
-        self._start_s = start_s - elapsed_s
+        self.start_s = start_s - elapsed_s
+        """Zero of the run clock, which continues over resumes and restarts, on the clock of this controller."""
         self._first_step = position.step if resumed_from is None else resumed_from
         _truncate_partial_line(timeline)
         for path in (metrics, timeline, evaluated):
@@ -103,7 +104,7 @@ class RunMetrics:
         if self._training_start_s is None:
             self._training_start_s = self._train_end_s = now
         if self._first_step_s is None:
-            self._first_step_s = now - self._start_s
+            self._first_step_s = now - self.start_s
 
     def write_step(self, closed: StepClosed, now: float) -> str:
         """Write the line of a closed step; returns it. NaN and infinity are left out: JSON has neither."""
@@ -112,7 +113,7 @@ class RunMetrics:
         self._train_end_s = now
         line = {
             "step": closed.step,
-            "wall_s": round(now - self._start_s, 4),
+            "wall_s": round(now - self.start_s, 4),
             **{name: round(value, 6) for name, value in means.items() if name not in RESERVED_FIELDS},
             "samples": closed.samples,
             "groups": closed.groups,
@@ -138,7 +139,7 @@ class RunMetrics:
     def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
         """Write the line of an evaluation; returns it. The next line of a step has its results too."""
         results = dict(finite(closed.numbers))
-        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self._start_s, 4), **results}
+        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self.start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
         named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
         self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
@@ -217,7 +218,7 @@ class RunMetrics:
         return {
             "steps": totals["steps"],
             "resumed_from": self._first_step,
-            "wall_s": round(now - self._start_s, 3),
+            "wall_s": round(now - self.start_s, 3),
             "first_step_s": round(self._first_step_s or 0.0, 3),
             "training_s": round(training_s, 3),
             "reward_window": window,
