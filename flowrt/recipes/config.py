@@ -643,6 +643,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecorderConfig:
+    """Recording of all events of the controller, for `flowrt replay`."""
+
+    mb: Annotated[int, Interval(ge=0, le=1_000_000)] = 1024
+    """Maximum size of the recordings of the run, in MB; once it is reached the recording stops, and the run goes on;
+    0: no recording."""
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """A guard: a rule on a metric, and what happens when it fires.
 
@@ -729,6 +738,8 @@ class RunConfig:
     """Checkpoints."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """The controller."""
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    """Recording for `flowrt replay`."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
