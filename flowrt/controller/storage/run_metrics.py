@@ -13,22 +13,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from flowrt.controller.diagnostics.counters import finite
+from flowrt.controller.diagnostics.counters import finite, non_finite_names
 from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
+from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError
 from flowrt.protocol.records import BusySpan, Evaluation, Position
 from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import Span, busy_fraction, is_span, is_step, read_lines
+from flowrt.runtime.timeline import NONFINITE, Span, busy_fraction, is_span, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
     (
         *("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max"),
         *("zero_variance_groups", "filtered_groups", "refused_groups_trained", "skipped_prompts"),
-        *FRACTIONS.values(),
+        *(*FRACTIONS.values(), NONFINITE),
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+OF_SAMPLES = frozenset((REWARD_STD, REWARD_P10, REWARD_P90, LENGTH_MEAN, LENGTH_MAX))
+"""Fields that the controller computes from the samples of a step, and that no metric of a trainer may overwrite."""
 EVALUATION = "eval/"
 """Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
@@ -108,11 +111,15 @@ class RunMetrics:
             self._first_step_s = now - self.start_s
 
     def write_step(self, closed: StepClosed, now: float) -> str:
-        """Write the line of a closed step; returns it. NaN and infinity are left out: JSON has neither."""
+        """Write the line of a closed step; returns it.
+
+        NaN and infinity are left out, as JSON has neither; the field ``nonfinite`` names the metrics that have them.
+        """
         means = dict(finite(closed.inline_means))
+        reserved = RESERVED_FIELDS | OF_SAMPLES
         elapsed_s = max(now - self._train_end_s, 1e-9)
         self._train_end_s = now
-        line = {
+        line: dict[str, Any] = {
             "step": closed.step,
             "wall_s": round(now - self.start_s, 4),
             **{name: round(value, 6) for name, value in means.items() if name not in RESERVED_FIELDS},
@@ -124,10 +131,12 @@ class RunMetrics:
             "staleness_max": max(closed.lags, default=0),
             **dict(closed.counts),
             **{name: round(value, 6) for name, value in closed.fractions},
-            **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
+            **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in reserved},
             **{f"{GUARD}{metric}": violations for metric, violations in closed.fired},
             **self._new_results,
         }
+        if nonfinite := non_finite_names((*closed.inline_means, *closed.metrics)):
+            line[NONFINITE] = nonfinite
         self._new_results = {}
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
