@@ -31,6 +31,7 @@ from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED,
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -104,6 +105,11 @@ class Server:
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
 
+    def store_samples(self, samples: SampleStore) -> None:
+        """Store samples that workers send, from here on; without this call they are ignored."""
+        samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
+        self._recorder.samples = samples
+
     @property
     def refused_messages(self) -> int:
         """Number of messages that were malformed or came from an unknown peer."""
@@ -142,6 +148,7 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
+        self._recorder.write_samples(run_ended=True)
         self.metrics.close()
         self._connections.close()
         self._link.close()
@@ -173,6 +180,7 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
+            self._recorder.write_samples()
 
     # ---- in
 
@@ -186,6 +194,8 @@ class Server:
             self._log_refused(peer, f"{type(message).__name__} from a peer without a handshake")
             # Possibly a worker that was disconnected for too long: without an answer it would wait.
             self._answer_unknown_peer(peer, NOT_CONNECTED)
+        elif isinstance(message, m.SampleRecords):
+            self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Report):
                 self._recorder.record_report(
