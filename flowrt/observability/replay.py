@@ -177,9 +177,7 @@ def replay_to(replay: Replay, event: int) -> None:
     for done in replay.run():
         if done.number == event:
             return
-    raise ConfigError(
-        f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0"
-    )
+    raise ConfigError(f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0")
 
 
 def status_at(run_dir: Path, at_s: float, *, force: bool = False) -> dict[str, Any]:

@@ -680,6 +680,17 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
+class SamplesConfig:
+    """Samples that are stored with their texts, in samples.sqlite in the run directory (see `flowrt samples`)."""
+
+    per_step: Annotated[int, Interval(ge=0, le=MAX_LIVE_SAMPLES)] = 32
+    """Samples per step, on average, in whole groups; those whose reward failed, up to 8 truncated ones, and answers of
+    evaluations come in addition; 0: none at all."""
+    mb: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
+    """Size of the file, in MB, from which samples of every second older step are deleted."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
@@ -736,6 +747,8 @@ class RunConfig:
     """The RL objective."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """Stored samples."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """The controller."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)

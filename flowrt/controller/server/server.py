@@ -33,6 +33,7 @@ from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -110,6 +111,11 @@ class Server:
         self._refused = RateLimitedLog()
         self._log_start()
 
+    def store_samples(self, samples: SampleStore) -> None:
+        """Store samples that workers send, from here on; without this call they are ignored."""
+        samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
+        self._recorder.samples = samples
+
     @property
     def refused_messages(self) -> int:
         """Number of messages that were malformed or came from an unknown peer."""
@@ -154,6 +160,7 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
+        self._recorder.write_samples(run_ended=True)
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
@@ -188,6 +195,7 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
+            self._recorder.write_samples()
             self._flush_recording()
 
     def _flush_recording(self) -> None:
@@ -210,6 +218,8 @@ class Server:
             self._log_refused(peer, f"{type(message).__name__} from a peer without a handshake")
             # Possibly a worker that was disconnected for too long: without an answer it would wait.
             self._answer_unknown_peer(peer, NOT_CONNECTED)
+        elif isinstance(message, m.SampleRecords):
+            self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Report):
                 self._recorder.record_report(
