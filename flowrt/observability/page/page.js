@@ -86,8 +86,9 @@ async function get(path) {
   if (embedded === undefined) embedded = await unpack();
   if (embedded) return lookUp(path);
   const answer = await fetch(path);
-  if (!answer.ok) throw new Error(`${answer.status === 403 ? "no access any more: open the address that flowrt watch prints" : await answer.text()}`);
-  return answer.json();
+  if (answer.ok) return answer.json();
+  const said = await answer.text();
+  try { throw new Error(JSON.parse(said).error); } catch (error) { throw error instanceof SyntaxError ? new Error(said.trim()) : error; }
 }
 
 async function unpack() {
@@ -470,12 +471,10 @@ function sentence(role, sums, total, lines) {
 function drawShares(canvas, role, lines, low, high, at) {
   const [c, width] = context(canvas, 64), columns = Math.max(1, Math.floor(width / 2));
   const sums = CAUSES.map(() => new Float64Array(columns));
-  let before = low;
   for (const line of lines) {
     const own = line.roles[role], place = (x) => Math.min(columns - 1, Math.max(0, Math.floor(((x - low) / (high - low || 1)) * columns)));
-    const from = place(view.x === "step" ? line.step - 0.5 : line.from_s), to = place(view.x === "step" ? line.step + 0.5 : line.to_s);
+    const from = place(view.x === "step" ? line.step - (line.steps || 1) + 0.5 : line.from_s), to = place(view.x === "step" ? line.step + 0.5 : line.to_s);
     if (own) for (let column = from; column <= to; column++) CAUSES.forEach((cause, i) => { sums[i][column] += (own[cause] || 0) / (to - from + 1); });
-    before = at(line);
   }
   for (let column = 0; column < columns; column++) {
     const total = sums.reduce((sum, of) => sum + of[column], 0);
@@ -507,8 +506,13 @@ function timeline() {
   all.hidden = instant.hidden = true;
 
   function end() {
-    const last = (list, field) => list[list.length - 1]?.[field] || 0;
-    return Math.max(last(run.columns.wall_s || [], undefined) || (run.columns.wall_s || []).at(-1) || 0, last(run.events, "wall_s"), last(run.attribution, "to_s"), 1);
+    return Math.max(run.columns.wall_s?.at(-1) || 0, run.events.at(-1)?.wall_s || 0, run.attribution.at(-1)?.to_s || 0, 1);
+  }
+  /** What was recorded may begin before the first step, and end after the last. */
+  function extend(first, last) {
+    const all = lanes.t0 <= lanes.whole[0] && lanes.t1 >= lanes.whole[1];
+    lanes.whole = [Math.min(first, 0), Math.max(last, lanes.whole[1])];
+    if (all) [lanes.t0, lanes.t1] = lanes.whole;
   }
   function show(t0, t1) {
     const [low, high] = lanes.whole, width = Math.min(Math.max(t1 - t0, 0.002), high - low);
@@ -533,6 +537,7 @@ function timeline() {
   function take(data) {
     lanes.data = data;
     lanes.image = null;
+    if (known(data.last_s) && !lanes.follow) extend(data.first_s, data.last_s);
     if (!data.lanes.length) return body.replaceChildren(el("p", { class: "note" }, why("timeline", "timeline", "timeline.mb")));
     if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, text);
     if (data.matrix) lanes.image = heat(data.matrix);
@@ -545,7 +550,7 @@ function timeline() {
     legend.replaceChildren(...(lanes.image
       ? [el("span", {}, `${data.lanes.length.toLocaleString("en")} workers, about ${Math.ceil(data.lanes.length / data.matrix.rows)} a row; the darker, the busier.`)]
       : names.map((n) => el("span", {}, key(n), data.causes.includes(n) ? CAUSE_WORDS[n] || n : n))),
-      data.left_out ? el("span", { class: "fault" }, `${data.left_out.toLocaleString("en")} short spans are not shown: zoom in.`) : "");
+      data.left_out ? el("span", {}, `${data.left_out.toLocaleString("en")} spans are ${data.matrix ? "summed up" : "not shown"}: zoom in for each of them.`) : "");
     draw();
   }
   function heat({ columns, rows, base64 }) {
@@ -683,7 +688,7 @@ function fitted(c, text, width) {
 function waits() {
   const body = $("#waits .body"), graph = run.status?.graph;
   if (run.info.state !== "live" || embedded) return body.replaceChildren(el("p", { class: "note" }, "Nothing waits: the run is not live."));
-  if (!graph) return body.replaceChildren(el("p", { class: "note" }, "The controller has not answered yet."));
+  if (!graph) return body.replaceChildren(el("p", { class: "note" }, "No controller answers."));
   const list = graph.waits || [], merged = new Map(), chains = new Map(), holds = new Map((graph.workers || []).map((w) => [w[0], w[4] || w[2]]));
   for (const wait of list) {
     const name = [wait.who, wait.what.replace(/\d+/g, "#"), wait.blocked_on].join("|"), same = merged.get(name);
@@ -748,7 +753,7 @@ function samples() {
     const bad = s.reason && !/^(ok|trained|)$/.test(s.reason);
     const line = el("tr", { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } },
       el("td", { class: "n" }, String(s.step ?? "–")), el("td", {}, `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`), el("td", { class: "n" }, number(s.reward)), el("td", {}, partsOf(s)),
-      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason].filter(Boolean).join(", ")),
+      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : s.count ?? "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason].filter(Boolean).join(", ")),
       el("td", {}, el("div", {}, visible(s.prompt_text ?? "", 240))), el("td", {}, el("div", {}, visible(s.completion ?? "", 240))));
     return line;
   }
@@ -763,7 +768,7 @@ function samples() {
     opened.replaceChildren(el("div", { class: "card" },
       el("div", { class: "line" }, el("h3", {}, `Sample ${s.id}`), el("button", { type: "button", click: () => opened.replaceChildren() }, "close")),
       el("dl", { class: "legend line-list" }, ...facts.filter(([, v]) => v !== "" && v !== "–" && v !== undefined && v !== null).map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, String(v))))),
-      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(Array.isArray(s.tokens) && s.tokens.length ? strip(s.tokens) : [whole(s.completion)]), group, life));
+      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(Array.isArray(s.tokens) && s.tokens.some((t) => t.text !== null) ? strip(s.tokens) : [whole(s.completion)]), group, life));
     opened.scrollIntoView({ block: "nearest" });
     try {
       const { samples: all } = await get(`api/samples?prompt=${s.prompt}${known(s.step) ? `&step=${s.step}` : ""}&limit=64`);
@@ -786,7 +791,7 @@ function samples() {
     const limits = { logprob: [-0.1, -0.5, -1, -2, -4], mismatch: [0.01, 0.05, 0.1, 0.3, 1] }, shown = tokens.slice(0, 6000);
     const versions = [...new Set(tokens.map((t) => t.version))];
     const level = { logprob: (t) => limits.logprob.filter((v) => t.logprob < v).length, mismatch: (t) => limits.mismatch.filter((v) => Math.abs(t.trainer_logprob - t.logprob) > v).length, version: (t) => versions.indexOf(t.version) % 6 };
-    const spans = shown.map((t, i) => el("span", { "data-i": i }, visible(t.text, 200)));
+    const spans = shown.map((t, i) => el("span", { "data-i": i }, visible(t.text ?? `⟨${t.id}⟩`, 200)));
     const paint = (by) => {
       shown.forEach((t, i) => { spans[i].className = `l${level[by](t) || 0}`; });
       const names = by === "version" ? versions.slice(0, 6).map((v) => `version ${v}`) : limits[by].map((v, i) => (by === "logprob" ? `${i ? "" : "likely: "}above ${v}` : `up to ${v}`)).concat(by === "logprob" ? "below -4" : "above 1");
@@ -798,7 +803,7 @@ function samples() {
     if (tokens.length > shown.length) text.append(` … ${tokens.length - shown.length} more tokens`);
     text.addEventListener("pointerover", (event) => {
       const t = shown[event.target.dataset?.i];
-      if (t) said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text, 40))), `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`);
+      if (t) said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text ?? "", 40))), `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`);
     });
     paint("logprob");
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
