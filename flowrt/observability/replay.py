@@ -6,6 +6,7 @@ The core decides from its events alone, so its state after the first n events is
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,9 @@ class Replay:
             try:
                 self.core.check()
             except AssertionError as error:
-                raise FlowError(f"after event {number} ({describe(event)}) an invariant is violated: {error}") from error
+                raise FlowError(
+                    f"after event {number} ({describe(event)}) an invariant is violated: {error}"
+                ) from error
         return ReplayedEvent(number, now, event, commands, failed)
 
     def _differ(self, what: str) -> None:
@@ -148,7 +151,7 @@ class Replay:
                     "stage": lease.stage,
                     "lease": lease.id,
                     "step": lease.step,
-                    "left_s": round(lease.deadline_s - now, 3),
+                    "left_s": round(lease.deadline_s - now, 3) if isfinite(lease.deadline_s) else None,
                     "samples": [[slot.group.epoch, slot.group.prompt, slot.member] for slot in lease.slots.values()],
                 }
                 for lease in islice(leases, MAX_LEASES)
@@ -177,9 +180,7 @@ def replay_to(replay: Replay, event: int) -> None:
     for done in replay.run():
         if done.number == event:
             return
-    raise ConfigError(
-        f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0"
-    )
+    raise ConfigError(f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0")
 
 
 def status_at(run_dir: Path, at_s: float, *, force: bool = False) -> dict[str, Any]:
