@@ -27,7 +27,7 @@ EXPECTED = {expected}
 
 def test_the_recorded_events_lead_to_this_state({argument}) -> None:
 {prepare}    # With changed sources the replay goes on, and the assertions say what has changed.
-    replay = Replay(Recordings.of({directory}).term(TERM), force=True)
+    replay = Replay(Recordings.of({directory}).of_term(TERM), force=True)
     replay_to(replay, EVENT)
     assert replay.mismatch == ""
     status = json.loads(json.dumps(replay.status()))

@@ -40,6 +40,7 @@ FREE = (
     "checkpoint.keep",
     "checkpoint.preemption_save_timeout_s",
     "controller",
+    "recorder",
     "supervisor",
     "launch",
 )

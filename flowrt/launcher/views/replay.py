@@ -96,7 +96,7 @@ def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording
         term, colon, event = options.to.rpartition(":")
         if not (colon and all(word.isascii() and word.isdecimal() for word in (term, event))):
             raise ConfigError(f"--to {options.to!r:.80} is not TERM:EVENT, two whole numbers")
-        return [recordings.term(int(term))]
+        return [recordings.of_term(int(term))]
     if options.at_s is not None:
         found = recordings.at(options.at_s)
         return (
