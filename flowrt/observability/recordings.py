@@ -156,7 +156,7 @@ class Recordings:
             raise ConfigError(f"no recording of {run_dir} can be read: {'; '.join(unreadable.values())}")
         return cls(terms, unreadable)
 
-    def term(self, number: int) -> TermRecording:
+    def of_term(self, number: int) -> TermRecording:
         """Raises ConfigError if there is none of this number that can be read."""
         if number in self.unreadable:
             raise ConfigError(f"term {number} cannot be replayed: {self.unreadable[number]}")

@@ -6,6 +6,7 @@ The core decides from its events alone, so its state after the first n events is
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,14 @@ class ReplayedEvent:
 class Replay:
     """The replay of one term, event by event."""
 
-    def __init__(self, recording: TermRecording, *, force: bool = False, check: bool = False) -> None:
+    def __init__(
+        self, recording: TermRecording, *, core: Core | None = None, force: bool = False, check: bool = False
+    ) -> None:
         """Build the core as it was at the beginning of the term.
 
         Args:
             recording: what is replayed.
+            core: of equal inputs; None: that of the recipe.
             force: replay also with other sources than those of the controller, and go on after other commands.
             check: assert all invariants of the state after each event.
 
@@ -61,10 +65,13 @@ class Replay:
                 f"these are {sources_digest()}: other sources may decide otherwise; replay with those, or show it "
                 "anyway with --force"
             )
-        config = from_toml(header.inputs.config)
         self.recording = recording
-        self.request_timeout_s = config.controller.request_timeout_s
-        self.core: Core = grpo.core(config, header.inputs)
+        self._request_timeout_s = float("inf")
+        if core is None:
+            config = from_toml(header.inputs.config)
+            self._request_timeout_s = config.controller.request_timeout_s
+            core = grpo.core(config, header.inputs)
+        self.core = core
         self.now = header.start_s
         self.events = 0
         """Number of events so far."""
@@ -120,7 +127,9 @@ class Replay:
             try:
                 self.core.check()
             except AssertionError as error:
-                raise FlowError(f"after event {number} ({describe(event)}) {error}") from error
+                raise FlowError(
+                    f"after event {number} ({describe(event)}) an invariant is violated: {error}"
+                ) from error
         return ReplayedEvent(number, now, event, commands, failed)
 
     def _differ(self, what: str) -> None:
@@ -134,7 +143,7 @@ class Replay:
         """Status, wait-for graph and leases at this moment, as JSON; ``at_s``: of the run clock, if that is later."""
         now = self.now if at_s is None else max(self.now, self.recording.header.start_s + at_s)
         shown = status(
-            core=self.core, now=now, request_timeout_s=self.request_timeout_s, latest={}, numbers={}, cut_off={}
+            core=self.core, now=now, request_timeout_s=self._request_timeout_s, latest={}, numbers={}, cut_off={}
         )
         leases = self.core.state.table.leases.values()
         return {
@@ -148,7 +157,7 @@ class Replay:
                     "stage": lease.stage,
                     "lease": lease.id,
                     "step": lease.step,
-                    "left_s": round(lease.deadline_s - now, 3),
+                    "left_s": round(lease.deadline_s - now, 3) if isfinite(lease.deadline_s) else None,
                     "samples": [[slot.group.epoch, slot.group.prompt, slot.member] for slot in lease.slots.values()],
                 }
                 for lease in islice(leases, MAX_LEASES)

@@ -34,13 +34,14 @@ from flowrt.controller.storage.recording_format import (
 )
 from flowrt.errors import PROGRAMMING_ERRORS, FlowError
 from flowrt.runtime.files import private_directory
-from flowrt.runtime.waits import join_thread
+from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 """Bytes that wait for the writer thread, above which the disk is too slow for a recording."""
 JOIN_TIMEOUT_S = 10.0
+CLOSED = BoundedElsewhere("EventRecording.close")
 _END_BYTES = 1024
 """Reserved below the bound for the block that says why the recording was stopped."""
 
@@ -182,7 +183,7 @@ class EventRecording:
     def _write(self, writer: "_SegmentWriter") -> None:
         """The thread: write blocks until there are no more. A failure stops the recording, never the run."""
         digest = CommandDigest()
-        while (pending := self._queue.get()) is not None:
+        while (pending := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
             if not writer.stopped:
                 digest.add(pending.receivers, pending.contents)
                 pending.block.digest = digest.value()

@@ -77,7 +77,7 @@ _KINDS: tuple[type[Any], ...] = (
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
-_WORD_BYTES = 8
+_NUMBER_BYTES, _WORD_BYTES = 4, 8
 _MASK = (1 << 64) - 1
 
 
@@ -133,11 +133,11 @@ class EventBlock:
             self.first,
             self.names,
             bytes(self.kinds),
-            array("I", self.workers).tobytes(),
+            _pack_numbers(self.workers),
             _pack_times(self.times),
-            array("I", map(len, self.data)).tobytes(),
+            _pack_numbers([len(data) for data in self.data]),
             b"".join(self.data),
-            array("I", self.counts).tobytes(),
+            _pack_numbers(self.counts),
             self.digest,
         ]
 
@@ -145,40 +145,55 @@ class EventBlock:
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
         """Raises ValueError or TypeError for content that is not one."""
         _, first, names, kinds, workers, times, lengths, joined, counts, digest = content
-        sizes = array("I")
-        sizes.frombytes(lengths)
         data, at = [], 0
-        for size in sizes:
+        for size in _unpack_numbers(lengths):
             data.append(joined[at : at + size])
             at += size
-        numbers, answers = array("I"), array("I")
-        numbers.frombytes(workers)
-        answers.frombytes(counts)
-        block = cls(first, list(names), list(kinds), list(numbers), _unpack_times(times), data, list(answers), digest)
+        numbers, answers = _unpack_numbers(workers), _unpack_numbers(counts)
+        block = cls(first, list(names), list(kinds), numbers, _unpack_times(times), data, answers, digest)
         columns = (block.workers, block.times, block.data, block.counts)
         if any(len(column) != len(block.kinds) for column in columns) or at != len(joined):
             raise ValueError("the columns of a block have different lengths")
         return block
 
 
+def _by_weight(raw: bytes, size: int) -> bytes:
+    """Words of ``size`` bytes, by bytes of equal weight: of small numbers most are zero, next to each other."""
+    return b"".join(raw[weight::size] for weight in range(size))
+
+
+def _by_word(planes: bytes, size: int) -> bytes:
+    """The inverse of `_by_weight`."""
+    count, rest = divmod(len(planes), size)
+    if rest:
+        raise ValueError(f"a column is not a whole number of words of {size} bytes")
+    raw = bytearray(len(planes))
+    for weight in range(size):
+        raw[weight::size] = planes[weight * count : (weight + 1) * count]
+    return bytes(raw)
+
+
+def _pack_numbers(numbers: Sequence[int]) -> bytes:
+    return _by_weight(array("I", numbers).tobytes(), _NUMBER_BYTES)
+
+
+def _unpack_numbers(packed: bytes) -> list[int]:
+    numbers = array("I")
+    numbers.frombytes(_by_word(packed, _NUMBER_BYTES))
+    return list(numbers)
+
+
 def _pack_times(times: Sequence[float]) -> bytes:
-    """Differences of successive times as 64-bit words, by bytes of equal weight: exact, and mostly zeros."""
+    """Differences of successive times as 64-bit words: exact, and small."""
     words = array("Q")
     words.frombytes(array("d", times).tobytes())
     steps = [after - before & _MASK for before, after in zip([0, *words], words, strict=False)]
-    raw = array("Q", steps).tobytes()
-    return b"".join(raw[weight::_WORD_BYTES] for weight in range(_WORD_BYTES))
+    return _by_weight(array("Q", steps).tobytes(), _WORD_BYTES)
 
 
-def _unpack_times(planes: bytes) -> list[float]:
-    count, rest = divmod(len(planes), _WORD_BYTES)
-    if rest:
-        raise ValueError("a column of times is not a whole number of words")
-    raw = bytearray(len(planes))
-    for weight in range(_WORD_BYTES):
-        raw[weight::_WORD_BYTES] = planes[weight * count : (weight + 1) * count]
+def _unpack_times(packed: bytes) -> list[float]:
     steps = array("Q")
-    steps.frombytes(bytes(raw))
+    steps.frombytes(_by_word(packed, _WORD_BYTES))
     words, word = array("Q"), 0
     for step in steps:
         word = word + step & _MASK
