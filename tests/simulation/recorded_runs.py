@@ -80,7 +80,7 @@ class RecordedCluster(SimulatedCluster):
 
     def __init__(self, number: int, run_dir: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self._number = number
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._limit_bytes = limit_bytes
         self._times = random.Random(number)
         self.recording: EventRecording | None = None
@@ -92,7 +92,7 @@ class RecordedCluster(SimulatedCluster):
             self.recording.close()
         inputs = CoreInputs(str(self._number), term, position or Position(), recovered, tuple(self._outcomes))
         core = super()._make_core(position, term, recovered)
-        self.recording = EventRecording(self._run_dir, inputs, self._limit_bytes)
+        self.recording = EventRecording(self.run_dir, inputs, self._limit_bytes)
         self.recording.begin(0.0)
         RecordedCore(core, self.recording, self.states, term)
         return core
