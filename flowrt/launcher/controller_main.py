@@ -84,6 +84,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         ledger=ledger,
         keys=keys,
     )
+    server.times.limit_timeline(config.timeline.mb)
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know. The address to bind may differ from the one that they connect to.

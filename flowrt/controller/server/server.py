@@ -31,6 +31,7 @@ from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED,
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -39,6 +40,7 @@ from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
+from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Server:
             renewable=core.renewable,
             config=config,
             position=Position(),
+            clock=clock_name() if clock is None or isinstance(clock, MonotonicClock) else "",
         )
         position = core.settings.position
         lines = self.ledger.step_lines(position.step)
@@ -91,7 +94,9 @@ class Server:
             lines=lines,
             evaluations=self.ledger.evaluation_lines(),
         )
-        self._recorder = RunRecorder(self.ledger, self.metrics)
+        now = self._clock.now()
+        self.times = TimeRecorder(run_dir, now, self.metrics.start_s, position.step, heartbeat_s)
+        self._recorder = RunRecorder(self.ledger, self.metrics, self.times)
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
@@ -101,6 +106,7 @@ class Server:
             self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
         )
         self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
+        self._connections.on_removed = lambda worker: self.times.account.gone(worker, self._clock.now())
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
 
@@ -143,6 +149,8 @@ class Server:
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
         self.metrics.close()
+        self.times.add_waits(self._core.waits.take())
+        self.times.close(self._clock.now(), self._core.waits.open_waits(self._clock.now()))
         self._connections.close()
         self._link.close()
         return self._core.ended or ended
@@ -161,7 +169,11 @@ class Server:
     def summary(self, bound: int) -> dict[str, Any]:
         """The summary of the run so far; ``bound`` is the maximum staleness in versions."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
-        return self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now())
+        return {
+            **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
+            "busy_fraction": self.times.busy(),
+            "time": self.times.shares(),
+        }
 
     async def _tick(self) -> None:
         while True:
@@ -173,12 +185,20 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
+            self._write_times()
+
+    def _write_times(self) -> None:
+        now = self._clock.now()
+        self.times.add_waits(self._core.waits.take())
+        self.times.write(now, self._core.waits.open_waits(now))
 
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
         self._connections.flush_if_late()
         if (worker := self._connections.name(peer)) is not None and not isinstance(message, HANDLED_BY_SERVER):
+            if type(message) is m.Heartbeat:
+                self.times.account.heard(worker, min(message.reported_s, self._clock.now()))
             self._handle(MessageReceived(worker, message))
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
@@ -188,9 +208,7 @@ class Server:
             self._answer_unknown_peer(peer, NOT_CONNECTED)
         else:
             if isinstance(message, m.Report):
-                self._recorder.record_report(
-                    worker, self._connections.role(worker), message, self._core.state.window.step
-                )
+                self._recorder.record_report(worker, message, self._core.state.window.step)
             self._handle(MessageReceived(worker, message))
             if isinstance(message, m.Leave):
                 self._connections.remove(worker)
@@ -257,6 +275,8 @@ class Server:
 
     def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
         self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
+        if hello.role != OBSERVER:
+            self.times.account.joined(hello.worker, hello.role, self._clock.now())
         log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
