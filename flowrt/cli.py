@@ -26,6 +26,8 @@ KEYS_HELP = f"directory of keys (default: those of the run, or ${KEYS_VARIABLE})
 STATUS_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 600.0
 DOCTOR_TIMEOUT_S = 60.0
+PAGE_PORT = 8265
+LARGEST_PORT = 65535
 
 
 class Parser(argparse.ArgumentParser):
@@ -160,6 +162,38 @@ def _worker(arguments: argparse.Namespace) -> int:
     sys.argv = [f"flowrt worker {role}", *arguments.words[1:]]
     import_module(f"flowrt.roles.{role}").start()
     return EXIT_OK
+
+
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=PAGE_PORT,
+        metavar="PORT",
+        help="port of the page; 0: any (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to listen at (default: %(default)s, this host alone)",
+    )
+    parser.add_argument("--keys", default="", metavar="DIR", help=KEYS_HELP)
+    parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.watch import WatchOptions, watch
+
+    options = WatchOptions(
+        run_dir=arguments.run_dir,
+        host=arguments.host,
+        port=arguments.port,
+        keys=arguments.keys,
+        with_parent=arguments.with_parent,
+    )
+    return watch(options, console())
 
 
 def _drain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,6 +356,13 @@ def _prompt(text: str) -> str:
     return text
 
 
+def _port(text: str) -> int:
+    port = _whole_number(text)
+    if port > LARGEST_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is no port; they end at {LARGEST_PORT}")
+    return port
+
+
 def _whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
@@ -334,6 +375,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
     "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
+    "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),

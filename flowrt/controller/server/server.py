@@ -16,7 +16,7 @@ from flowrt.controller.events import (
     Dismiss,
     EndRun,
     Event,
-    LogGuard,
+    LogEvent,
     MessageReceived,
     Persist,
     PreemptRun,
@@ -28,6 +28,7 @@ from flowrt.controller.events import (
 )
 from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
 from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
+from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
@@ -92,7 +93,8 @@ class Server:
             lines=lines,
             evaluations=self.ledger.evaluation_lines(),
         )
-        self._recorder = RunRecorder(self.ledger, self.metrics)
+        self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
+        self._recorder = RunRecorder(self.ledger, self.metrics, self.events)
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
@@ -104,6 +106,7 @@ class Server:
         self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
+        self._log_start()
 
     def store_samples(self, samples: SampleStore) -> None:
         """Store samples that workers send, from here on; without this call they are ignored."""
@@ -148,8 +151,9 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
-        self._recorder.write_samples(run_ended=True)
+        self._recorder.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
         self.metrics.close()
+        self.events.close()
         self._connections.close()
         self._link.close()
         return self._core.ended or ended
@@ -180,7 +184,7 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
-            self._recorder.write_samples()
+            self._recorder.write_samples(self._core.state.window.step, self._clock.now())
 
     # ---- in
 
@@ -330,16 +334,33 @@ class Server:
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
-            case LogGuard(step, text):
-                log.warning("step %d: %s", step, text)
+            case LogEvent(kind, step, text, about, numbers):
+                if kind in ("guard", "warning"):
+                    log.warning("step %d: %s", step, text)
+                self.events.add(kind, text, step, now, about, **dict(numbers))
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
+                self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)
                 if code == EXIT_STALLED:
                     for line in self._core.wait_graph(now, self._welcome.request_timeout_s).sentences(MAX_GRAPH_LINES):
                         log.error("stalled: %s", line)
                 self._ended.set()
             case _:
                 self._recorder.record(command, now)
+
+    def _log_start(self) -> None:
+        """Write how this controller begins to events.jsonl."""
+        now, step = self._clock.now(), self._core.settings.position.step
+        if self._core.state.recovery.is_active:
+            text = f"a controller was restarted in step {step}, as number {self.ledger.term} of the run"
+            self.events.add("controller_restarted", text, step, now)
+        elif self.ledger.term > 1:
+            if (undone := self.metrics.rolled_back) is not None:
+                text = f"steps {undone[0]} to {undone[1]} are rolled back: the newest checkpoint has {step} steps"
+                self.events.add("rolled_back", text, step, now, first=undone[0], last=undone[1])
+            self.events.add("resumed", f"the run is resumed after {step} steps", step, now)
+        else:
+            self.events.add("started", f"a run of {self._core.settings.steps} steps has started", step, now)
 
     def _flush(self) -> None:
         if self._commit(LOCKED_TIMEOUT_S):  # otherwise at the next tick

@@ -66,12 +66,14 @@ class RunMetrics:
         self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
             key: json.loads(line) for key, line in (evaluations or {}).items()
         }
-        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        earlier_lines, elapsed_s, self.rolled_back = _rewrite_metrics(metrics, lines)
+        """``rolled_back``: the first step that metrics.jsonl had and the ledger does not, and the last one."""
         evaluated = run_dir / "evaluations.jsonl"
         if evaluated.exists() or self.evaluations:
             atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
         self._run_dir = run_dir
-        self._start_s = start_s - elapsed_s
+        self.start_s = start_s - elapsed_s
+        """Start of the run on this controller's clock, over all its resumes: zero of the run clock."""
         self._first_step = position.step if resumed_from is None else resumed_from
         _truncate_partial_line(timeline)
         for path in (metrics, timeline, evaluated):
@@ -103,7 +105,7 @@ class RunMetrics:
         if self._training_start_s is None:
             self._training_start_s = self._train_end_s = now
         if self._first_step_s is None:
-            self._first_step_s = now - self._start_s
+            self._first_step_s = now - self.start_s
 
     def write_step(self, closed: StepClosed, now: float) -> str:
         """Write the line of a closed step; returns it. NaN and infinity are left out: JSON has neither."""
@@ -112,7 +114,7 @@ class RunMetrics:
         self._train_end_s = now
         line = {
             "step": closed.step,
-            "wall_s": round(now - self._start_s, 4),
+            "wall_s": round(now - self.start_s, 4),
             **{name: round(value, 6) for name, value in means.items() if name not in RESERVED_FIELDS},
             "samples": closed.samples,
             "groups": closed.groups,
@@ -138,7 +140,7 @@ class RunMetrics:
     def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
         """Write the line of an evaluation; returns it. The next line of a step has its results too."""
         results = dict(finite(closed.numbers))
-        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self._start_s, 4), **results}
+        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self.start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
         named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
         self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
@@ -217,7 +219,7 @@ class RunMetrics:
         return {
             "steps": totals["steps"],
             "resumed_from": self._first_step,
-            "wall_s": round(now - self._start_s, 3),
+            "wall_s": round(now - self.start_s, 3),
             "first_step_s": round(self._first_step_s or 0.0, 3),
             "training_s": round(training_s, 3),
             "reward_window": window,
@@ -284,10 +286,15 @@ def _results(line: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in line.items() if key not in ("name", "version", "wall_s")}
 
 
-def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
-    """Rewrite metrics.jsonl from the ledger's lines; returns them parsed, and the run's elapsed seconds."""
+def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float, tuple[int, int] | None]:
+    """Rewrite metrics.jsonl from the ledger's lines.
+
+    Returns them parsed, the run's elapsed seconds, and the first and the last step that are not among them any more.
+    """
     found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]
     if path.exists() or kept:
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept, max((line["wall_s"] for line in (*found, *kept)), default=0.0)
+    undone = {line["step"] for line in found} - {line["step"] for line in kept}
+    elapsed_s = max((line["wall_s"] for line in (*found, *kept)), default=0.0)
+    return kept, elapsed_s, (min(undone), max(undone)) if undone else None

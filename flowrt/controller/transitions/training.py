@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from flowrt.controller.diagnostics.counters import validate_names
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Command, Persist, StepClosed
+from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
@@ -237,4 +237,5 @@ def _publish_checkpoint(state: State, worker: WorkerId, message: CheckpointWritt
         raise RemoteProtocolError(
             f"{worker} saved its state after {message.step} steps, but {state.window.step} are closed"
         )
-    return [Persist(worker, message.request)]
+    text = f"{worker} has saved its state after {message.step} steps"
+    return [LogEvent("checkpoint", message.step, text, worker), Persist(worker, message.request)]
