@@ -166,7 +166,7 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
-        self._recorder.write_samples(run_ended=True)
+        self._recorder.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
@@ -207,7 +207,7 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
-            self._recorder.write_samples()
+            self._recorder.write_samples(self._core.state.window.step, self._clock.now())
             self._write_times()
             self._flush_recording()
 

@@ -79,11 +79,13 @@ class RunRecorder:
         if self.samples is not None:
             self.samples.add(message.records, step, now)
 
-    def write_samples(self, run_ended: bool = False) -> None:
-        """Hand over what has come to the thread that writes samples, and log what it has to say."""
+    def write_samples(self, step: int, now: float, run_ended: bool = False) -> None:
+        """Hand over what has come to the thread that writes samples; its notices are logged, and are events."""
         if self.samples is not None:
             for notice in self.samples.close() if run_ended else self.samples.tick():
                 log.warning("%s", notice)
+                if self._events is not None:
+                    self._events.add("samples", notice, step, now)
 
     def compact(self, run_ended: bool = False) -> None:
         """Delete what a restarted controller would not need: all of the replay log once the run has ended."""

@@ -54,7 +54,7 @@ def trained(run_dir: Path) -> bytes:
     """A run of some steps with its ledger; returns metrics.jsonl."""
     ledger, metrics = Ledger(run_dir / "ledger.sqlite"), RunMetrics(run_dir, 0.0)
     recorder = RunRecorder(ledger, metrics)
-    ledger.resume(0, times=0.0)
+    ledger.resume(0, 0.0)
     for step in range(STEPS):
         recorder.record(AppendLedger(step, 0, "trained", step), float(step))
         recorder.record(closed(step), float(step))
@@ -175,7 +175,7 @@ def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: Path, 
     ledger, metrics = Ledger(path), RunMetrics(tmp_path, 0.0)
     recorder = RunRecorder(ledger, metrics)
     recorder.compact()
-    assert recorder.write(0.0, times=1.0)
+    assert recorder.write(0.0, 1.0)
     path.unlink()
     if replaced:
         path.write_bytes(b"")
