@@ -61,6 +61,9 @@ class DrawnRun:
     """If there are any, these are the texts of samples, events, reasons and names, in turn."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[str, list[float | None]] = field(default_factory=dict)
+    instead: dict[str, Any] = field(default_factory=dict)
+    """Answers by path that are given instead of the drawn ones."""
+    _drawn: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw = np.random.default_rng(self.seed)
@@ -144,6 +147,8 @@ class DrawnRun:
 
     def answer(self, path: str, query: Mapping[str, str]) -> Any:
         """The answer to a path of the API; raises KeyError for one that does not exist."""
+        if path in self.instead:
+            return self.instead[path]
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
@@ -329,7 +334,9 @@ class DrawnRun:
         }
 
     def _samples(self, query: Mapping[str, str]) -> dict[str, Any]:
-        found = [self._sample(number) for number in range(min(32 * self.steps, max(len(self.texts), 2_000)))]
+        if not self._drawn:
+            self._drawn = [self._sample(number) for number in range(max(min(32 * self.steps, 2_000), len(self.texts)))]
+        found = list(self._drawn)
         if reason := query.get("reason"):
             found = [one for one in found if reason in (one["reason"], one["finish"])]
         if text := query.get("grep"):

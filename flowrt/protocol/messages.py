@@ -386,6 +386,16 @@ class Status:
     text: str
 
 
+@dataclass(slots=True)
+class Follow:
+    """observer to controller: say in each status which of these workers are in the run; see `Status`.
+
+    A status lists only some of the workers of a large run.
+    """
+
+    workers: tuple[str, ...]
+
+
 Message = (
     Hello
     | Welcome
@@ -418,6 +428,7 @@ Message = (
     | EvictVersion
     | Report
     | Status
+    | Follow
     | Drain
     | RenewLease
     | Inventory

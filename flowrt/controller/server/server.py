@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.controller.core import Core
-from flowrt.controller.diagnostics.status import status
+from flowrt.controller.diagnostics.status import brief_text, followed, status
 from flowrt.controller.events import (
     Command,
     Dismiss,
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
+MAX_FOLLOWED = 4096
+"""Workers that one observer may follow."""
 MAX_DISMISSED = 10_000
 """Dismissed workers whose reason is kept, in case they reconnect."""
 STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
@@ -106,6 +108,8 @@ class Server:
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
+        self._followed: dict[WorkerId, tuple[str, ...]] = {}
+        """By observer: the workers of which it is told in each status."""
         self._dismissed: dict[str, str] = {}
         """Why workers were dismissed: a connection that closes under load may lose the message that says so."""
         self._link = ServerLink(
@@ -228,7 +232,10 @@ class Server:
     def _receive(self, peer: bytes, message: m.Message) -> None:
         data = self._link.latest  # of this message: others may be received before this one is handled
         self._connections.flush_if_late()
-        if (worker := self._connections.name(peer)) is not None and not isinstance(message, HANDLED_BY_SERVER):
+        worker = self._connections.name(peer)
+        if worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
+            self._followed[worker] = message.workers[:MAX_FOLLOWED]
+        elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
             if type(message) is m.Heartbeat:
                 self.times.account.heard(worker, min(message.reported_s, self._clock.now()))
             self._handle(MessageReceived(worker, message), data)
@@ -459,13 +466,18 @@ class Server:
     # ---- observers
 
     def _send_status(self) -> None:
-        if observers := self._connections.workers(OBSERVER):
-            text = json.dumps(self.status())
+        """Send the brief status to all observers; without one none is made."""
+        observers = self._connections.workers(OBSERVER)
+        self._followed = {worker: names for worker, names in self._followed.items() if worker in observers}
+        if observers:
+            text = brief_text(self.status(brief=True))
             for worker in observers:
-                self._connections.send(worker, m.Status(text))
+                names = self._followed.get(worker)
+                own = "" if names is None else f', "followed": {json.dumps(followed(self._core, names))}}}'
+                self._connections.send(worker, m.Status(f"{text[:-1]}{own}" if own else text))
 
-    def status(self) -> dict[str, Any]:
-        """The content of a Status message: progress, workers, and the wait-for graph."""
+    def status(self, *, brief: bool = False) -> dict[str, Any]:
+        """The content of a Status message: progress, workers, and the wait-for graph; ``brief``: a bounded part."""
         return status(
             core=self._core,
             now=self._clock.now(),
@@ -474,4 +486,5 @@ class Server:
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
             evaluated=self.metrics.evaluation_summary(),
-        )
+            brief=brief,
+        ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}

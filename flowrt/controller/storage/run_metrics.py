@@ -35,6 +35,8 @@ EVALUATION = "eval/"
 """Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
 """Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
+ETA_STEPS = 64
+"""Steps whose rate the time left is estimated from."""
 MAX_WINDOW_STEPS = 10
 """Maximum number of steps in the means `reward_first` and `reward_last`; the two windows never overlap."""
 
@@ -86,6 +88,7 @@ class RunMetrics:
         self._last: deque[float] = deque(maxlen=MAX_WINDOW_STEPS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_end_s = start_s
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)  # steps done, and when
         self._write_error = ""
         self._earlier_training_s = 0.0  # in earlier attempts, for steps that were not rolled back
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
@@ -113,6 +116,9 @@ class RunMetrics:
         means = dict(finite(closed.inline_means))
         reserved = RESERVED_FIELDS | OF_SAMPLES
         elapsed_s = max(now - self._train_end_s, 1e-9)
+        if not self._step_ends:
+            self._step_ends.append((closed.step, self._train_end_s))
+        self._step_ends.append((closed.step + 1, now))
         self._train_end_s = now
         line: dict[str, Any] = {
             "step": closed.step,
@@ -136,6 +142,13 @@ class RunMetrics:
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
         return text
+
+    def eta_s(self, steps: int) -> float | None:
+        """Seconds until so many steps are done, by the rate of the last ones; None before the first."""
+        if not self._step_ends:
+            return None
+        (first, first_s), (last, last_s) = self._step_ends[0], self._step_ends[-1]
+        return round(max(steps - last, 0) * (last_s - first_s) / max(last - first, 1), 1)
 
     def is_evaluated(self, name: str, version: int) -> bool:
         """Whether the results of this evaluation are known."""

@@ -670,6 +670,7 @@ function timeline() {
   [lanes.t0, lanes.t1] = lanes.whole;
   timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
   timeline.tick = tick;
+  timeline.ask = ask;
   body.replaceChildren(el("p", { class: "note" }, "The timeline is read."));
   return ask();
 }
@@ -730,7 +731,7 @@ function samples() {
     el("label", {}, "steps ", el("input", { name: "from", type: "number", min: 0, "aria-label": "first step" }), " to ", el("input", { name: "to", type: "number", min: 0, "aria-label": "last step" })),
     sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
-  let offset = 0, rows = [];
+  let offset = 0;
   const more = el("div", { class: "tools" });
 
   async function ask() {
@@ -742,11 +743,13 @@ function samples() {
       if (!total && query.size <= 3 && (run.info.files["samples.sqlite"] !== "present" || config("samples.per_step") === 0)) return body.replaceChildren(el("p", { class: "note" }, why("samples", "samples.sqlite", "samples.per_step")));
       if (!form.isConnected) body.replaceChildren(form, place, more, opened);
       count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No sample is like that.");
-      rows = found;
       const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
       more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
-      place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
+      list(found);
     } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(el("p", { class: "note" }, error.message)); }
+  }
+  function list(found) {
+    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
   }
   function row(s) {
     const act = () => { for (const one of place.querySelectorAll("tr.chosen")) one.classList.remove("chosen"); line.classList.add("chosen"); open(s.id); };
@@ -808,6 +811,7 @@ function samples() {
     paint("logprob");
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
   }
+  samples.list = list;
   samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
   return ask();
 }
