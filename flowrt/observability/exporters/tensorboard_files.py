@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,13 @@ GROUPS = {
     "staleness": ("staleness_mean", "staleness_max"),
     "time": ("wall_s", "samples_per_s"),
 }
+_ILLEGAL = re.compile(r"[^-/\w.]")
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def tag(name: str) -> str:
-    """The tag of a metric: its name, in a group."""
+    """The tag of a metric: its name, in a group; characters that a tag may not have are underscores."""
+    name = _ILLEGAL.sub("_", name)
     if "/" in name:
         return name
     return f"{'guard' if name.startswith('guard_') else _GROUP_OF.get(name, 'train')}/{name}"

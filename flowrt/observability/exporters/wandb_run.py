@@ -59,7 +59,13 @@ class WandbRun(Sink):
         self._mode = mode()
         name = run_dir.absolute().name
         settings = wandb.Settings(
-            console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, silent=True, save_code=False
+            console="off",
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+            disable_git=True,
+            silent=True,
+            save_code=False,
         )
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flowrt"),
@@ -103,17 +109,27 @@ class WandbRun(Sink):
         if self._recent:
             self._run.log({"step": self._last_step, f"samples/step-{self._last_step:06d}": self._table(self._recent)})
         where = Path(self._run.dir).parent
-        ending = Thread(target=self._run.finish, kwargs={"quiet": True}, daemon=True)
+        failures: list[str] = []
+        ending = Thread(target=_end, args=(self._run, failures), daemon=True)
         ending.start()
         ending.join(FINISH_S)
         how = f"; upload it with: wandb sync {where}" if self._mode == "offline" else ""
         if ending.is_alive():
             return f"W&B did not end within {FINISH_S:.0f} s; all that was logged is in {where}: wandb sync {where}"
+        if failures:
+            return f"the end of W&B failed ({failures[0]}); what was logged is in {where}: wandb sync {where}"
         return f"W&B run ({self._mode}) in {where}{how}"
 
     def _table(self, rows: Sequence[Line]) -> Any:
         data = [[_cell(row[column]) for column in COLUMNS] for row in rows]
         return self._wandb.Table(columns=list(COLUMNS), data=data)
+
+
+def _end(run: Any, failures: list[str]) -> None:
+    try:
+        run.finish()
+    except Exception as error:  # noqa: BLE001 (whatever it is, the offline file is there)
+        failures.append(f"{type(error).__name__}: {error}")
 
 
 def _cell(value: object) -> object:
