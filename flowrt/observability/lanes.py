@@ -6,7 +6,7 @@ Up to `MAX_SPANS` are given as they are; of more the busy share of workers over 
 import base64
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy.typing as npt
 from flowrt.observability.tails import GzipTail
 
 MAX_SPANS = 20_000
+MAX_LANES = 64
 MAX_ROWS = 256
+"""Of the matrix."""
 COLUMNS = 512
 DIGITS = 4
 """Decimals of the times of a span: 0.1 ms."""
@@ -146,39 +148,36 @@ class Lanes:
             segment.first_s, segment.last_s = min(segment.first_s, line.start_s), max(segment.last_s, line.end_s)
 
     def window(
-        self,
-        t0: float | None = None,
-        t1: float | None = None,
-        *,
-        rows: int = MAX_ROWS,
-        lanes: tuple[int, int] | None = None,
+        self, t0: float | None = None, t1: float | None = None, *, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
         """What the workers did from ``t0`` to ``t1``.
 
         Args:
             t0: seconds of the run's clock; None: from the start.
             t1: seconds of the run's clock; None: to the end.
-            rows: most rows of the matrix.
-            lanes: only the lanes from the first number to before the second, in the order of "lanes" without this.
+            rows: lanes up to which spans are given; of more there is a matrix.
+            first: only ``rows`` lanes from this number on, in the order of "lanes" without it.
 
         Returns:
             The answer of ``api/timeline``. ``first_s`` and ``last_s`` are the bounds of all that was recorded, ``all``
-            the number of lanes.
+            the number of all lanes.
         """
-        first_s = min((one.first_s for one in self._segments.values()), default=float("inf"))
-        last_s = max((one.last_s for one in self._segments.values()), default=float("-inf"))
-        if first_s > last_s:
+        first_s = min((one.first_s for one in self._segments.values()), default=0.0)
+        last_s = max((one.last_s for one in self._segments.values()), default=0.0)
+        if first_s > last_s:  # of segments without a span
             first_s = last_s = 0.0
         t0 = first_s if t0 is None else t0
         t1 = max(last_s if t1 is None else t1, t0)
+        rows = min(max(rows, 1), MAX_ROWS)
         order = self._order()
-        shown = order[slice(*lanes)] if lanes else order
+        shown = order if first is None else order[first : first + rows]
         place = np.full(len(order), -1, np.int64)
         place[shown] = np.arange(len(shown))
-        spans = self._gather([one.spans for one in self._overlapping(t0, t1)], place, t0, t1)
-        waits = self._gather([one.waits for one in self._overlapping(t0, t1)], place, t0, t1)
+        segments = [one for one in self._segments.values() if one.first_s <= t1 and one.last_s >= t0]
+        spans = self._gather([one.spans for one in segments], place, t0, t1)
+        waits = self._gather([one.waits for one in segments], place, t0, t1)
         found = len(spans[0]) + len(waits[0])
-        is_whole = found <= MAX_SPANS
+        is_whole = found <= MAX_SPANS and len(shown) <= rows
         names = self._workers.names
         return {
             "t0": t0,
@@ -192,14 +191,10 @@ class Lanes:
             "roots": self._roots.names,
             "spans": _span_rows(spans) if is_whole else [],
             "waits": _wait_rows(waits) if is_whole else [],
-            "matrix": None if is_whole else _matrix(spans, len(shown), (t0, t1), max(min(rows, MAX_ROWS), 1)),
+            "matrix": None if is_whole else _matrix(spans, len(shown), t0, t1),
             "left_out": 0 if is_whole else found,
+            **({} if first is None else {"first": first}),
         }
-
-    def _overlapping(self, t0: float, t1: float) -> Iterator[_Segment]:
-        for segment in self._segments.values():
-            if segment.first_s <= t1 and segment.last_s >= t0:
-                yield segment
 
     def _order(self) -> list[int]:
         """The lanes by role and name, numbers in names by their value."""
@@ -234,10 +229,9 @@ def _wait_rows(columns: Sequence[npt.NDArray[Any]]) -> list[list[float]]:
     return [list(row) for row in zip(lane.tolist(), what.tolist(), root.tolist(), *times, strict=True)]
 
 
-def _matrix(spans: Sequence[npt.NDArray[Any]], lanes: int, window: tuple[float, float], rows: int) -> dict[str, Any]:
-    """The busy share of the lanes over time: a byte for each of ``rows`` buckets of lanes and 512 intervals."""
-    rows = min(rows, max(lanes, 1))
-    t0, t1 = window
+def _matrix(spans: Sequence[npt.NDArray[Any]], lanes: int, t0: float, t1: float) -> dict[str, Any]:
+    """The busy share of the lanes over time: a byte for each of at most 256 buckets of lanes and 512 intervals."""
+    rows = max(min(lanes, MAX_ROWS), 1)
     width_s = max((t1 - t0) / COLUMNS, 1e-9)
     row = spans[0] * rows // max(lanes, 1)
     first = np.clip((spans[3] - t0) / width_s, 0, COLUMNS)

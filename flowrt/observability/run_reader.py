@@ -13,18 +13,21 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.sample_schema import SAMPLES
 from flowrt.errors import ConfigError, FlowError
-from flowrt.observability.lanes import MAX_ROWS, Lanes
+from flowrt.observability.lanes import MAX_LANES, Lanes
+from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Series
 from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import JsonTail
+from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import defaults, from_toml
 from flowrt.recipes.run_dir import CONFIG
 
@@ -37,6 +40,8 @@ MAX_LOG_LINE = 500
 MAX_LOGS = 64
 MAX_SHARES = 500
 """Lines of attribution.jsonl of an answer; of more, consecutive steps are added up."""
+MAX_TEXT_CHARS = 2_000
+ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
 _REPLAY = "flowrt.observability.replay"
 
 
@@ -71,6 +76,7 @@ class RunReader:
         self._thinned = 0  # events that came before those
         self._share_lines: list[bytes] = []
         self._share_steps: list[int] = []
+        self._token_texts: TokenTexts | None = None
         self._ledger_state = ""
         self._ledger_answer: tuple[object, dict[str, Any]] | None = None
         self.poll()
@@ -147,7 +153,7 @@ class RunReader:
             EVENTS: self._events.state,
             ATTRIBUTION: self._shares.state,
             TIMELINE: self._lanes.state,
-            **{name: self._presence(name) for name in ("samples.sqlite", "recording")},
+            **{name: self._presence(name) for name in (SAMPLES, "recording")},
             LEDGER: self._ledger_state or self._presence(LEDGER),
             SUMMARY: summary_problem,
         }
@@ -182,15 +188,62 @@ class RunReader:
         return {"events": lines, "next": self._thinned + len(self._event_lines)}
 
     def timeline(
-        self,
-        t0: float | None = None,
-        t1: float | None = None,
-        rows: int = MAX_ROWS,
-        lanes: tuple[int, int] | None = None,
+        self, t0: float | None = None, t1: float | None = None, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
         """What the workers did and waited for; see `Lanes.window`."""
         self._lanes.poll()
-        return self._lanes.window(t0, t1, rows=rows, lanes=lanes)
+        return self._lanes.window(t0, t1, rows=rows, first=first)
+
+    def samples(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
+        """Samples, with texts cut at 2,000 characters.
+
+        Args:
+            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, seed.
+            limit: most samples.
+            offset: samples to leave out before the first.
+
+        Raises ConfigError if they cannot be read, or the regular expression is none, ValueError for other bad values.
+        """
+        if not (self.run_dir / SAMPLES).is_file():
+            return {"samples": [], "total": 0}
+        order = next((one for one in ORDERS if one == asked.get("order", "newest")), None)
+        if order is None:
+            raise ValueError(f"order is one of {', '.join(ORDERS)}")
+        step = _number(asked, "step")
+        wanted = SampleFilter(
+            first_step=_number(asked, "from") if step is None else step,
+            last_step=_number(asked, "to") if step is None else step,
+            prompt=_number(asked, "prompt"),
+            reason=asked.get("reason", ""),
+            grep=asked.get("grep", ""),
+            eval_name=asked.get("eval", ""),
+        )
+        page = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
+        return {"samples": [_sample_line(one) for one in page.samples], "total": page.total}
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """A sample with its tokens and the ids of its group. Raises ConfigError if there is none."""
+        reader = SampleReader(self.run_dir)
+        found = reader.get(number)
+        if found is None:
+            raise ConfigError(f"{SAMPLES} has no sample {number}; it may have been left out since, to save space")
+        if self._token_texts is None:
+            self._token_texts = TokenTexts(self._model_dirs())
+        columns = found.ids, found.logprobs, found.trainer_logprobs, found.versions()
+        texts = self._token_texts.of(found.ids)
+        tokens = [
+            {"text": None if texts is None else texts[at], "id": token, "logprob": _at(columns[1], at)}
+            | {"trainer_logprob": _at(columns[2], at), "version": _at(columns[3], at)}
+            for at, token in enumerate(found.ids)
+        ]
+        row = {**dataclasses.asdict(found.row), "staleness": found.row.staleness, "parts": dict(found.row.parts)}
+        return {**row, "count": found.row.tokens, "tokens": tokens, "group": list(reader.group(number))}
+
+    def _model_dirs(self) -> list[Path]:
+        """Where the model of the run may be."""
+        table = self._config()[1]
+        named = [table["model"]] if isinstance(table.get("model"), str) and table["model"] else []
+        return [self.run_dir / "model", self.run_dir / "start", *map(Path, named), self.run_dir / "final"]
 
     def prompt(self, epoch: int, number: int) -> dict[str, Any]:
         """The life of a prompt, from the ledger. Raises ConfigError if that cannot be read."""
@@ -268,6 +321,26 @@ class RunReader:
         if not isinstance(found, dict):
             return None, f"{SUMMARY} is not the summary of a run"
         return found, PRESENT
+
+
+def _sample_line(row: SampleRow) -> dict[str, Any]:
+    """A sample in a table."""
+    line = {**dataclasses.asdict(row), "staleness": row.staleness, "parts": dict(row.parts)}
+    return line | {name: line[name][:MAX_TEXT_CHARS] for name in ("prompt_text", "completion")}
+
+
+def _at(column: Sequence[Any], at: int) -> Any:
+    return column[at] if at < len(column) else None
+
+
+def _number(asked: Mapping[str, str], name: str) -> int | None:
+    """A whole number of a request; None if it is not there. Raises ValueError."""
+    text = asked.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise ValueError(f"{name} is not a whole number")
+    return int(text)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -367,6 +367,13 @@ class Report:
 
 
 @dataclass(slots=True)
+class SampleRecords:
+    """reward, trainer: what is stored of some samples, see `flowrt.protocol.sample_records`; at most 256 KB."""
+
+    records: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
 class Status:
     """controller to observers: the state of the run, as JSON."""
 
@@ -410,6 +417,7 @@ Message = (
     | Inventory
     | VersionLost
     | Evaluated
+    | SampleRecords
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 11

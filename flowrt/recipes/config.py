@@ -643,6 +643,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecorderConfig:
+    """Recording of all events of the controller, for `flowrt replay`."""
+
+    mb: Annotated[int, Interval(ge=0, le=1_000_000)] = 1024
+    """Maximum size of the recordings of the run, in MB; once it is reached the recording stops, and the run goes on;
+    0: no recording."""
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """A guard: a rule on a metric, and what happens when it fires.
 
@@ -668,6 +677,17 @@ class GuardConfig:
     checkpoint and end with exit code 5; off: no rule on this metric, of the defaults or given before."""
     hold_steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 10
     """Action hold: steps with a staleness bound of 0, counted from the last firing."""
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """Samples that are stored with their texts, in samples.sqlite in the run directory (see `flowrt samples`)."""
+
+    per_step: Annotated[int, Interval(ge=0, le=MAX_LIVE_SAMPLES)] = 32
+    """Samples per step, on average, in whole groups; those whose reward failed, up to 8 truncated ones, and answers of
+    evaluations come in addition; 0: none at all."""
+    mb: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
+    """Size of the file, in MB, from which samples of every second older step are deleted."""
 
 
 @dataclass(frozen=True)
@@ -727,8 +747,12 @@ class RunConfig:
     """The RL objective."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """Stored samples."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """The controller."""
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    """Recording for `flowrt replay`."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

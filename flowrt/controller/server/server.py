@@ -31,13 +31,16 @@ from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED,
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
+from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
 from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
+from flowrt.protocol.codec import encode
 from flowrt.protocol.records import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
@@ -67,6 +70,7 @@ class Server:
         keys: ControllerKeys | None = None,
     ) -> None:
         self._core = core
+        self._recording: EventRecording | None = None
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self._welcome = m.Welcome(
@@ -107,6 +111,11 @@ class Server:
         self._refused = RateLimitedLog()
         self._log_start()
 
+    def store_samples(self, samples: SampleStore) -> None:
+        """Store samples that workers send, from here on; without this call they are ignored."""
+        samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
+        self._recorder.samples = samples
+
     @property
     def refused_messages(self) -> int:
         """Number of messages that were malformed or came from an unknown peer."""
@@ -122,12 +131,18 @@ class Server:
         """How the run ended; None until then."""
         return self._core.ended
 
+    def record(self, recording: EventRecording) -> None:
+        """Record all events from the first one on; called before `run`."""
+        self._recording = recording
+
     def bind(self, address: str) -> str:
         """Listen; returns the address with its actual port. Raises ConfigError if the address cannot be used."""
         return self._link.bind(address)
 
     async def run(self, on_end: Callable[[], None] = lambda: None) -> EndRun:
         """Serve until the run ends and all workers have left or had time to; ``on_end`` is called before they stop."""
+        if self._recording is not None:
+            self._recording.begin(self.metrics.start_s)
         ticker = asyncio.create_task(self._tick())
         over = asyncio.create_task(wait_until(self._ended.wait(), STALLED, "the end of the run", "the workers"))
         await wait_any({ticker, over}, STALLED, "the end of the run, or of its deadlines", "the workers")
@@ -145,6 +160,9 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
+        self._recorder.write_samples(run_ended=True)
+        if self._recording is not None:
+            self._recording.close()
         self.metrics.close()
         self.events.close()
         self._connections.close()
@@ -177,25 +195,37 @@ class Server:
             self._send_status()
             self._flush()
             self._recorder.compact()
+            self._recorder.write_samples()
+            self._flush_recording()
+
+    def _flush_recording(self) -> None:
+        if self._recording is None:
+            return
+        self._recording.flush()
+        if reason := self._recording.stopped():
+            log.warning("the recording for flowrt replay has stopped, and the run goes on: %s", reason)
 
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
+        data = self._link.latest  # of this message: others may be received before this one is handled
         self._connections.flush_if_late()
         if (worker := self._connections.name(peer)) is not None and not isinstance(message, HANDLED_BY_SERVER):
-            self._handle(MessageReceived(worker, message))
+            self._handle(MessageReceived(worker, message), data)
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
         elif worker is None:
             self._log_refused(peer, f"{type(message).__name__} from a peer without a handshake")
             # Possibly a worker that was disconnected for too long: without an answer it would wait.
             self._answer_unknown_peer(peer, NOT_CONNECTED)
+        elif isinstance(message, m.SampleRecords):
+            self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Report):
                 self._recorder.record_report(
                     worker, self._connections.role(worker), message, self._core.state.window.step
                 )
-            self._handle(MessageReceived(worker, message))
+            self._handle(MessageReceived(worker, message), data)
             if isinstance(message, m.Leave):
                 self._connections.remove(worker)
 
@@ -287,18 +317,31 @@ class Server:
             else:
                 self._send_welcome(worker, passed)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event, data: bytes = b"") -> None:
+        """Let the core handle an event, and execute its commands. ``data``: a message as it came from the socket."""
         if self._core.ended is not None and not isinstance(event, MessageReceived | Shutdown):
             return
         now = self._clock.now()
+        recording = self._recording if self._recording is not None and self._recording.is_active else None
+        if recording is not None:
+            if type(event) is MessageReceived:
+                recording.message(event.worker, data, now)
+            else:
+                recording.event(event, now)
         try:
             commands = self._core.handle(event, now)
         except (*PROGRAMMING_ERRORS, FlowError) as error:
+            if recording is not None:
+                recording.commands((), ())
             self._fail(type(event).__name__, error)
             return
-        for command in commands:
+        # All are encoded before the first is executed, which may lead to other events.
+        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
+        if recording is not None:
+            recording.commands(commands, encoded)
+        for command, message in zip(commands, encoded, strict=True):
             if type(command) is Send:  # nearly all of them
-                self._connections.send(command.worker, command.message)
+                self._connections.send_encoded(command.worker, message)
             else:
                 self._execute(command, now)
         if self._awaiting_welcome and not self._core.state.recovery.is_active:

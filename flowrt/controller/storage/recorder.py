@@ -7,9 +7,10 @@ from flowrt.controller.events import AppendLedger, AppendReplay, Command, Evalua
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.sample_store import Outcome, SampleStore
 from flowrt.errors import FlowError
 from flowrt.net.connection_guard import RateLimitedLog
-from flowrt.protocol.messages import Report
+from flowrt.protocol.messages import Report, SampleRecords
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ class RunRecorder:
     def __init__(self, ledger: Ledger, metrics: RunMetrics, events: EventLog | None = None) -> None:
         self._ledger = ledger
         self._metrics = metrics
+        self.samples: SampleStore | None = None
+        """Where samples are stored; None: they are not."""
         self._events = events
         self._busy_since_s: float | None = None
         self._warnings = RateLimitedLog()
@@ -32,6 +35,8 @@ class RunRecorder:
                 self._ledger.add(command, now)
                 if command.state == "in_flight":
                     self._metrics.on_training_started(now)
+                elif self.samples is not None and command.state in ("trained", "dropped"):
+                    self.samples.ended(Outcome(command.epoch, command.prompt, command.step, command.reason))
             case AppendReplay(entry):
                 self._ledger.append_replay(entry)
             case StepClosed():
@@ -57,6 +62,17 @@ class RunRecorder:
         self._metrics.write_report(worker, role, report.spans, numbers)
         for name, value in numbers:
             self._ledger.add_summary_value(name, value, step)
+
+    def record_samples(self, message: SampleRecords, step: int, now: float) -> None:
+        """Store samples that a worker has sent while ``step`` was in training."""
+        if self.samples is not None:
+            self.samples.add(message.records, step, now)
+
+    def write_samples(self, run_ended: bool = False) -> None:
+        """Hand over what has come to the thread that writes samples, and log what it has to say."""
+        if self.samples is not None:
+            for notice in self.samples.close() if run_ended else self.samples.tick():
+                log.warning("%s", notice)
 
     def compact(self, run_ended: bool = False) -> None:
         """Delete what a restarted controller would not need: all of the replay log once the run has ended."""

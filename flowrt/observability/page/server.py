@@ -14,9 +14,11 @@ from typing import Any
 from aiohttp import web
 
 from flowrt.errors import FlowError
+from flowrt.observability.json_text import to_json
+from flowrt.observability.lanes import MAX_LANES
 from flowrt.observability.page.access import Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
-from flowrt.observability.page.stream import Status, Stream, to_json
+from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.waits import pause, wait_until
 
@@ -36,6 +38,7 @@ COMPRESSED_CHARS = 1 << 10
 """A shorter answer is not compressed."""
 MAX_LINE_BYTES = 8190
 MAX_SAMPLES = 200
+SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
 PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
 Values = Mapping[str, str]
 MetricsText = Callable[[RunReader, Status | None], str]
@@ -143,6 +146,8 @@ class PageServer:
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),
+            "/api/samples": self._call(databases, self._samples),
+            SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
             PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
             "/api/ledger": self._call(databases, lambda _: reader.ledger()),
             "/api/logs": self._call(files, lambda _: reader.logs()),
@@ -170,9 +175,11 @@ class PageServer:
         return found
 
     def _timeline(self, of: Values) -> dict[str, Any]:
-        first, _, last = of.get("lanes", "").partition("-")
-        lanes = (int(first), int(last)) if last else None
-        return self._reader.timeline(_seconds(of, "t0"), _seconds(of, "t1"), _whole(of, "rows", 256), lanes)
+        first = _whole(of, "first") if of.get("first") else None
+        return self._reader.timeline(_seconds(of, "t0"), _seconds(of, "t1"), _whole(of, "rows", MAX_LANES), first)
+
+    def _samples(self, of: Values) -> dict[str, Any]:
+        return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name, content_type = STATIC[request.path]

@@ -6,7 +6,6 @@ stream is never compressed: aiohttp holds back compressed output, and the page w
 
 import asyncio
 import contextlib
-import json
 import socket
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from flowrt.errors import WaitExpired
+from flowrt.observability.json_text import to_json
 from flowrt.observability.page.access import refuse
 from flowrt.observability.run_reader import Update
 from flowrt.runtime.waits import wait_until
@@ -110,15 +110,20 @@ class Stream:
         return response
 
     def _begin(self, known: int | None, next_step: int) -> tuple[Watcher, str]:
-        """A page that has all steps up to ``known`` (None: it fetches them itself), and what it has to be told."""
+        """A page that has all steps up to ``known`` (None: it fetches what it needs), and the steps that it lacks.
+
+        Events are not repeated: a page asks for those by their number.
+        """
+        watcher = Watcher(self._next)
         if known is None or known == next_step - 1:
-            return Watcher(self._next), ""
-        first = self._next - len(self._updates)
-        for at in range(self._next - 1, first - 1, -1):
-            update = self._updates[at - first]
+            return watcher, ""
+        missed: list[Update] = []
+        for update in reversed(self._updates):
             if update.kind == "step" and update.step == known:
-                return Watcher(at + 1), ""
-        return Watcher(self._next), event("rewound", {"step": min(known + 1, next_step)})
+                return watcher, "".join(event(one.kind, one.content, one.step) for one in reversed(missed))
+            if update.kind != "event":
+                missed.append(update)
+        return watcher, event("rewound", {"step": min(known + 1, next_step)})
 
     async def _news(self, watcher: Watcher) -> str:
         """What a page has not got yet; waits for it."""
@@ -126,10 +131,9 @@ class Stream:
             await wait_until(watcher.news.wait(), QUIET_S, "something new in the run", "the run")
         watcher.news.clear()
         first = self._next - len(self._updates)
+        if watcher.at < first:  # it reconnects, and asks for what it lacks
+            raise ConnectionAbortedError
         text = ""
-        if watcher.at < first:
-            missed = min(update.step for update in self._updates)
-            text, watcher.at = event("rewound", {"step": max(missed, 0)}), self._next
         last = min(watcher.at + MAX_BATCH, self._next)
         for at in range(watcher.at, last):
             update = self._updates[at - first]
@@ -156,25 +160,6 @@ def event(kind: str, content: object, step: int | None = None) -> str:
     """A server-sent event; JSON has no line ends in it."""
     number = "" if step is None or kind != "step" else f"id: {step}\n"
     return f"{number}event: {kind}\ndata: {to_json(content)}\n\n"
-
-
-def to_json(content: object) -> str:
-    """The content as ASCII, so that no character of it ends a line or leaves UTF-8. NaN and infinity are null."""
-    try:
-        return json.dumps(content, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-
-
-def _finite(content: object) -> object:
-    match content:
-        case float():
-            return content if content - content == 0 else None
-        case dict():
-            return {str(key): _finite(value) for key, value in content.items()}
-        case list() | tuple():
-            return [_finite(value) for value in content]
-    return content
 
 
 def _known(request: web.Request) -> int | None:

@@ -5,12 +5,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from flowrt.controller.storage.run_metrics import NONFINITE, OF_SAMPLES, RESERVED_FIELDS
+from flowrt.controller.storage.run_metrics import OF_SAMPLES, RESERVED_FIELDS
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
 from flowrt.recipes.config_io import defaults
 from flowrt.recipes.metric_names import CLOCK, OF_LOSS, metric_names
 from flowrt.rewards.options import RewardOptions
+from flowrt.runtime.timeline import NONFINITE
 from tests.unit.recipes.test_algorithms import run_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
