@@ -304,6 +304,39 @@ def _watch(arguments: argparse.Namespace) -> int:
     return watch(options, console())
 
 
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard files to this directory")
+    parser.add_argument("--wandb", action="store_true", help="log to W&B; offline unless a key is set")
+    parser.add_argument("--wandb-dir", type=Path, metavar="DIR", help="directory of its files (default: RUN/wandb)")
+    parser.add_argument("--prometheus", metavar="FILE", help="write Prometheus text to this file; -: to the terminal")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run as one file")
+    parser.add_argument("--exporter", default="", metavar="FILE.py:CLASS", help="an exporter of your own")
+    parser.add_argument("--steps", default="", metavar="A:B", help="only these steps")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends (tensorboard, wandb, exporter)")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.export import ExportOptions, export
+
+    options = ExportOptions(
+        run_dir=arguments.run_dir,
+        perfetto=arguments.perfetto,
+        tensorboard=arguments.tensorboard,
+        wandb=arguments.wandb,
+        wandb_dir=arguments.wandb_dir,
+        prometheus=arguments.prometheus,
+        html=arguments.html,
+        exporter=arguments.exporter,
+        steps=arguments.steps,
+        follow=arguments.follow,
+    )
+    return export(options, console())
+
+
 def _drain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its name, as given by flowrt run or with --name")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -485,6 +518,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
+    "export": Subcommand("export a run: Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments),
     "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
     "samples": Subcommand("print stored samples: texts, rewards, tokens", _samples, _samples_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),

@@ -394,10 +394,10 @@ class Server:
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
-            case LogEvent(kind, step, text, about, numbers):
+            case LogEvent(kind, step, text, about, fields):
                 if kind in ("guard", "warning"):
                     log.warning("step %d: %s", step, text)
-                self.events.add(kind, text, step, now, about, **dict(numbers))
+                self.events.add(kind, text, step, now, about, **dict(fields))
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
                 self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)

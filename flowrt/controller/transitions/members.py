@@ -28,7 +28,8 @@ def connected(state: State, event: WorkerConnected, now: float) -> list[Command]
     state.note_progress(now)
     how = "has been restarted" if is_restarted else "has rejoined" if event.term else "has joined"
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
-    joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker)
+    fields = (("role", event.role), ("host", event.host))
+    joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
     return [AppendReplay(WorkerJoined(worker, event.role)), joined]
 
 
