@@ -2,10 +2,11 @@
 
 - A wait is classified from the state that holds during it, never from the state after the event that ended it: what an
   event has changed is looked at before the next event is applied, and dated from the change.
-- The cost is bounded: passes over N parked workers are at least ``PASS_GAP_S`` x N apart. A change is therefore dated
-  wrongly by at most that time, and a wait that is shorter than it is not noted.
-- A root may change without a change of cause (another worker holds the slowest sample). Roots are looked at again
-  every ``REFRESH_GAP_S``.
+- The cost is bounded: passes over all N parked workers are at least ``PASS_GAP_S`` x N apart, at most `MAX_GAP_S`. A
+  change that concerns all is dated wrongly by at most that time, and a wait that is shorter than `MIN_GAP_S` is not
+  noted.
+- A root may change without a change of cause (another worker holds the slowest sample). Roots are looked at again once
+  as many leases were granted as workers wait and `MIN_LEASES` more, and after `MAX_GAP_S`.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from flowrt.controller.attribution.causes import Cause, Wait
 from flowrt.controller.environment import Environment
+from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import State
 from flowrt.ids import WorkerId
@@ -21,13 +23,16 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.records import NO_LIMIT
 
 MIN_GAP_S = 0.0005
-PASS_GAP_S = 0.00005
-REFRESH_GAP_S = 0.02
-REFRESH_PASS_GAP_S = 0.0002
+PASS_GAP_S = 0.0002
+MAX_GAP_S = 0.5
+CHECK_GAP_S = 0.05
+MIN_LEASES = 16
 MAX_KEPT = 200_000
 """Waits that are kept for `take`; the oldest are dropped if nothing takes them."""
-MAX_GROUPS = 256
-"""Groups that are searched for the one that holds up a stage."""
+MAX_GROUPS = 16
+"""Groups that are searched for the sample that holds up a stage: the oldest that are not ready to be trained."""
+MAX_SEARCHED = 512
+"""Groups that are searched for those."""
 OF_ONE: frozenset[type[m.Message]] = frozenset((m.WeightsStaged, m.WeightsActivated))
 """Messages that may change the cause of the sender's wait."""
 OF_ALL: frozenset[type[m.Message]] = frozenset((m.Publish, m.StepCompleted, m.EndOfData, m.Evaluated))
@@ -37,8 +42,7 @@ NEVER_S = float("inf")
 
 
 class _OpenWait(NamedTuple):
-    cause: Cause
-    root: str
+    reason: Reason
     start_s: float
 
 
@@ -51,7 +55,8 @@ class WaitLog:
         self._open: dict[WorkerId, _OpenWait] = {}
         self._due: dict[WorkerId, float] = {}  # since when the wait of a worker may have another cause
         self._all_due_s: float | None = None
-        self._refresh_s = 0.0  # from this time on all waits are looked at again
+        self._refresh_s = 0.0  # from this time on, or this number of leases, all waits are looked at again
+        self._refresh_leases = 0
         self._ended: deque[Wait] = deque(maxlen=MAX_KEPT)
 
     # ---- what the core calls
@@ -95,23 +100,37 @@ class WaitLog:
         """
         find = Classifier(state, env)
         due, all_due_s = self._due, self._all_due_s
-        is_full = all_due_s is not None or now >= self._refresh_s
+        granted = state.table.leases_granted
+        is_full = all_due_s is not None or now >= self._refresh_s or granted >= self._refresh_leases
         since_s = changed_s if all_due_s is None else all_due_s
-        for worker in state.requests.waiting_workers() if is_full else list(due):
+        for worker in self._changed(find, state.requests) if is_full else list(due):
             reason = find.reason(worker)
             before = self._open.get(worker)
-            if before is not None and reason == (before.cause, before.root):
+            if before is not None and reason == before.reason:
                 continue
             start_s = due.get(worker, since_s)
             if before is not None:
                 start_s = max(start_s, before.start_s)
                 self._end(worker, start_s)
             if reason is not None:
-                self._open[worker] = _OpenWait(*reason, start_s)
+                self._open[worker] = _OpenWait(reason, start_s)
         self._due, self._all_due_s = {}, None
         if is_full:
-            self._refresh_s = now + max(REFRESH_GAP_S, len(self._open) * REFRESH_PASS_GAP_S)
-        self.check_s = self._refresh_s if self._open else NEVER_S
+            self._refresh_s = now + MAX_GAP_S
+            self._refresh_leases = granted + MIN_LEASES + len(self._open)
+        self.check_s = now + CHECK_GAP_S if self._open else NEVER_S
+
+    def _changed(self, find: "Classifier", requests: ParkedRequests) -> list[WorkerId]:
+        """The workers whose reasons are not the noted ones, or may not be."""
+        found: dict[WorkerId, None] = {}
+        known = self._open
+        for stage, workers in requests.waiting_pullers():
+            shared = find.shared(stage)
+            for worker in workers:
+                before = known.get(worker)
+                if before is None or before.reason != (shared or find.of_version(worker)):
+                    found[worker] = None
+        return [*found, *requests.waiting_offerers()]
 
     # ---- what the server reads
 
@@ -123,16 +142,16 @@ class WaitLog:
 
     def open_waits(self, now: float) -> list[Wait]:
         """The waits that last at ``now``."""
-        return [Wait(worker, *one, now) for worker, one in self._open.items()]
+        return [Wait(worker, *one.reason, one.start_s, now) for worker, one in self._open.items()]
 
     def _end(self, worker: WorkerId, now: float) -> None:
         ended = self._open.pop(worker, None)
         if ended is not None and now > ended.start_s:
-            self._ended.append(Wait(worker, *ended, now))
+            self._ended.append(Wait(worker, *ended.reason, ended.start_s, now))
 
     def _schedule(self, now: float) -> None:
         if self._all_due_s is not None:
-            self.check_s = min(self.check_s, now + max(MIN_GAP_S, PASS_GAP_S * len(self._open)))
+            self.check_s = min(self.check_s, now + min(max(MIN_GAP_S, PASS_GAP_S * len(self._open)), MAX_GAP_S))
         elif self._due:
             self.check_s = min(self.check_s, now + MIN_GAP_S)
 
@@ -172,16 +191,22 @@ class Classifier:
 
     def _of_stage(self, worker: WorkerId, stage: str) -> Reason:
         """The reason of a pull of any stage but the train stage."""
+        return self.shared(stage) or self.of_version(worker)
+
+    def shared(self, stage: str) -> Reason | None:
+        """The reason of all pulls of a stage; None if it depends on the version that a worker uses."""
+        if stage == self._env.flow.train_stage:
+            return Cause.SAMPLES, self._missing_root()
         if self._state.table.stages[stage].generates and self._state.table.count_ready(stage):
-            return self._of_version(worker)
+            return None
         found = self._stages.get(stage)
         if found is None:
             self._stages[stage] = Cause.SAMPLES, ""  # where stages need each other in a cycle
             found = self._stages[stage] = self._of_empty_stage(stage)
         return found
 
-    def _of_version(self, worker: WorkerId) -> Reason:
-        """Slots are ready that this worker may not start."""
+    def of_version(self, worker: WorkerId) -> Reason:
+        """The reason of a pull of a stage that generates, for which slots are ready that the worker may not start."""
         weights = self._state.models.policy
         fetch, receiver = weights.fetching.get(worker), weights.receivers.get(worker)
         if fetch is not None:
@@ -246,8 +271,8 @@ class Classifier:
         if self._found is None:
             table = self._state.table
             ready = table.ready_groups.get(self._env.flow.train_stage, {})
-            unready = (table.groups[one] for one in self._state.window.waiting if one not in ready)
-            self._found = list(islice(unready, MAX_GROUPS))
+            oldest = islice(self._state.window.waiting, MAX_SEARCHED)
+            self._found = [table.groups[one] for one in islice((one for one in oldest if one not in ready), MAX_GROUPS)]
         return self._found
 
     def _group_root(self, group: Group) -> str:

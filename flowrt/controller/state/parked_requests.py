@@ -153,9 +153,15 @@ class ParkedRequests:
         requests = self._of.get(worker)
         return next(iter(requests.values())) if requests else None
 
-    def waiting_workers(self) -> list[WorkerId]:
-        """The workers with parked requests."""
-        return [worker for worker, requests in self._of.items() if requests]
+    def waiting_pullers(self) -> Iterator[tuple[str, list[WorkerId]]]:
+        """The stages with parked pulls, and the workers of these; a worker may be named more than once."""
+        for stage, pulls in self._pulls.items():
+            if pulls:
+                yield stage, [worker for worker, _ in pulls]
+
+    def waiting_offerers(self) -> list[WorkerId]:
+        """The workers that offer prompts and have parked requests."""
+        return [worker for worker in self.offerers if self._of.get(worker)]
 
     def is_offer_parked(self, flow: str) -> bool:
         """Whether an offer to this flow waits."""
