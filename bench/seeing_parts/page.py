@@ -124,7 +124,7 @@ async def _changes(tab: Tab, title: str, names: set[str]) -> list[str]:
 
 async def paint_ms(browser: Browser, run: DrawnRun, loads: int) -> float:
     """Median time from the request of the page to all curves that can be seen being drawn, in ms."""
-    times = []
+    times: list[float] = []
     async with serving(run) as server:
         server.prepare("api/run", "api/series?from=0", "api/events?from=0", "api/attribution?from=0")
         for _ in range(loads):
