@@ -83,7 +83,7 @@ def test_nothing_imports_pickle_or_gathers_objects() -> None:
 
 
 def test_no_message_can_carry_a_tensor() -> None:
-    """Bytes stand in two fields only, which are read only up to a limit: a lane's rendezvous key, and stored samples."""
+    """Bytes stand in two fields only, which are read only up to a limit: rendezvous keys and stored samples."""
     fields = [
         f"{kind.__name__}.{field.name}"
         for kind in MESSAGES
