@@ -197,7 +197,7 @@ async def test_page_in_one_file_works_without_a_server(tab: Tab, tmp_path: Path)
 async def test_first_paint_and_redraw_at_4096_workers_and_10000_steps(browser: Browser) -> None:
     run = DrawnRun(workers=4096, steps=10_000)
     # CPU time of the page's thread: other processes do not count in it.
-    assert min(cpu for _, cpu in await paints(browser, run, 3)) <= MAX_PAINT_MS
+    assert min(cpu for _, cpu in await paints(browser, run, 5)) <= MAX_PAINT_MS
     assert statistics.median(await redraws_ms(browser, run)) <= MAX_REDRAW_MS
 
 
