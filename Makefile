@@ -34,6 +34,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)
 
 test-long: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile thorough -m "not long" $(PURE) $(ARGS)
 	$(BIN)/python -m pytest -m "long and not ($(REAL))" $(ARGS)
 
 test-real: $(STAMP)

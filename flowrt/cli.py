@@ -145,6 +145,49 @@ def _ledger(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, live or ended")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--at", type=_run_clock, metavar="S", help="the state S seconds after the start of the run")
+    when.add_argument(
+        "--until", default="", metavar="CONDITION", help="the state when this first holds, as 'wait > 60' (seconds)"
+    )
+    when.add_argument("--to", default="", metavar="TERM:EVENT", help="the state after this event of a controller")
+    parser.add_argument("--why", default="", metavar="PROMPT", help="each decision about PROMPT, or EPOCH:PROMPT")
+    parser.add_argument("--check", action="store_true", help="assert all invariants of the state after each event")
+    parser.add_argument("--force", action="store_true", help="replay also with other sources than those of the run")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--as-test", action="store_true", help="print a test for pytest that replays up to this state")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.replay import ReplayOptions, show
+
+    options = ReplayOptions(
+        at_s=arguments.at,
+        until=arguments.until,
+        to=arguments.to,
+        as_json=arguments.json,
+        why=arguments.why,
+        check=arguments.check,
+        as_test=arguments.as_test,
+        force=arguments.force,
+    )
+    return show(arguments.run_dir, options, console())
+
+
+def _run_clock(text: str) -> float:
+    """Seconds since the start of a run."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+    return value
+
+
 def _worker(arguments: argparse.Namespace) -> int:
     from importlib import import_module
 
@@ -377,6 +420,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
+    "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),

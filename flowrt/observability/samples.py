@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION, unpacked_text
-from flowrt.errors import ConfigError
+from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION
+from flowrt.errors import ConfigError, FlowError
+from flowrt.protocol.sample_records import unpack_text
 
 Order = Literal["newest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
@@ -277,7 +278,7 @@ class SampleReader:
                         f"its schema has version {version}, and this flowrt reads {SAMPLES_VERSION}"
                     )
                 yield database
-        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
+        except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, FlowError) as error:
             raise ConfigError(
                 f"{self._path} cannot be read: {' '.join(str(error).split())}; nothing was changed: it is damaged, or "
                 "a copy of it is not complete"
@@ -323,8 +324,8 @@ def _row(values: Sequence[Any]) -> SampleRow:
     columns["parts"] = {str(name): float(value) for name, value in _json(columns["parts"], {}).items()}
     return SampleRow(
         **columns,
-        prompt_text=unpacked_text(prompt_text or ""),
-        completion=unpacked_text(completion or ""),
+        prompt_text=unpack_text(prompt_text or ""),
+        completion=unpack_text(completion or ""),
         rolled_back=bool(rolled_back),
     )
 

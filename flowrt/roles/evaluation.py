@@ -39,6 +39,12 @@ CANCEL_S = 30.0
 Columns = dict[str, torch.Tensor]
 
 
+def first_number(name: str) -> int:
+    """The number of the first prompt of a data set of this name."""
+    digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
+    return int.from_bytes(digest, "little") << PROMPT_BITS
+
+
 @dataclass(frozen=True, slots=True)
 class EvalSet:
     """A data set of evaluations."""
@@ -53,8 +59,7 @@ class EvalSet:
         cls, name: str, problems: Sequence[Example], columns: Callable[[Example], Columns | None]
     ) -> "EvalSet | None":
         """The prompts for which there are columns; None if there is none."""
-        digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
-        first = int.from_bytes(digest, "little") << PROMPT_BITS
+        first = first_number(name)
         rows = [(first + row, found) for row, one in enumerate(problems) if (found := columns(one)) is not None]
         if not rows:
             return None

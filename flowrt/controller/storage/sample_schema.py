@@ -1,4 +1,4 @@
-"""Tables of samples.sqlite, and how texts and numbers are kept in them.
+"""Tables of samples.sqlite.
 
 - ``samples`` has a row a sample. A text is TEXT as it is, or a BLOB: zlib over its UTF-8 bytes (``surrogatepass``).
 - ``lives`` has a row for each start or resume of the run: the step from which it went on. Samples of an earlier life
@@ -7,12 +7,11 @@
 """
 
 import sqlite3
-import zlib
 
 SAMPLES = "samples.sqlite"
 """File name of the sample store in the run directory."""
 SAMPLES_VERSION = 1
-TABLES = """
+_TABLES = """
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, life INTEGER NOT NULL, flow TEXT NOT NULL,
     eval_name TEXT NOT NULL, epoch INTEGER NOT NULL, prompt INTEGER NOT NULL, member INTEGER NOT NULL,
@@ -27,40 +26,8 @@ CREATE INDEX samples_by_step ON samples (step, flagged);
 CREATE TABLE lives (life INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
 CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOUT ROWID;
 """
-COMPRESS_FROM_BYTES = 512
-"""Shorter texts are kept as they are: compressing them costs more time than it saves space."""
-MAX_TEXT_BYTES = 16 * 1024 * 1024
-"""Bound on the length of a text when it is decompressed."""
 
 
 def create_sample_tables(database: sqlite3.Connection) -> None:
     """Create all tables of an empty file. Raises sqlite3.Error."""
-    database.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {SAMPLES_VERSION}; COMMIT")
-
-
-def packed_text(text: str) -> bytes | str:
-    """A text as the store keeps it: a str, or compressed bytes where that is smaller, or it is no valid Unicode."""
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        return zlib.compress(text.encode(errors="surrogatepass"), 1)
-    if "\0" in text:
-        return zlib.compress(data, 1)  # SQLite's functions end a text there
-    if len(data) < COMPRESS_FROM_BYTES:
-        return text
-    packed = zlib.compress(data, 1)
-    return packed if len(packed) < len(data) else text
-
-
-def unpacked_text(kept: bytes | str) -> str:
-    """The text that `packed_text` was given. Raises ValueError for bytes that it does not produce."""
-    if isinstance(kept, str):
-        return kept
-    unpacker = zlib.decompressobj()
-    try:
-        data = unpacker.decompress(kept, MAX_TEXT_BYTES)
-    except zlib.error as error:
-        raise ValueError(f"a text cannot be decompressed: {error}") from error
-    if not unpacker.eof or unpacker.unused_data:
-        raise ValueError(f"a text is not complete, or longer than {MAX_TEXT_BYTES} bytes")
-    return data.decode(errors="surrogatepass")
+    database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {SAMPLES_VERSION}; COMMIT")
