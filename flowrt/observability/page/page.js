@@ -256,7 +256,7 @@ const near = new IntersectionObserver((seen) => {
     chart.seen = isIntersecting;
     if (isIntersecting && chart.stale) chart.draw();
   }
-}, { rootMargin: "250px" });
+}, { rootMargin: "100px" });
 
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
@@ -304,12 +304,13 @@ function curve(card, spec) {
   const ink = (i) => colour(`s${i % 6}`);
   card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
   const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
+  const isSmoothed = () => view.smooth && !spec.points;
   const chart = { spec, card, seen: false, stale: true, u: null };
 
   function data() {
     const n = run.steps.length, column = (name) => run.columns[name] || new Array(n).fill(null);
     const rows = [xs()];
-    for (const name of spec.lines) rows.push(column(name), view.smooth && !spec.points ? smoothed(column(name), view.smooth) : new Array(n).fill(null));
+    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), view.smooth)] : []));
     for (const name of bands()) rows.push(column(name));
     return rows;
   }
@@ -377,9 +378,9 @@ function curve(card, spec) {
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
     const series = [{}];
     spec.lines.forEach((name, i) => {
-      const raw = () => (view.smooth && !spec.points ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
-      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || undefined, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
-      series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+      const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
+      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
     });
     const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
     const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
@@ -913,17 +914,21 @@ async function catchUp() {
 
 async function start() {
   try {
-    const [info, series, log, attribution] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0"), get("api/attribution?from=0")]);
-    run.info = info; run.events = log.events; run.next = log.next; run.attribution = attribution.lines;
+    const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
+    run.info = info; run.events = log.events; run.next = log.next;
     addSeries(series);
   } catch (error) {
     $("#alarms").replaceChildren(el("p", { class: "alarm" }, `The run cannot be shown: ${error.message}`));
     return;
   }
-  header(); curves(); shares(); waits(); events();
-  requestAnimationFrame(() => performance.mark("drawn"));
+  header();
+  curves();
+  for (const chart of charts.values()) if (chart.stale && chart.card.getBoundingClientRect().top < innerHeight) chart.draw();
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // curves are seen before the rest is made
+  performance.mark("drawn");
+  waits(); events();
   if (!embedded) live();
-  await Promise.all([timeline(), samples(), prompts(), files()]);
+  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 
