@@ -180,11 +180,11 @@ class Server:
             for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
+            self._flush_recording()
             self._link.guard.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
-            self._flush_recording()
 
     def _flush_recording(self) -> None:
         if self._recording is None:
