@@ -23,6 +23,8 @@ from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpo
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
+from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys
@@ -83,12 +85,21 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         ledger=ledger,
         keys=keys,
     )
+    if config.samples.per_step:
+        server.store_samples(sample_store(config))
     if config.recorder.mb:
         server.record(EventRecording(run_dir, inputs, config.recorder.mb * 1_000_000))
+    server.times.limit_timeline(config.timeline.mb)
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know. The address to bind may differ from the one that they connect to.
     return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
+
+
+def sample_store(config: RunConfig) -> SampleStore:
+    """The sample store of a run, not opened yet."""
+    path = Path(config.run_dir) / SAMPLES
+    return SampleStore(path, per_step=config.samples.per_step, max_bytes=config.samples.mb * 1_000_000)
 
 
 async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> int:

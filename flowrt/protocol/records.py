@@ -122,6 +122,8 @@ class Weights:
 
 MAX_SIGNAL_BYTES = 16 * 1024
 """Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
+MAX_RECORD_BYTES = 256 * 1024
+"""Limit of the bytes in a tuple of bytes: of a record of a sample, in `SampleRecords`."""
 GONE = "gone"
 """Key of a `RendezvousKey` from the controller: the peer has left the run, and all lanes with it have ended."""
 
@@ -148,11 +150,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class BusySpan:
-    """An interval of work, in seconds of the host's monotonic clock."""
+    """An interval of work, in seconds of the controller's clock."""
 
     kind: str
     start_s: float
     end_s: float
+    worked_s: float = -1.0  # seconds of it that were work, the rest gaps between merged spans; -1: all of it
+    rows: float = -1.0  # mean number of occupied rows of the engine; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)

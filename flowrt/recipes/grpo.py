@@ -16,6 +16,7 @@ response that was cut at the length limit, else 0. With top-k, top-p or min-p sa
 ``reference_version``, the step of the weights that scored the sample (a metric). With ``reward.functions`` the reward
 stage also makes the value of each function and how calls failed (metrics). With ``algorithm.filter.function`` the
 reward worker also runs a stage ``filter``, which needs the rewards of a whole group and makes ``filter_decision``.
+Unless ``samples.per_step`` is 0 the reward stage also needs ``prompt``, whose text is stored.
 """
 
 import dataclasses
@@ -70,9 +71,10 @@ def dataflow(config: RunConfig) -> Dataflow:
         columns += [Column("support", "int32", "slot"), Column("support_counts", "int32", "slot")]
         makes += ["support", "support_counts", "support_size"]
         train_needs += ["support", "support_counts"]
+    reward_needs = ("response", "answer", "truncated", *(("prompt",) if config.samples.per_step else ()))
     stages = [
         Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
-        Stage("reward", needs=("response", "answer", "truncated"), makes=("reward", *reward_columns(config.reward))),
+        Stage("reward", needs=reward_needs, makes=("reward", *reward_columns(config.reward))),
         Stage("evaluate", needs=("reward", "truncated"), makes=(), flow=EVAL),
     ]
     if with_reference:

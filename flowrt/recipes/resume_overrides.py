@@ -39,6 +39,7 @@ FREE = (
     "reference.device",
     "checkpoint.keep",
     "checkpoint.preemption_save_timeout_s",
+    "samples",
     "controller",
     "recorder",
     "supervisor",
