@@ -156,7 +156,7 @@ class Replay:
             "events": self.events,
             "at_s": round(now - self.recording.header.start_s, 6),
             **shown,
-            "causes": [[one.worker, one.cause, one.root, round(now - one.start_s, 3)] for one in waits],
+            "causes": [[one.worker, one.cause.value, one.root, round(now - one.start_s, 3)] for one in waits],
             "leases": [
                 {
                     "worker": lease.worker,
