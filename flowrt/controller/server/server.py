@@ -214,20 +214,22 @@ class Server:
             for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
+            self._flush_recording()
             self._link.guard.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
             self._recorder.write_samples(self._core.state.window.step, self._clock.now())
             self._write_times()
-            self._flush_recording()
 
     def _flush_recording(self) -> None:
         if self._recording is None:
             return
         self._recording.flush()
         if reason := self._recording.stopped():
-            log.warning("the recording for flowrt replay has stopped, and the run goes on: %s", reason)
+            text = f"the recording for flowrt replay has stopped, and the run goes on: {reason}"
+            log.warning("%s", text)
+            self.events.add("recorder", text, self._core.state.window.step, self._clock.now())
 
     def _write_times(self) -> None:
         now = self._clock.now()
