@@ -17,6 +17,7 @@ from flowrt.engines.stopping import stop_token_ids
 from flowrt.engines.training.forward import response_logprobs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.launcher import build_model
+from flowrt.launcher.controller_main import sample_store
 from flowrt.recipes import grpo as recipe
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import RunConfig
@@ -94,6 +95,8 @@ async def run_recipe(
     async with controller(
         recipe.dataflow(config), settings, recipe.policies(config), Path(config.run_dir), config=to_toml(config)
     ) as (server, address):
+        if config.samples.per_step:
+            server.store_samples(sample_store(config))
         await play_all(server, address, roles)
         return server.summary(config.max_staleness)
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.effort import FAST_EXAMPLES, FULL_EXAMPLES
+from tests.effort import FAST_EXAMPLES, TEST_EXAMPLES, THOROUGH_EXAMPLES
 
 torch.set_num_threads(1)
 # A shell starts what runs in its background with SIGINT ignored, which the commands under test would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The machines that run these tests are small and shared: a slow example is no bug.
-settings.register_profile("flowrt", deadline=None, max_examples=FULL_EXAMPLES)
+settings.register_profile("flowrt", deadline=None, max_examples=TEST_EXAMPLES)
+settings.register_profile("thorough", deadline=None, max_examples=THOROUGH_EXAMPLES)
 settings.register_profile("fast", deadline=None, max_examples=FAST_EXAMPLES)
 settings.load_profile("flowrt")
 

@@ -277,9 +277,9 @@ class Core:
 
     # ---- what others read
 
-    def wait_graph(self, now: float, request_timeout_s: float = float("inf")) -> WaitGraph:
-        """The wait-for graph at this moment."""
-        return wait_graph(self.state, self.env, now, request_timeout_s)
+    def wait_graph(self, now: float, request_timeout_s: float = float("inf"), first: Collection[str] = ()) -> WaitGraph:
+        """The wait-for graph at this moment; of many workers it lists ``first`` first."""
+        return wait_graph(self.state, self.env, now, request_timeout_s, first)
 
     def waiting(self) -> list[tuple[WorkerId, str, float]]:
         """(worker, what it waits for, since when) of each parked request."""

@@ -1,6 +1,7 @@
 """Events that the controller's state machine takes, and the commands that it returns."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flowrt.controller.state.replay import Entry
 from flowrt.ids import WorkerId
@@ -161,12 +162,39 @@ class EvaluationClosed:
     numbers: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LogGuard:
-    """Log that a guard has fired."""
+EventKind = Literal[
+    "started",
+    "resumed",
+    "controller_restarted",
+    "joined",
+    "gone",
+    "restarted",
+    "rolled_back",
+    "drained",
+    "published",
+    "version_lost",
+    "checkpoint",
+    "evaluation",
+    "guard",
+    "exporter",
+    "recorder",
+    "samples",
+    "warning",
+    "ended",
+]
+"""Kinds of lines in events.jsonl."""
 
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """Write an event to events.jsonl; one of kind "guard" or "warning" is a warning in the log too."""
+
+    kind: EventKind
     step: int
     text: str
+    worker: WorkerId | None = None
+    fields: tuple[tuple[str, int | float | str], ...] = ()
+    """Further fields of the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +213,4 @@ class EndRun:
     code: int
 
 
-Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | EvaluationClosed | LogGuard | Persist | EndRun
+Command = Send | Dismiss | AppendLedger | AppendReplay | StepClosed | EvaluationClosed | LogEvent | Persist | EndRun

@@ -177,6 +177,20 @@ class AppliesSupports(Protocol):
     """Whether `TrainingBatch.supports` is applied: log-probabilities are over the tokens that could be drawn."""
 
 
+@dataclass(slots=True)
+class Capture:
+    """What is stored of a sample that is trained (`flowrt samples`); an engine may note it.
+
+    Attributes:
+        advantage: set by the engine if the algorithm's credit has scope "step".
+        logprobs_T: [T] on the CPU, in nats, under the policy before the step, or the first one that the engine
+            computes; None if it notes none.
+    """
+
+    advantage: float
+    logprobs_T: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """A micro-batch of N samples on the CPU. L and T differ from sample to sample.
@@ -195,6 +209,7 @@ class TrainingBatch:
             engine computes advantages at the end of the step, in place of `advantages_N`.
         supports: the tokens that could be drawn at each position of each sample, over which the policy's
             log-probabilities are to be renormalised (`flowrt.algorithms.support`); None: all tokens could be.
+        captures: what is noted of each sample; None, for all or for one: nothing.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -207,6 +222,7 @@ class TrainingBatch:
     ages: Sequence[torch.Tensor] | None = None
     credit: Groups | None = None
     supports: Sequence[Support] | None = None
+    captures: Sequence[Capture | None] | None = None
 
 
 class TrainEngine(Protocol):

@@ -95,8 +95,8 @@ def _evaluated_config(config: RunConfig, options: EvalOptions, run_dir: Path, mo
     for name in ("samples", "temperature", "limit"):
         if (value := getattr(options, name)) is not None:
             changes[name] = value
-    if changes.get("samples", 1) > 1 and options.temperature is None and not config.eval.temperature:
-        changes["temperature"] = config.rollout.temperature
+    if changes.get("samples", 1) > 1 and options.temperature is None and config.eval.temperature == 0:
+        changes["temperature"] = None
     one = dataclasses.replace(
         config,
         model=str(model),

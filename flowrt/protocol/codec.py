@@ -20,7 +20,7 @@ import msgpack
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError
 from flowrt.protocol.limits import MAX_ITEMS, SMALL_BYTES, check_bounds
 from flowrt.protocol.messages import MESSAGES, Message
-from flowrt.protocol.records import MAX_SIGNAL_BYTES, Ints, SameLength
+from flowrt.protocol.records import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES, Ints, SameLength
 
 References = list[Ints]
 """Columns of the present message that a back-reference may name, in field order; a repeated one is listed again."""
@@ -79,8 +79,8 @@ _ITEM_BYTES = 8
 _INT64_MIN = -(2**63)
 _INT64_MAX = 2**63 - 1
 _SCALARS = (int, float, str, bytes, bool)
-# Conditions, besides the type, under which a scalar is refused. A bytes field is a rendezvous key: no message can carry
-# a tensor.
+# Conditions, besides the type, under which a scalar is refused. A bytes field is a rendezvous key, and an item of a
+# tuple of bytes a record of a sample: no message can carry a tensor.
 _REFUSED_IF = {
     int: f" or not {_INT64_MIN} <= {{item}} <= {_INT64_MAX}",
     bytes: f" or len({{item}}) > {MAX_SIGNAL_BYTES}",
@@ -321,6 +321,8 @@ def _decoder(hint: Any) -> Decoder:
     def decode_scalar(raw: Any, references: References) -> Any:  # noqa: ARG001
         if type(raw) is not hint or (hint is int and not _INT64_MIN <= raw <= _INT64_MAX):
             raise _scalar_error(raw, hint)
+        if type(raw) is bytes and len(raw) > MAX_RECORD_BYTES:
+            raise DecodeError(f"at most {MAX_RECORD_BYTES} bytes, not {len(raw)}")
         return raw
 
     return decode_scalar

@@ -373,10 +373,27 @@ class Report:
 
 
 @dataclass(slots=True)
+class SampleRecords:
+    """reward, trainer: what is stored of some samples, see `flowrt.protocol.sample_records`; at most 256 KB."""
+
+    records: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
 class Status:
     """controller to observers: the state of the run, as JSON."""
 
     text: str
+
+
+@dataclass(slots=True)
+class Follow:
+    """observer to controller: say in each status which of these workers are in the run; see `Status`.
+
+    A status lists only some of the workers of a large run.
+    """
+
+    workers: tuple[str, ...]
 
 
 Message = (
@@ -411,11 +428,13 @@ Message = (
     | EvictVersion
     | Report
     | Status
+    | Follow
     | Drain
     | RenewLease
     | Inventory
     | VersionLost
     | Evaluated
+    | SampleRecords
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 11

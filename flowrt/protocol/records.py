@@ -122,6 +122,8 @@ class Weights:
 
 MAX_SIGNAL_BYTES = 16 * 1024
 """Limit of the value of a `RendezvousKey`; the longest known, the root info of HCCL, has 4108 bytes."""
+MAX_RECORD_BYTES = 256 * 1024
+"""Limit of the bytes in a tuple of bytes: of a record of a sample, in `SampleRecords`."""
 GONE = "gone"
 """Key of a `RendezvousKey` from the controller: the peer has left the run, and all lanes with it have ended."""
 

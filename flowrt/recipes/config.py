@@ -107,8 +107,7 @@ class DataConfig:
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
-    """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, and without eval.data no
-    evaluation."""
+    """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, as with eval.data."""
 
     @property
     def prompt_format(self) -> PromptFormat:
@@ -131,8 +130,8 @@ class EvalConfig:
     """Evaluate the last weights."""
     samples: Annotated[int, Interval(ge=1, le=65_536)] = 1
     """Answers to each prompt, over which avg@k and pass@k are measured."""
-    temperature: Annotated[float, Interval(ge=0, le=100)] = 0.0
-    """Sampling temperature; 0: the most likely token, of which one sample is all."""
+    temperature: Annotated[float | None, Interval(ge=0, le=100)] = None
+    """Sampling temperature; 0: the most likely token; not given: 0 with one sample, rollout.temperature with more."""
     top_k: Annotated[int, Interval(ge=0, le=4_096)] = 0
     """Sample from this many most likely tokens; 0: from all."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
@@ -149,12 +148,12 @@ class EvalConfig:
     stop_at: Reward = 0.0
     """End training once the mean reward of an evaluation of the first data set reaches this; 0: never."""
 
-    @property
-    def sampling(self) -> SamplingOptions | None:
+    def sampling(self, rollout_temperature: float) -> SamplingOptions | None:
         """How answers are drawn; None: the most likely tokens."""
-        if not self.temperature:
-            return None
-        return SamplingOptions(self.temperature, Truncation(self.top_k, self.top_p))
+        temperature = self.temperature
+        if temperature is None:
+            temperature = rollout_temperature if self.samples > 1 else 0.0
+        return SamplingOptions(temperature, Truncation(self.top_k, self.top_p)) if temperature else None
 
 
 @dataclass(frozen=True)
@@ -652,6 +651,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecorderConfig:
+    """Recording of all events of the controller, for `flowrt replay`."""
+
+    mb: Annotated[int, Interval(ge=0, le=1_000_000)] = 1024
+    """Maximum size of the recordings of the run, in MB; once it is reached the recording stops, and the run goes on;
+    0: no recording."""
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """A guard: a rule on a metric, and what happens when it fires.
 
@@ -677,6 +685,17 @@ class GuardConfig:
     checkpoint and end with exit code 5; off: no rule on this metric, of the defaults or given before."""
     hold_steps: Annotated[int, Interval(ge=1, le=10_000_000)] = 10
     """Action hold: steps with a staleness bound of 0, counted from the last firing."""
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """Samples that are stored with their texts, in samples.sqlite in the run directory (see `flowrt samples`)."""
+
+    per_step: Annotated[int, Interval(ge=0, le=MAX_LIVE_SAMPLES)] = 32
+    """Samples per step, on average, in whole groups; those whose reward failed, up to 8 truncated ones, and answers of
+    evaluations come in addition; 0: none at all."""
+    mb: Annotated[int, Interval(ge=1, le=1_000_000)] = 256
+    """Size of the file, in MB, from which samples of every second older step are deleted."""
 
 
 @dataclass(frozen=True)
@@ -736,8 +755,12 @@ class RunConfig:
     """The RL objective."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """Stored samples."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """The controller."""
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    """Recording for `flowrt replay`."""
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
     """What each worker did when."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)

@@ -231,9 +231,10 @@ def from_file(path: Path) -> RunConfig:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML, which has no value for a limit that is not set."""
+    """The configuration as TOML, which has no value for a number that is not set."""
     table = dataclasses.asdict(config)
     table["guard"] = [{key: value for key, value in one.items() if value is not None} for one in table["guard"]]
+    table["eval"] = {key: value for key, value in table["eval"].items() if value is not None}
     table["data"]["sets"] = list(table["data"]["sets"])
     return tomli_w.dumps(table)
 

@@ -36,6 +36,8 @@ from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.remote import check_remote
 from flowrt.runtime.bounds import advice, contains, interval_of
 
+STORED_TOKEN_BYTES = 12
+"""Of a stored sample: its id, two log-probabilities, and text."""
 LANES = ("auto", "gloo", "shm", "nccl", "hccl")
 MAX_STOPS = 64
 MAX_STOP_BYTES = 256
@@ -64,6 +66,7 @@ def check(config: RunConfig) -> None:
     check_data_options(config)
     check_eval(config)
     check_reward_options(config)
+    _check_samples(config)
     if config.model:
         check_model_files(Path(config.model), config.rollout.max_new_tokens)
 
@@ -348,6 +351,18 @@ def _check_supports(config: RunConfig) -> None:
             f"rollout.top_k is {config.rollout.top_k}, and trainer.engine {engine} does not renormalise log-"
             "probabilities over the tokens that could be drawn (applies_supports is False in its descriptor): it would "
             "train another policy than the one sampled; set rollout.top_k to 0, or use another engine"
+        )
+
+
+def _check_samples(config: RunConfig) -> None:
+    """Raise ConfigError for a sample store that cannot hold the samples of one step."""
+    samples = config.samples
+    least = -(-samples.per_step * config.rollout.max_new_tokens * STORED_TOKEN_BYTES // 1_000_000)
+    if samples.mb < least:
+        raise ConfigError(
+            f"samples.mb is {samples.mb}, and the samples of one step may take {least} MB (samples.per_step "
+            f"{samples.per_step} x rollout.max_new_tokens {config.rollout.max_new_tokens} x {STORED_TOKEN_BYTES} "
+            f"bytes); set it to at least {least}, or lower samples.per_step"
         )
 
 

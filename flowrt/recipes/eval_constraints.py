@@ -7,6 +7,7 @@ from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import CheckpointConfig, EvalConfig, RunConfig
 from flowrt.recipes.eval_names import eval_names
 from flowrt.recipes.metric_names import pass_ks
+from flowrt.recipes.tasks.registry import recipe
 
 
 def check_eval(config: RunConfig) -> None:
@@ -19,16 +20,12 @@ def check_eval(config: RunConfig) -> None:
                     f"eval.{name} is {value}, and there is nothing to evaluate: data.eval_prompts is 0 and eval.data "
                     "is empty; give one of them"
                 )
-    if options.samples > 1 and not options.temperature:
+    held_out = config.data.eval_prompts
+    if options.data and held_out not in (0, recipe(config.recipe).defaults.data.eval_prompts):
         raise ConfigError(
-            f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
-            "a temperature above 0, or 1 sample"
+            f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
         )
-    if not options.temperature and (options.top_k, options.top_p) != (default.top_k, default.top_p):
-        raise ConfigError(
-            "eval.top_k and eval.top_p change nothing with eval.temperature 0, which takes the most likely token; set "
-            "a temperature above 0"
-        )
+    _check_sampling(config)
     if options.interval > config.steps:
         raise ConfigError(
             f"eval.interval is {options.interval}, and steps is {config.steps}: no version would be due; use fewer, "
@@ -49,6 +46,22 @@ def check_eval(config: RunConfig) -> None:
                 "eval.only is on, so nothing is trained: eval.interval, eval.stop_at and checkpoint.best change nothing"
             )
     _check_best(config, names)
+
+
+def _check_sampling(config: RunConfig) -> None:
+    """Raise ConfigError for several samples that would all be the same, and for truncation that changes nothing."""
+    options, default = config.eval, EvalConfig()
+    if options.samples > 1 and options.temperature == 0:
+        raise ConfigError(
+            f"eval.samples is {options.samples} and eval.temperature 0: all answers to a prompt would be the same; use "
+            "a temperature above 0, leave it out to take rollout.temperature, or use 1 sample"
+        )
+    is_greedy = options.sampling(config.rollout.temperature) is None
+    if is_greedy and (options.top_k, options.top_p) != (default.top_k, default.top_p):
+        raise ConfigError(
+            "eval.top_k and eval.top_p change nothing where the most likely token is taken; set eval.temperature above "
+            "0, or eval.samples above 1"
+        )
 
 
 def _check_best(config: RunConfig, names: Sequence[str]) -> None:

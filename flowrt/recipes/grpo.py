@@ -16,8 +16,12 @@ response that was cut at the length limit, else 0. With top-k, top-p or min-p sa
 ``reference_version``, the step of the weights that scored the sample (a metric). With ``reward.functions`` the reward
 stage also makes the value of each function and how calls failed (metrics). With ``algorithm.filter.function`` the
 reward worker also runs a stage ``filter``, which needs the rewards of a whole group and makes ``filter_decision``.
+Unless ``samples.per_step`` is 0 the reward stage also needs ``prompt``, whose text is stored.
 """
 
+import dataclasses
+
+from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
@@ -37,6 +41,7 @@ from flowrt.controller.policies.group_filter import (
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
+from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
@@ -66,9 +71,10 @@ def dataflow(config: RunConfig) -> Dataflow:
         columns += [Column("support", "int32", "slot"), Column("support_counts", "int32", "slot")]
         makes += ["support", "support_counts", "support_size"]
         train_needs += ["support", "support_counts"]
+    reward_needs = ("response", "answer", "truncated", *(("prompt",) if config.samples.per_step else ()))
     stages = [
         Stage("rollout", needs=("prompt",), makes=tuple(makes), generates=True),
-        Stage("reward", needs=("response", "answer", "truncated"), makes=("reward", *reward_columns(config.reward))),
+        Stage("reward", needs=reward_needs, makes=("reward", *reward_columns(config.reward))),
         Stage("evaluate", needs=("reward", "truncated"), makes=(), flow=EVAL),
     ]
     if with_reference:
@@ -86,6 +92,18 @@ def dataflow(config: RunConfig) -> Dataflow:
         train_stage="train",
         train_flow=TRAIN,
         token_columns=("prompt", "response"),
+    )
+
+
+def core(config: RunConfig, inputs: CoreInputs) -> Core:
+    """The core of a controller of this run; two cores of equal inputs return the same commands to the same events."""
+    return Core(
+        settings=dataclasses.replace(settings(config), position=inputs.position),
+        flow=dataflow(config),
+        policies=policies(config),
+        term=inputs.term,
+        recovered=inputs.recovered,
+        outcomes=inputs.outcomes,
     )
 
 

@@ -39,7 +39,9 @@ FREE = (
     "reference.device",
     "checkpoint.keep",
     "checkpoint.preemption_save_timeout_s",
+    "samples",
     "controller",
+    "recorder",
     "supervisor",
     "launch",
 )

@@ -30,6 +30,7 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking
 RECV_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 31
 MAX_FILE_BYTES = 1 << 30
+MAX_OPEN_FILES = 1024
 MORE_THREADS = 512
 """Processes and threads that may be started beyond those that the machine has."""
 POOL = BoundedElsewhere("the end of the pool, which closes the socket")
@@ -121,6 +122,7 @@ def _limit(address_space: int) -> None:
     for name, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_NPROC, threads + MORE_THREADS),
     ):

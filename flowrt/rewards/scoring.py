@@ -44,6 +44,8 @@ class SampleReward:
     """Which function failed, and how; empty if none did."""
     reason: str
     """The result of the call that failed; empty if none did."""
+    seconds: float = 0.0
+    """How long the calls took, one after the other."""
 
 
 def reward_columns(options: RewardOptions) -> tuple[str, ...]:
@@ -136,7 +138,8 @@ class RewardScorer:
             raise ConfigError(f"{failure}; {FIX}")
         numbers = self._numbers_of(outcomes)
         reasons = [name.partition("/")[2] for name, one in numbers.items() if one and name.startswith(f"{FAILED}/")]
-        return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]))
+        seconds = sum(one.seconds for one in outcomes)
+        return SampleReward(combined(self.functions, outcomes), numbers, failure, "".join(reasons[:1]), seconds)
 
     async def close(self) -> None:
         """End the processes and the connections."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from pathlib import Path
+from time import monotonic
 
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
@@ -19,6 +20,7 @@ from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
 from flowrt.roles.filter import with_filter
 from flowrt.roles.main import main
+from flowrt.roles.samples import Score, ScoredSamples
 from flowrt.runtime.waits import wait_all, wait_any, wait_until
 
 log = logging.getLogger(__name__)
@@ -39,21 +41,24 @@ async def run(session: Session, config: RunConfig) -> None:
         await asyncio.to_thread(check_here, config.reward)
         await FunctionRewards(session, config, stop).run()
     else:
-        await _run_task(session, task, stop)
+        await _run_task(session, task, stop, ScoredSamples(session, config, stop))
 
 
-async def _run_task(session: Session, task: Task, stop: StopConditions) -> None:
+async def _run_task(session: Session, task: Task, stop: StopConditions, samples: ScoredSamples) -> None:
     """Score responses with the run's task, in this process."""
     while True:
         batch = await session.pull("reward", slots=MAX_PULL_SLOTS)
         with session.timeline.busy("reward"):
+            start_s = monotonic()
             scores = []
             columns = batch.tensors["response"], batch.tensors["answer"], batch.inline["truncated"]
             for tokens, answer, truncated in zip(*columns, strict=True):
                 # Most tasks score a truncated response as an empty one.
                 text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
                 scores.append(task.reward(text, bytes(answer.tolist()).decode()))
+            mean_s = (monotonic() - start_s) / len(scores)
         await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
+        samples.send(batch, {row: Score(reward, {}, "", mean_s) for row, reward in enumerate(scores)})
 
 
 class FunctionRewards:
@@ -66,6 +71,7 @@ class FunctionRewards:
         self._scorer = RewardScorer(
             config.reward, is_deterministic=config.deterministic, cache=judge_file(Path(config.run_dir))
         )
+        self._samples = ScoredSamples(session, config, stop)
         self._most = most_slots(config)
         self._open = 0
         """Slots that are being scored."""
@@ -129,6 +135,7 @@ class FunctionRewards:
             inline["reward"] = [found[index].reward for index in kept]
             slots, leases = [batch.slots[index] for index in kept], [batch.leases[index] for index in kept]
             await self._session.commit("reward", slots, leases, inline=inline)
+        self._samples.send(batch, {index: _score(one) for index, one in found.items()})
         self._open -= len(found)
         self._has_room.set()
 
@@ -140,6 +147,10 @@ class FunctionRewards:
             log.warning(
                 "further failures of reward functions are counted (reward_failures in metrics.jsonl), not logged"
             )
+
+
+def _score(one: SampleReward) -> Score:
+    return Score(one.reward, one.numbers, f"{one.reason}: {one.failure}" if one.failure else "", one.seconds)
 
 
 def most_slots(config: RunConfig) -> int:

@@ -50,7 +50,7 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
                 tasks,
                 in_flight=in_flight,
                 with_support=with_support,
-                eval_sampling=config.eval.sampling,
+                eval_sampling=config.eval.sampling(config.rollout.temperature),
             ).run()
 
 

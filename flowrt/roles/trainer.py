@@ -35,6 +35,7 @@ from flowrt.roles.checkpoints import Checkpoints, disk_errors
 from flowrt.roles.engines import train_engine
 from flowrt.roles.main import main
 from flowrt.roles.reference_weights import resume_refreshes, write_refresh
+from flowrt.roles.samples import TrainedSamples
 from flowrt.runtime.files import fsync, fsync_tree, partial_path, replace_directory
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 from flowrt.transport.weights.snapshot import Snapshot
@@ -65,9 +66,10 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     if done:
         await publish(session, engine, ranks, done, is_leader, best=best)
     writing = None if best is None else asyncio.create_task(best.run())
+    samples = TrainedSamples(session, config)
     preempted = False
     for step in range(done, config.steps):
-        micro_batches = await train_step(session, config, engine, ranks, step, objective)
+        micro_batches = await train_step(session, config, engine, ranks, step, objective, samples)
         if preempted := micro_batches is None:
             break
         with session.timeline.busy("step"):
@@ -82,6 +84,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
         if config.reference.refresh and done % config.reference.refresh == 0:
             await refresh_reference(session, config, engine, ranks, done, is_leader)
         await publish(session, engine, ranks, done, is_leader, measured_kl(metrics, step), best)
+        samples.send(step)
         if writing is not None and writing.done():
             writing.result()  # raises what it could not write
         await checkpoints.save_if_due(done)
@@ -183,6 +186,7 @@ async def train_step(
     ranks: RankCollectives,
     step: int,
     objective: Algorithm,
+    samples: TrainedSamples | None = None,
 ) -> int | None:
     """Give the engine this rank's share of the step; returns its number of micro-batches.
 
@@ -190,9 +194,11 @@ async def train_step(
     """
     rng_state = torch.get_rng_state()
     try:
-        return await accumulate(session, config, engine, ranks, step, objective)
+        return await accumulate(session, config, engine, ranks, step, objective, samples)
     except Drained as drained:
         log.info("%s", drained)
+        if samples is not None:
+            samples.clear()
         await collective_call(ranks, config, engine.discard, f"the gradient of step {step} to be discarded")
         torch.set_rng_state(rng_state)
         return None
@@ -216,6 +222,7 @@ async def accumulate(
     ranks: RankCollectives,
     step: int,
     objective: Algorithm,
+    samples: TrainedSamples | None = None,
 ) -> int:
     """Train this rank's share of the step, prefetching one micro-batch; returns the number of micro-batches.
 
@@ -232,14 +239,16 @@ async def accumulate(
         micro_batches += 1
         following = pull()
         with session.timeline.busy("train"):
-            ready = to_training_batch(batch, config, step, objective)
+            ready = to_training_batch(batch, config, step, objective, samples)
             await ranks.local_call(partial(engine.accumulate, ready), f"a pass of step {step}")
         with ranks.exempt():
             batch = await following
     return micro_batches
 
 
-def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Algorithm) -> TrainingBatch:
+def to_training_batch(
+    batch: Batch, config: RunConfig, step: int, objective: Algorithm, samples: TrainedSamples | None = None
+) -> TrainingBatch:
     """Convert pulled groups to a micro-batch with advantages.
 
     Args:
@@ -247,6 +256,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Alg
         config: the run's configuration.
         step: the version being trained, from which staleness is counted.
         objective: the run's algorithm. With scope "step" the engine computes advantages, at the end of the step.
+        samples: what is stored of the samples of the step; None: nothing.
 
     If steps are cut to a token budget, advantages are computed over all responses, and only kept tokens are trained.
     """
@@ -267,6 +277,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Alg
     weights_N = sample_weight(config.algorithm)(staleness_N)
     kept_N: list[int | None] = [int(count) for count in batch.inline.get(KEPT_TOKENS, [])] or [None] * len(batch)
     rows = [row for row, kept in enumerate(kept_N) if kept != 0 and credit.trained_N[row]]
+    captures = None if samples is None else samples.captures(batch, credit.advantages_N)
 
     def kept_prefixes(column: str) -> list[torch.Tensor]:
         return [batch.tensors[column][row][: kept_N[row]] for row in rows]
@@ -282,6 +293,7 @@ def to_training_batch(batch: Batch, config: RunConfig, step: int, objective: Alg
         ages=[step - batch.versions(row)[: kept_N[row]] for row in rows],
         credit=groups if objective.needs.scope == "step" else None,
         supports=[_support(batch, row).prefix(kept_N[row]) for row in rows] if "support" in batch.tensors else None,
+        captures=None if captures is None else [captures[row] for row in rows],
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from flowrt.runtime.clock import Clock
 
+NONFINITE = "nonfinite"
+"""Field of a line of metrics.jsonl with the names of the metrics that are NaN or infinite in that step."""
 MERGE_GAP_S = 0.005
 MIN_GAP_S = 1e-9
 MAX_INTEGER_BITS = 64
@@ -144,11 +146,16 @@ def is_span(line: dict[str, Any]) -> bool:
 
 
 def is_step(line: dict[str, Any]) -> bool:
-    """Whether this is a line of metrics.jsonl: numbers only, with all those that the summary adds up."""
+    """Whether this is a line of metrics.jsonl: numbers, with all those that the summary adds up, and `NONFINITE`."""
     counts = ("step", "samples", "tokens", "staleness_max")
     rates = ("wall_s", "samples_per_s", "staleness_mean")
-    return all(type(line.get(name)) is int for name in counts) and all(
-        _is_number(value) for value in (*(line.get(name) for name in rates), *line.values())
+    names = line.get(NONFINITE, [])
+    numbers = (value for name, value in line.items() if name != NONFINITE)
+    return (
+        all(type(line.get(name)) is int for name in counts)
+        and all(_is_number(value) for value in (*(line.get(name) for name in rates), *numbers))
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
     )
 
 

@@ -164,11 +164,15 @@ def test_prompts_too_long_for_the_embedded_model(refused: Callable[..., Any], tm
     ("flags", "words"),
     [
         ("--eval.interval 5 --data.eval-prompts 0", "eval.interval is 5, and there is nothing to evaluate"),
-        ("--eval.samples 4", "eval.samples is 4 and eval.temperature 0: all answers to a prompt would be the same"),
-        ("--eval.top-p 0.9", "eval.top_k and eval.top_p change nothing with eval.temperature 0"),
+        (
+            "--eval.samples 4 --eval.temperature 0",
+            "eval.samples is 4 and eval.temperature 0: all answers to a prompt would be the same",
+        ),
+        ("--eval.top-p 0.9", "eval.top_k and eval.top_p change nothing where the most likely token is taken"),
         ("--eval.interval 500", "eval.interval is 500, and steps is 120: no version would be due"),
         ("--eval.overlap wait", "eval.overlap wait changes nothing with eval.interval 0"),
         ("--eval.stop-at 0.9 --eval.at-start False", "eval.stop_at changes nothing without evaluations"),
+        ("--eval.data a=x.jsonl --data.eval-prompts 7", "with eval.data no rows are held out"),
         ("--eval.data nameless.jsonl", "eval.data has 'nameless.jsonl'; give NAME=PATH"),
         ("--eval.data a=x.jsonl --eval.data a=y.jsonl", "eval.data has two data sets of the name 'a'"),
         ("--eval.data a=x.jsonl", "recipe arithmetic makes its own problems"),

@@ -26,6 +26,7 @@ ALONE = (
     "metadata",
     "objectives",
     "passes",
+    "seeing",
     "tasks",
     "tensors",
     "weights",

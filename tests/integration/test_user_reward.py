@@ -117,6 +117,7 @@ REFUSED = {
     "ends its process": ("import os\n" + function("os._exit(0)"), "mine.py)", "ended its process with exit code 0"),
     "segfaults": ("import ctypes\n" + function("ctypes.string_at(0)"), ":3)", "was killed by SIGSEGV"),
     "takes memory": (function("return len(bytearray(1 << 40))"), ":2)", "it ran out of memory, on the response '7'"),
+    "opens files": (function("return [open(__file__) for _ in range(2000)]"), ":2)", "Too many open files"),
     "hangs": ("import time\n" + function("time.sleep(99)"), ":3)", "did not return in 1 s, on the response '7'"),
     "hangs in a coroutine": (
         "import asyncio\n" + f"async {function('await asyncio.sleep(99)')}",

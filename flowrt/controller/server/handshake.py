@@ -7,7 +7,7 @@ from flowrt.protocol import messages as m
 
 MAX_NAME_CHARS = 200
 MAX_HOST_CHARS = 1000
-HANDLED_BY_SERVER = (m.Hello, m.Report, m.Leave)
+HANDLED_BY_SERVER = (m.Hello, m.Report, m.SampleRecords, m.Leave)
 NOT_CONNECTED = m.Stop(
     "this worker is not in the run, or was removed from it and its leases given back; connect again",
     EXIT_DISMISSED,

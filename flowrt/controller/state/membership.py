@@ -16,6 +16,8 @@ from flowrt.ids import OBSERVER, WorkerId
 MAX_WAITS = 8
 """Reported waits that are kept for one worker."""
 MAX_WAIT_CHARS = 160
+MAX_DEPARTED = 10_000
+"""Names of workers that have left which are kept."""
 
 
 class Standing(Enum):
@@ -76,6 +78,7 @@ class Membership:
         """Roles that have had a worker since the run began."""
         self.drained: set[WorkerId] = set()
         """Workers that an operator drained, departed or not: they are not to be replaced."""
+        self._departed: dict[WorkerId, None] = {}
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._members
@@ -159,7 +162,15 @@ class Membership:
     def leave(self, worker: WorkerId) -> Member | None:
         """Remove a worker; returns what it was, or None if it was no member."""
         self._work.add_members()
+        if worker in self._members:
+            if len(self._departed) >= MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]
+            self._departed[worker] = None
         return self._members.pop(worker, None)
+
+    def has_departed(self, worker: WorkerId) -> bool:
+        """Whether a worker of this name has left before."""
+        return worker in self._departed
 
     def miss(self, role: str, why: str, now: float) -> None:
         """A worker of this role is lost: the role is vacant if no other worker of it stays."""

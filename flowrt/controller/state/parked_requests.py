@@ -1,8 +1,11 @@
 """Requests that cannot be answered yet. They are not polled: the worklist names those to look at again."""
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from flowrt.controller.events import Command
@@ -118,6 +121,20 @@ class ParkedRequests:
             else:
                 blocked.add(flow)
         return commands
+
+    def oldest(self, count: int) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
+        """The requests that have waited longest, the longest first."""
+        first: list[ParkedRequest[Pull] | ParkedRequest[Offer]] = list(islice(self._offers.values(), count))
+        for pulls in self._pulls.values():
+            first += islice(pulls.values(), count)
+        return heapq.nsmallest(count, first, key=attrgetter("since_s"))
+
+    def waiting(self) -> set[WorkerId]:
+        """The workers with a parked request."""
+        return {worker for worker, parked in self._of.items() if parked}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pulls.values())) + len(self._offers)
 
     def of(self, worker: WorkerId) -> list[ParkedRequest[Pull] | ParkedRequest[Offer]]:
         """The parked requests of a worker."""

@@ -186,6 +186,12 @@ class Ledger:
         """The step from which the run was resumed, across restarts of the controller; None if it never was."""
         return self._replay.resumed_from
 
+    @property
+    def life(self) -> int:
+        """The number of starts and resumes that this run has had; restarts of its controller do not count."""
+        [(count,)] = self._db.execute("SELECT COUNT(*) FROM run_attempts").fetchall()
+        return max(int(count), 1)
+
     def append_replay(self, entry: Entry) -> None:
         """Buffer an entry of the replay log; it needs a commit."""
         self._replay.append(entry, self._uncommitted)

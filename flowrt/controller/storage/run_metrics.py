@@ -12,26 +12,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from flowrt.controller.diagnostics.counters import finite
+from flowrt.controller.diagnostics.counters import finite, non_finite_names
 from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
+from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError
 from flowrt.protocol.records import Evaluation, Position
 from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import is_step, read_lines
+from flowrt.runtime.timeline import NONFINITE, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
     (
         *("step", "wall_s", "samples", "groups", "tokens", "samples_per_s", "staleness_mean", "staleness_max"),
         *("zero_variance_groups", "filtered_groups", "refused_groups_trained", "skipped_prompts"),
-        *FRACTIONS.values(),
+        *(*FRACTIONS.values(), NONFINITE),
     )
 )
 """Fields of a line of metrics.jsonl that no metric or column may overwrite."""
+OF_SAMPLES = frozenset((REWARD_STD, REWARD_P10, REWARD_P90, LENGTH_MEAN, LENGTH_MAX))
+"""Fields that the controller computes from the samples of a step, and that no metric of a trainer may overwrite."""
 EVALUATION = "eval/"
 """Prefix of the fields with results of evaluations, followed by the name of the data set."""
 GUARD = "guard_"
 """Prefix of the fields that say which guards have fired, and after how many consecutive violations."""
+ETA_STEPS = 64
+"""Steps whose rate the time left is estimated from."""
 MAX_WINDOW_STEPS = 10
 """Maximum number of steps in the means `reward_first` and `reward_last`; the two windows never overlap."""
 
@@ -65,11 +70,13 @@ class RunMetrics:
         self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
             key: json.loads(line) for key, line in (evaluations or {}).items()
         }
-        earlier_lines, elapsed_s = _rewrite_metrics(metrics, lines)
+        earlier_lines, elapsed_s, self.rolled_back = _rewrite_metrics(metrics, lines)
+        """``rolled_back``: the first step that metrics.jsonl had and the ledger does not, and the last one."""
         evaluated = run_dir / "evaluations.jsonl"
         if evaluated.exists() or self.evaluations:
             atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
-        self._start_s = start_s - elapsed_s
+        self.start_s = start_s - elapsed_s
+        """Start of the run on this controller's clock, over all its resumes: zero of the run clock."""
         self._first_step = position.step if resumed_from is None else resumed_from
         for path in (metrics, evaluated):
             path.touch(mode=0o600)  # the run directory may be readable for all users
@@ -81,6 +88,7 @@ class RunMetrics:
         self._last: deque[float] = deque(maxlen=MAX_WINDOW_STEPS)
         self._totals = {"samples": 0, "tokens": 0, "lag_sum": 0, "lag_max": 0, "steps": 0}
         self._train_end_s = start_s
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)  # steps done, and when
         self._write_error = ""
         self._earlier_training_s = 0.0  # in earlier attempts, for steps that were not rolled back
         self._first_step_s: float | None = None  # from the start of the run to that of its first step
@@ -98,16 +106,23 @@ class RunMetrics:
         if self._training_start_s is None:
             self._training_start_s = self._train_end_s = now
         if self._first_step_s is None:
-            self._first_step_s = now - self._start_s
+            self._first_step_s = now - self.start_s
 
     def write_step(self, closed: StepClosed, now: float) -> str:
-        """Write the line of a closed step; returns it. NaN and infinity are left out: JSON has neither."""
+        """Write the line of a closed step; returns it.
+
+        NaN and infinity are left out, as JSON has neither; the field ``nonfinite`` names the metrics that have them.
+        """
         means = dict(finite(closed.inline_means))
+        reserved = RESERVED_FIELDS | OF_SAMPLES
         elapsed_s = max(now - self._train_end_s, 1e-9)
+        if not self._step_ends:
+            self._step_ends.append((closed.step, self._train_end_s))
+        self._step_ends.append((closed.step + 1, now))
         self._train_end_s = now
-        line = {
+        line: dict[str, Any] = {
             "step": closed.step,
-            "wall_s": round(now - self._start_s, 4),
+            "wall_s": round(now - self.start_s, 4),
             **{name: round(value, 6) for name, value in means.items() if name not in RESERVED_FIELDS},
             "samples": closed.samples,
             "groups": closed.groups,
@@ -117,14 +132,23 @@ class RunMetrics:
             "staleness_max": max(closed.lags, default=0),
             **dict(closed.counts),
             **{name: round(value, 6) for name, value in closed.fractions},
-            **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in RESERVED_FIELDS},
+            **{name: float(f"{value:.6g}") for name, value in finite(closed.metrics) if name not in reserved},
             **{f"{GUARD}{metric}": violations for metric, violations in closed.fired},
             **self._new_results,
         }
+        if nonfinite := non_finite_names((*closed.inline_means, *closed.metrics)):
+            line[NONFINITE] = nonfinite
         self._new_results = {}
         text = self._write(self._metrics, line)
         self._count(line, sum(closed.lags))
         return text
+
+    def eta_s(self, steps: int) -> float | None:
+        """Seconds until so many steps are done, by the rate of the last ones; None before the first."""
+        if not self._step_ends:
+            return None
+        (first, first_s), (last, last_s) = self._step_ends[0], self._step_ends[-1]
+        return round(max(steps - last, 0) * (last_s - first_s) / max(last - first, 1), 1)
 
     def is_evaluated(self, name: str, version: int) -> bool:
         """Whether the results of this evaluation are known."""
@@ -133,7 +157,7 @@ class RunMetrics:
     def write_evaluation(self, closed: EvaluationClosed, now: float) -> str:
         """Write the line of an evaluation; returns it. The next line of a step has its results too."""
         results = dict(finite(closed.numbers))
-        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self._start_s, 4), **results}
+        line = {"name": closed.name, "version": closed.version, "wall_s": round(now - self.start_s, 4), **results}
         self.evaluations[closed.name, closed.version] = line
         named = {f"{EVALUATION}{closed.name}/{name}": value for name, value in results.items()}
         self._new_results |= {**named, f"{EVALUATION}{closed.name}/version": closed.version}
@@ -189,11 +213,6 @@ class RunMetrics:
             with contextlib.suppress(OSError):
                 file.close()
 
-    @property
-    def start_s(self) -> float:
-        """Start of the run on the controller's clock: times in the run's files count from it."""
-        return self._start_s
-
     def summary(self, account: Account, bound: int, dropped: dict[str, int], now: float) -> dict[str, Any]:
         """The summary of the run; call after `close`.
 
@@ -210,7 +229,7 @@ class RunMetrics:
         return {
             "steps": totals["steps"],
             "resumed_from": self._first_step,
-            "wall_s": round(now - self._start_s, 3),
+            "wall_s": round(now - self.start_s, 3),
             "first_step_s": round(self._first_step_s or 0.0, 3),
             "training_s": round(training_s, 3),
             "reward_window": window,
@@ -251,10 +270,15 @@ def _results(line: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in line.items() if key not in ("name", "version", "wall_s")}
 
 
-def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
-    """Rewrite metrics.jsonl from the ledger's lines; returns them parsed, and the run's elapsed seconds."""
+def _rewrite_metrics(path: Path, known: Sequence[str]) -> tuple[list[dict[str, Any]], float, tuple[int, int] | None]:
+    """Rewrite metrics.jsonl from the ledger's lines.
+
+    Returns them parsed, the run's elapsed seconds, and the first and the last step that are not among them any more.
+    """
     found, _ = read_lines(path, is_step) if path.is_file() else ([], 0)
     kept = [json.loads(text) for text in known]
     if path.exists() or kept:
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept, max((line["wall_s"] for line in (*found, *kept)), default=0.0)
+    undone = {line["step"] for line in found} - {line["step"] for line in kept}
+    elapsed_s = max((line["wall_s"] for line in (*found, *kept)), default=0.0)
+    return kept, elapsed_s, (min(undone), max(undone)) if undone else None

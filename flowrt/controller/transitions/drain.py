@@ -1,7 +1,7 @@
 """Drain: a worker that is told to leave gets no new work, and leaves once nothing is lost with it."""
 
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import Command, Send
+from flowrt.controller.events import Command, LogEvent, Send
 from flowrt.controller.state.state import State
 from flowrt.controller.transitions import preemption, pulls, rollback
 from flowrt.errors import EXIT_OK, RemoteProtocolError
@@ -45,7 +45,9 @@ def _begin(state: State, message: Drain, by_operator: bool) -> list[Command]:
     worker = WorkerId(message.worker)
     state.membership.drain(worker, by_operator)
     state.models.clear_outdated(worker)
-    return [Send(worker, message), *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
+    text = f"{worker} is to leave without losing a sample{', as an operator ordered' if by_operator else ''}"
+    ordered = LogEvent("drained", state.window.step, text, worker)
+    return [Send(worker, message), ordered, *pulls.reject_pulls(state, worker, f"{worker} is leaving the run")]
 
 
 def _fault(state: State, env: Environment, worker: WorkerId) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS, validate_names
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import Command, EvaluationClosed, Send
+from flowrt.controller.events import Command, EvaluationClosed, LogEvent, Send
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Lease
 from flowrt.controller.state.state import State
@@ -48,6 +48,8 @@ def _drop(state: State, env: Environment, version: int) -> list[Command]:
     for _ in groups:
         state.dropped.count(LOST_VERSION)
     commands = rollback.close(state, env, groups)
+    text = f"no worker has version {version} any more: its evaluation with {len(groups)} prompts is dropped"
+    commands.append(LogEvent("version_lost", state.window.step, text, fields=(("version", version),)))
     return commands + [Send(worker, VersionLost(version)) for worker in sorted(owners & state.requests.offerers.keys())]
 
 

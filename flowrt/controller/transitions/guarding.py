@@ -6,7 +6,7 @@ All of it follows from the recorded events, so that a replayed history warns, ho
 from dataclasses import replace
 
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Command, LogGuard, PreemptRun, StepClosed
+from flowrt.controller.events import AppendReplay, Command, LogEvent, PreemptRun, StepClosed
 from flowrt.controller.policies.guards import Firing, count_violations
 from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
 from flowrt.controller.state.state import State
@@ -53,4 +53,4 @@ def _log(state: State, firing: Firing, step: int) -> list[Command]:
     held = f"; the staleness bound is 0 for {firing.rule.hold_steps} steps" if firing.rule.action == "hold" else ""
     text = f"{firing}{held}"
     state.guards.note_logged(firing.index, step, text)
-    return [LogGuard(step, text)]
+    return [LogEvent("guard", step, text)]

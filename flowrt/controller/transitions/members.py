@@ -1,7 +1,8 @@
 """Members: workers that join, report, complete their roles, leave or are lost, and what they send to each other."""
 
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Command, Dismiss, Send, WorkerConnected
+from flowrt.controller.events import AppendReplay, Command, Dismiss, LogEvent, Send, WorkerConnected
+from flowrt.controller.state.membership import Member
 from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
 from flowrt.controller.state.state import State
 from flowrt.controller.transitions import rollback
@@ -18,13 +19,18 @@ KEY_OVERHEAD_BYTES = 100
 def connected(state: State, event: WorkerConnected, now: float) -> list[Command]:
     """Add a worker that was admitted."""
     worker = event.worker
+    is_restarted = state.membership.has_departed(worker) and not event.term
     state.membership.join(worker, event.role, event.host, now)
     state.lanes.join(worker, event.lanes)
     state.recovery.join(worker, event.term)
     if event.role == OBSERVER:
         return []
     state.note_progress(now)
-    return [AppendReplay(WorkerJoined(worker, event.role))]
+    how = "has been restarted" if is_restarted else "has rejoined" if event.term else "has joined"
+    text = f"{worker} ({event.role} on host {event.host!r}) {how}"
+    fields = (("role", event.role), ("host", event.host))
+    joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
+    return [AppendReplay(WorkerJoined(worker, event.role)), joined]
 
 
 def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, now: float) -> list[Command]:
@@ -32,7 +38,12 @@ def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, 
     member = state.membership.leave(worker)
     if member is None or state.ended is not None:  # after the end all workers leave
         return []
-    commands: list[Command] = [] if member.role == OBSERVER else [AppendReplay(WorkerLeft(worker))]
+    commands: list[Command] = []
+    if member.role != OBSERVER:
+        commands += [
+            AppendReplay(WorkerLeft(worker)),
+            LogEvent("gone", state.window.step, _gone(member, reason), worker),
+        ]
     commands += _forget(state, env, worker)
     roles = env.settings
     if member.is_leaving or (not reason and member.finished):
@@ -46,6 +57,19 @@ def disconnected(state: State, env: Environment, worker: WorkerId, reason: str, 
     elif member.role in roles.replaceable_roles:
         state.membership.miss(member.role, why, now)
     return commands
+
+
+def _gone(member: Member, reason: str) -> str:
+    """How a worker has left, as a sentence."""
+    if reason:
+        why = f"is gone: {reason}"
+    elif member.finished:
+        why = "has completed its part and left"
+    elif member.is_leaving:
+        why = "has left in order"
+    else:
+        why = "left before its part was complete; see its log"
+    return f"{member.id} ({member.role} on host {member.host!r}) {why}"
 
 
 def _forget(state: State, env: Environment, worker: WorkerId) -> list[Command]:

@@ -3,7 +3,7 @@
 import math
 
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Command, Send
+from flowrt.controller.events import AppendReplay, Command, LogEvent, Send
 from flowrt.controller.state.replay import LATEST, CounterSet
 from flowrt.controller.state.state import State
 from flowrt.controller.state.transfers import check_receiver
@@ -25,7 +25,9 @@ def publish(state: State, env: Environment, worker: WorkerId, message: m.Publish
     # Workers whose pulls wait for newer weights were not sent to fetch any while there were none.
     state.work.add_stages(state.table.flows.generating)
     state.work.add_offers()  # some may wait for this version
-    return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest))]
+    text = f"{worker} has published version {versions.newest} of {versions.model}"
+    published = LogEvent("published", state.window.step, text, worker, (("version", versions.newest),))
+    return [AppendReplay(CounterSet(LATEST + versions.model, versions.newest)), published]
 
 
 def weights_staged(

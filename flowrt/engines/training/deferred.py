@@ -126,6 +126,9 @@ class DeferredStep:
             return batch
         credit = self._algorithm.credit(everything)
         batch = replace(batch, advantages_N=credit.advantages_N[mine].float(), credit=None)
+        for row, capture in enumerate(batch.captures or ()):
+            if capture is not None:
+                capture.advantage = float(batch.advantages_N[row])
         rows = credit.trained_N[mine].nonzero().flatten().tolist()
         self._before = [self._before[row] for row in rows] if self._before else []
         self._entropies = [self._entropies[row] for row in rows] if self._entropies else []
@@ -202,6 +205,7 @@ def _joined(batches: Sequence[TrainingBatch]) -> TrainingBatch:
     ages = [one.ages for one in batches if one.ages is not None]
     supports = [one.supports for one in batches if one.supports is not None]
     credits_ = [one.credit for one in batches if one.credit is not None]
+    captures = [one.captures for one in batches if one.captures is not None]
     return TrainingBatch(
         prompts=[prompt for one in batches for prompt in one.prompts],
         responses=[response for one in batches for response in one.responses],
@@ -213,6 +217,7 @@ def _joined(batches: Sequence[TrainingBatch]) -> TrainingBatch:
         ages=[one for some in ages for one in some] if ages else None,
         credit=_joined_groups(credits_) if credits_ else None,
         supports=[one for some in supports for one in some] if supports else None,
+        captures=[one for some in captures for one in some] if len(captures) == len(batches) else None,
     )
 
 
@@ -242,6 +247,7 @@ def _select(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
         groups_N=batch.groups_N[kept],
         ages=None if ages is None else [ages[row] for row in kept],
         supports=None if batch.supports is None else [batch.supports[row] for row in kept],
+        captures=None if batch.captures is None else [batch.captures[row] for row in kept],
     )
 
 

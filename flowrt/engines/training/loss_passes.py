@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrt.algorithms.algorithm import Adaptive, Algorithm, Count, StepTokens, Term, Tokens
 from flowrt.algorithms.ratios import clamped_log_ratio_T
 from flowrt.algorithms.support import Support, singletons
-from flowrt.engines.base import TrainingBatch
+from flowrt.engines.base import Capture, TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_predictions
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ class LossPasses:
         before_T = present_T
         if deferred is not None and deferred.before:
             before_T = torch.cat([deferred.before[row] for row in rows]).to(present_T)
+        if batch.captures is not None:
+            _capture(before_T, [batch.captures[row] for row in rows], [len(one) for one in responses])
         anchors = {"present": present_T, "rollout": rollout_T, "step": before_T}
         tokens = Tokens(
             logprobs_T=logprobs_T,
@@ -251,6 +253,16 @@ class LossPasses:
         self.numbers = first_numbers(self.algorithm) | {
             name: value for name, value in saved.items() if name in self.numbers
         }
+
+
+def _capture(logprobs_T: Tensor, captures: Sequence[Capture | None], lengths: Sequence[int]) -> None:
+    """Note the log-probabilities of samples that are stored, the first time that they are computed."""
+    wanted = [one is not None and one.logprobs_T is None for one in captures]
+    if not any(wanted):
+        return
+    for one, row_T in zip(captures, logprobs_T.split(list(lengths)), strict=True):
+        if one is not None and one.logprobs_T is None:
+            one.logprobs_T = row_T.to("cpu", copy=True)
 
 
 def _supports(batch: TrainingBatch, rows: Sequence[int], recorded: Sequence[Recorded | None]) -> list[Support] | None:

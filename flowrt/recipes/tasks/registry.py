@@ -24,7 +24,12 @@ def recipe(name: str) -> Recipe:
 
 
 def task_of(config: RunConfig) -> Task:
-    """The prompts and the reward of a run. Raises ConfigError if its data is missing or malformed."""
+    """The prompts and the reward of a run; with ``eval.data`` no rows are held out of the training data.
+
+    Raises ConfigError if its data is missing or malformed.
+    """
+    if config.eval.data:
+        config = replace(config, data=replace(config.data, eval_prompts=0))
     return recipe(config.recipe).task(config)
 
 

@@ -70,7 +70,7 @@ def test_what_is_left_out_of_a_report_is_its_numbers_only(tmp_path: Path, caplog
     ledger = Ledger(tmp_path / "ledger.sqlite")
     times = TimeRecorder(tmp_path, 0.0, 0.0, 0, 1.0)
     times.account.joined("rollout-0", "rollout", 0.0)
-    books = RunRecorder(ledger, journal, times)
+    books = RunRecorder(ledger, journal, times=times)
     span = BusySpan("train", 0.0, 1.0)
     with caplog.at_level(logging.WARNING):
         books.record_report("rollout-0", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from flowrt.controller.diagnostics.status import status
-from flowrt.controller.events import AppendReplay, Command, EndRun, LogGuard, StepClosed, Tick
+from flowrt.controller.events import AppendReplay, Command, EndRun, LogEvent, StepClosed, Tick
 from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
 from flowrt.errors import EXIT_GUARD, ConfigError
@@ -39,7 +39,7 @@ def closed(commands: list[Command]) -> StepClosed:
 
 
 def logged(commands: list[Command]) -> list[str]:
-    return [one.text for one in commands if isinstance(one, LogGuard)]
+    return [one.text for one in commands if isinstance(one, LogEvent) and one.kind == "guard"]
 
 
 def test_a_rule_warns_once_in_fifty_steps() -> None:

@@ -144,6 +144,8 @@ def _change(config: Any) -> Any:
             changes[field.name] = next(other for other in get_args(hints[field.name]) if other != value)
         elif dataclasses.is_dataclass(value):
             changes[field.name] = _change(value)
+        elif value is None:  # a number that is not set
+            changes[field.name] = 0.5
         elif isinstance(value, bool):
             changes[field.name] = not value
         elif isinstance(config, AlgorithmConfig) and field.name == "name":
@@ -427,7 +429,7 @@ def test_every_field_is_explained_in_one_sentence(name: str, doc: str, help_text
     hint = numeric_fields().get(name)
     interval = interval_of(hint)
     bounds = "" if interval is None else squeeze(f"({span(interval, get_args(hint)[0])}; default")
-    kinds = r"(STR|INT|FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])"
+    kinds = r"(STR|INT|(\{None\}\|)?FLOAT|\{[\w,]+\}|\[STR\[STR\.\.\.\]\])"
     assert re.search(flag + kinds + re.escape(squeeze(doc) + bounds), help_text), name
 
 

@@ -1,5 +1,6 @@
 """Data sets of evaluations: their own rows, whatever the run trains on."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_prompts_of_a_run_are_checked_with_those_of_its_evaluations(tmp_path: Pa
     assert found[-1][1].endswith("held.jsonl, line 1")
 
 
+def test_several_samples_are_drawn_at_the_temperature_of_the_rollout(tmp_path: Path) -> None:
+    drawn = ("--data", str(rows(tmp_path / "a.jsonl", ["one", "two"])), "--rollout.temperature", "0.7")
+
+    def temperature(*flags: str) -> float | None:
+        run = config(tmp_path, *drawn, "--eval.data", "mine=held.jsonl", *flags)
+        sampling = run.eval.sampling(run.rollout.temperature)
+        return None if sampling is None else sampling.temperature
+
+    assert temperature() is None
+    assert temperature("--eval.samples", "4") == 0.7
+    assert temperature("--eval.samples", "4", "--eval.temperature", "0.2") == 0.2
+    assert temperature("--eval.temperature", "0.2") == 0.2
+
+
 def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
     training = rows(tmp_path / "a.jsonl", ["one", "two", "three"])
     held = rows(tmp_path / "held.jsonl", ["four", "two ", "one"])
@@ -59,3 +74,12 @@ def test_prompts_that_are_trained_are_refused(tmp_path: Path) -> None:
         check_eval_sets(run, task_of(run))
     allowed = config(tmp_path, "--data", str(training), "--eval.data", f"mine={held}", "--data.allow-overlap", "True")
     check_eval_sets(allowed, task_of(allowed))
+
+
+def test_no_rows_are_held_out_beside_data_of_evaluations(tmp_path: Path) -> None:
+    training, held = rows(tmp_path / "a.jsonl", ["one", "two", "three"]), rows(tmp_path / "held.jsonl", ["four"])
+    held_out = ("--data", str(training), "--data.eval-prompts", "1")
+    assert len(task_of(config(tmp_path, *held_out)).training_problems()) == 2
+    both = config(tmp_path, "--data", str(training), "--data.eval-prompts", "0", "--eval.data", f"mine={held}")
+    with_default = dataclasses.replace(both, data=dataclasses.replace(both.data, eval_prompts=64))
+    assert len(task_of(with_default).training_problems()) == 3

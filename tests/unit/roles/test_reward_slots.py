@@ -1,20 +1,24 @@
 """How many samples a reward worker holds: all are scored within their leases, however slow the functions are."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.recipes.config_io import parse
 from flowrt.roles.reward import LEASE_SHARE, MAX_PULL_SLOTS, most_slots
 
+CUSTOM = parse(["custom", "--reward", "exact"])
+ROUNDING = 1 + 1e-12
+
 
 @given(st.floats(0.1, 1e5), st.integers(1, 64), st.floats(1, 1e4), st.integers(1, 3))
 def test_slots_fit_their_leases(timeout_s: float, workers: int, lease_s: float, functions: int) -> None:
-    names = [word for index in range(functions) for word in ("--reward", f"f{index}=exact")]
-    limits = ["--reward.timeout-s", str(timeout_s), "--reward.workers", str(workers)]
-    config = parse(["custom", *names, *limits, "--controller.lease-s", str(lease_s)])
-    most = most_slots(config)
+    names = tuple(f"f{index}=exact" for index in range(functions))
+    reward = replace(CUSTOM.reward, functions=names, timeout_s=timeout_s, workers=workers)
+    most = most_slots(replace(CUSTOM, reward=reward, controller=replace(CUSTOM.controller, lease_s=lease_s)))
     assert 1 <= most <= MAX_PULL_SLOTS
-    assert most == 1 or most * functions * timeout_s / workers <= LEASE_SHARE * lease_s
+    assert most == 1 or most * functions * timeout_s / workers <= LEASE_SHARE * lease_s * ROUNDING
 
 
 def test_requests_share_their_concurrency() -> None:

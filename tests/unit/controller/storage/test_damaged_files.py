@@ -130,7 +130,7 @@ def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, fl
             times = TimeRecorder(run_dir, 0.0, 0.0, 0, 1.0)
             times.account.joined("mine", "mine", 0.0)
             ledger.resume(0, 0.0)
-            recorder = RunRecorder(ledger, run_metrics, times)
+            recorder = RunRecorder(ledger, run_metrics, times=times)
             spans = tuple(BusySpan("train", value, value) for value in metrics)
             recorder.record_report("mine", Report(spans, tuple(numbers), ()), 0)
             named = tuple((f"metric{index}", value) for index, value in enumerate(metrics))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.cli import main
-from flowrt.controller.events import AppendLedger, Persist, StepClosed
+from flowrt.controller.events import AppendLedger, LogEvent, Persist, StepClosed
 from flowrt.controller.storage.ledger import Account, Ledger
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.errors import ConfigError, RemoteProtocolError
@@ -193,7 +193,9 @@ def test_what_the_run_is_done_with_is_refused() -> None:
 
 def test_a_checkpoint_of_another_step_is_illegal() -> None:
     talk = CoreDriver()
-    assert talk.say("trainer0", m.CheckpointWritten(1, 0)) == [Persist(WorkerId("trainer0"), 1)]
+    logged, persist = talk.say("trainer0", m.CheckpointWritten(1, 0))
+    assert isinstance(logged, LogEvent)
+    assert (logged.kind, persist) == ("checkpoint", Persist(WorkerId("trainer0"), 1))
     talk.assert_illegal("trainer0", m.CheckpointWritten(2, 1))
 
 

@@ -1,0 +1,160 @@
+"""Event log of a run: events.jsonl, one line for each event that a user would ask about.
+
+The file has at most 10,000 lines: beyond that its older half is thinned, the most frequent kinds first. It is kept over
+resumes and restarts of the controller. A write that fails is one warning; the run goes on without the file.
+"""
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from flowrt.controller.events import EventKind
+from flowrt.runtime.files import atomic_write
+
+log = logging.getLogger(__name__)
+EVENTS = "events.jsonl"
+MAX_EVENTS = 10_000
+MAX_TEXT_CHARS = 2_000
+KEPT_KINDS: frozenset[str] = frozenset(("started", "resumed", "controller_restarted", "rolled_back", "ended"))
+"""Kinds that are never thinned: what other lines mean depends on them."""
+Value = int | float | str | None
+
+
+class EventLog:
+    """Writer of events.jsonl. Each event is written at once, so a controller that is killed loses none."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        start_s: float,
+        term: int = 1,
+        unix_time: Callable[[], float] = time.time,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        """Open the file, or that of an earlier controller of the run.
+
+        Args:
+            run_dir: the run directory.
+            start_s: start of the run on the controller's clock, over all its resumes: zero of ``wall_s``.
+            term: the number of this controller of the run.
+            unix_time: seconds since 1970.
+            max_events: number of lines beyond which the older half is thinned.
+        """
+        self._path = run_dir / EVENTS
+        self._start_s = start_s
+        self._term = term
+        self._unix_time = unix_time
+        self._max = max_events
+        self._fd = -1
+        self._lines = 0
+        self._failed = False
+        try:
+            self._lines = len(self._repair())
+            self._open()
+        except OSError as error:
+            self._fail(error)
+
+    def add(
+        self, kind: EventKind, text: str, step: int, now: float, worker: str | None = None, **more: Value
+    ) -> dict[str, Value]:
+        """Append an event; returns its line.
+
+        Args:
+            kind: what has happened.
+            text: one plain sentence about it.
+            step: the step in training.
+            now: seconds on the controller's clock.
+            worker: the worker that it happened to, if any.
+            more: further fields of the line; NaN and infinity are written as null.
+        """
+        line: dict[str, Value] = {
+            "wall_s": round(now - self._start_s, 4),
+            "unix_s": round(self._unix_time(), 3),
+            "term": self._term,
+            "step": step,
+            "kind": kind,
+            "text": text[:MAX_TEXT_CHARS],
+        }
+        if worker is not None:
+            line["worker"] = worker
+        line |= {name: _finite(value) for name, value in more.items() if name not in line}
+        if not self._failed:
+            try:
+                self._append(json.dumps(line, allow_nan=False) + "\n")
+            except OSError as error:
+                self._fail(error)
+        return line
+
+    def close(self) -> None:
+        """Close the file; events that are added later are lost."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+        self._failed = True
+
+    def _append(self, text: str) -> None:
+        data = text.encode()
+        if os.write(self._fd, data) != len(data):
+            raise OSError(28, os.strerror(28))
+        self._lines += 1
+        if self._lines > self._max:
+            self._thin()
+
+    def _thin(self) -> None:
+        lines = [line for line in self._path.read_bytes().split(b"\n") if line]
+        half = len(lines) // 2
+        kept = [*_thinned(lines[:half], half // 2), *lines[half:]]
+        atomic_write(self._path, b"".join(line + b"\n" for line in kept).decode(errors="replace"))
+        os.close(self._fd)
+        self._fd = -1
+        self._open()
+        self._lines = len(kept)
+
+    def _repair(self) -> list[bytes]:
+        """Remove a partial last line; returns the whole ones."""
+        if not self._path.exists():
+            return []
+        whole, newline, partial = self._path.read_bytes().rpartition(b"\n")
+        if partial:
+            os.truncate(self._path, len(whole) + len(newline))
+        return whole.splitlines()
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        log.warning("%s cannot be written: %s; the run goes on without it", self._path, error.strerror)
+
+
+def _finite(value: Value) -> Value:
+    return None if isinstance(value, float) and not -float("inf") < value < float("inf") else value
+
+
+def _thinned(lines: Sequence[bytes], wanted: int) -> list[bytes]:
+    """At most ``wanted`` of the lines if that is possible, in order: every second one of the most frequent kind goes,
+    then again of the most frequent one.
+    """
+    kinds = [_kind(line) for line in lines]
+    kept = dict(enumerate(kinds))
+    while len(kept) > wanted:
+        counts = Counter(kind for kind in kept.values() if kind not in KEPT_KINDS)
+        kind, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+        if count < 2:
+            break
+        for place, at in enumerate([at for at, of in kept.items() if of == kind]):
+            if place % 2:
+                del kept[at]
+    return [lines[at] for at in kept]
+
+
+def _kind(line: bytes) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return ""
+    return str(found.get("kind", "")) if isinstance(found, Mapping) else ""

@@ -1,0 +1,424 @@
+"""Sample store: samples.sqlite, written by a thread of its own, never within a transaction of the ledger.
+
+- The event loop buffers the records that workers send, within a rate and a size, and hands them over at each tick.
+  What does not fit is counted, not queued.
+- A scored sample comes from a reward worker, its advantage and log-probabilities from a trainer, and how its prompt
+  ended from the ledger's records; they are joined by epoch, prompt, member and attempt, in whatever order they come.
+- A sample is listed under the step that trained it. One that is not trained, or not yet, has the step that was in
+  training when it was scored, and one of an evaluation the version that it is of.
+- Nothing here ends a run: a failure is one notice, and what could not be written is counted.
+"""
+
+import json
+import queue
+import sqlite3
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from flowrt.controller.storage.sample_schema import SAMPLES_VERSION, create_sample_tables
+from flowrt.errors import FlowError
+from flowrt.protocol.sample_records import (
+    EVAL,
+    MAX_MESSAGE_RECORD_BYTES,
+    TRAIN,
+    ScoredSample,
+    TrainedSample,
+    decode_record,
+    stored_text,
+)
+from flowrt.runtime.waits import join_thread
+
+BYTES_PER_S = 1_000_000.0
+"""Records of a run per second, over longer times."""
+BURST_BYTES = 4_000_000
+"""Records that may come at once."""
+MAX_WAITING_BYTES = 16_000_000
+"""Records that wait for the thread; more are not taken."""
+MAX_SINGLES = 8
+"""Truncated samples of a step that are stored although their group is not."""
+RECENT_STEPS = 50
+"""The newest steps, whose samples are the last to be deleted."""
+MAX_REMEMBERED = 8192
+"""Prompts whose end, and samples whose training, are remembered until their record comes."""
+PRUNE_TO = 0.9
+"""Share of the limit that is left after samples were deleted."""
+DELETED_STEPS = 32
+"""Steps whose samples are deleted in one transaction, so that the log stays short."""
+RETRY_S = 30.0
+CLOSE_S = 10.0
+LOG_PAGES = 256
+"""Pages of the write-ahead log after which it is checkpointed."""
+OVER_RATE, SLOW_DISK, MALFORMED, NOT_WRITTEN = "over the rate", "slow disk", "malformed", "not written"
+FILTERED, DELETED, TRUNCATED = "of filtered groups", "deleted", "truncated"
+_FILTERED_REASON = "filtered"
+
+_INSERT = """
+INSERT INTO samples (step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason,
+    version_min, version_max, spans, tokens, prompt_text, completion, ids, reward_s, flagged)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET reward = excluded.reward, parts = excluded.parts, finish = excluded.finish,
+    reason = excluded.reason, attempt = excluded.attempt, version_min = excluded.version_min,
+    version_max = excluded.version_max, spans = excluded.spans, tokens = excluded.tokens,
+    prompt_text = excluded.prompt_text, completion = excluded.completion, ids = excluded.ids,
+    reward_s = excluded.reward_s, flagged = excluded.flagged
+"""
+_TRAINED = """
+UPDATE samples SET step = ?, advantage = ?, logprobs = ?, trainer_logprobs = ?
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND life = ?
+"""
+_ENDED = """
+UPDATE samples SET step = ?, flagged = MAX(flagged, ?), reason = CASE reason WHEN '' THEN ? ELSE reason END
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND life = ?
+"""
+
+
+class Outcome(NamedTuple):
+    """How a prompt ended: in which step it was trained or dropped, and why."""
+
+    epoch: int
+    prompt: int
+    step: int
+    reason: str = ""
+    """Empty if it was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is written together."""
+
+    records: Sequence[tuple[bytes, int]]
+    """Records, each with the step in training when it came."""
+    outcomes: Sequence[Outcome]
+    left_out: Counter[str]
+    size: int
+
+
+class SampleStore:
+    """The sample store of a run, as its event loop sees it."""
+
+    def __init__(self, path: Path, *, per_step: int, max_bytes: int) -> None:
+        """Nothing is opened before `begin`.
+
+        Args:
+            path: of the file, which is continued if it is there.
+            per_step: the most samples of filtered groups of a step.
+            max_bytes: size at which samples of older steps are deleted.
+        """
+        self._path = path
+        self._per_step = per_step
+        self._max_bytes = max_bytes
+        self._records: list[tuple[bytes, int]] = []
+        self._outcomes: list[Outcome] = []
+        self._left_out: Counter[str] = Counter()
+        self._size = 0
+        self._allowed = float(BURST_BYTES)
+        self._allowed_at_s: float | None = None
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._waiting = 0
+        self._lock = threading.Lock()  # of _waiting
+        self._thread: threading.Thread | None = None
+
+    def begin(self, life: int, step: int) -> None:
+        """Start writing: the start or resume number ``life`` of the run, which goes on from ``step``."""
+        writer = SampleWriter(self._path, per_step=self._per_step, max_bytes=self._max_bytes, life=life, step=step)
+        self._thread = threading.Thread(target=self._run, args=(writer,), name="samples", daemon=True)
+        self._batches.put(_Batch((), (), Counter(), 0))  # creates the file
+        self._thread.start()
+
+    def add(self, records: Sequence[bytes], step: int, now: float) -> None:
+        """Take what a worker sent while ``step`` was in training, as far as the rate allows."""
+        before_s = now if self._allowed_at_s is None else self._allowed_at_s
+        self._allowed = min(self._allowed + (now - before_s) * BYTES_PER_S, BURST_BYTES)
+        self._allowed_at_s = now
+        size = sum(map(len, records))
+        if size > MAX_MESSAGE_RECORD_BYTES:
+            self._left_out[MALFORMED] += len(records)
+        elif size > self._allowed:
+            self._left_out[OVER_RATE] += len(records)
+        elif self._waiting + self._size + size > MAX_WAITING_BYTES:
+            self._left_out[SLOW_DISK] += len(records)
+        else:
+            self._allowed -= size
+            self._size += size
+            self._records += [(record, step) for record in records]
+
+    def ended(self, outcome: Outcome) -> None:
+        """A prompt was trained or dropped."""
+        self._outcomes.append(outcome)
+
+    def tick(self) -> list[str]:
+        """Hand over what has come since the last call; returns new notices, a sentence each."""
+        if self._records or self._outcomes or self._left_out:
+            with self._lock:
+                self._waiting += self._size
+            self._batches.put(_Batch(self._records, self._outcomes, self._left_out, self._size))
+            self._records, self._outcomes, self._left_out, self._size = [], [], Counter(), 0
+        notices: list[str] = []
+        with suppress(queue.Empty):
+            while True:
+                notices.append(self._notices.get_nowait())
+        return notices
+
+    def close(self) -> list[str]:
+        """Write what has come, and end the thread; returns the last notices."""
+        notices = self.tick()
+        if self._thread is not None:
+            self._batches.put(None)
+            if not join_thread(self._thread, CLOSE_S):
+                notices.append(f"{self._path} was not completed within {CLOSE_S:.0f} s: is the disk stuck?")
+            self._thread = None
+        return notices + self.tick()
+
+    def _run(self, writer: "SampleWriter") -> None:
+        while (batch := self._batches.get()) is not None:
+            if notice := writer.write(batch.records, batch.outcomes, batch.left_out):
+                self._notices.put(notice)
+            with self._lock:
+                self._waiting -= batch.size
+        writer.close()
+
+
+class SampleWriter:
+    """Writes samples.sqlite; used by one thread."""
+
+    def __init__(self, path: Path, *, per_step: int, max_bytes: int, life: int, step: int) -> None:
+        """As `SampleStore`, and `SampleStore.begin`."""
+        self._path = path
+        self._per_step = per_step
+        self._max_bytes = max_bytes
+        self._life = life
+        self._step = step
+        self._db: sqlite3.Connection | None = None
+        self._retry_s = 0.0
+        self._has_failed = False
+        self._left_out: Counter[str] = Counter()
+        self._ends: OrderedDict[tuple[int, int], Outcome] = OrderedDict()
+        self._trained: OrderedDict[tuple[int, int, int, int], TrainedSample] = OrderedDict()
+        """Trained samples whose record of the reward worker has not come."""
+        self._singles: OrderedDict[int, int] = OrderedDict()
+        self._filtered: OrderedDict[int, int] = OrderedDict()
+
+    def write(
+        self,
+        records: Sequence[tuple[bytes, int]],
+        outcomes: Sequence[Outcome] = (),
+        left_out: Counter[str] | None = None,
+    ) -> str:
+        """Write records with the steps in which they came, and ends of prompts, in one transaction.
+
+        Args:
+            records: of `SampleRecords`; malformed ones are counted.
+            outcomes: of prompts, trained or dropped.
+            left_out: number of samples that were left out before, by reason.
+
+        Returns:
+            A notice of the first failure in a row, or that writing goes on; otherwise empty.
+        """
+        self._left_out.update(left_out or {})
+        if monotonic() < self._retry_s:
+            self._left_out[NOT_WRITTEN] += len(records)
+            return ""
+        before = Counter(self._left_out)
+        try:
+            database = self._opened()
+            database.execute("BEGIN IMMEDIATE")
+            for data, step in records:
+                self._add(database, data, step)
+            for outcome in outcomes:
+                self._end(database, outcome)
+            database.executemany(
+                "INSERT INTO left_out VALUES (?, ?) ON CONFLICT DO UPDATE SET samples = samples + excluded.samples",
+                list(self._left_out.items()),
+            )
+            database.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            before[NOT_WRITTEN] += len(records)
+            return self._failed(error, before)
+        self._left_out.clear()
+        try:
+            self._prune(database)
+        except sqlite3.Error as error:
+            return self._failed(error, self._left_out)
+        if self._has_failed:
+            self._has_failed = False
+            return f"samples are stored in {self._path} again"
+        return ""
+
+    def close(self) -> None:
+        """Close the file; its log is checkpointed into it."""
+        if self._db is not None:
+            with suppress(sqlite3.Error):
+                self._db.close()
+            self._db = None
+
+    def _failed(self, error: Exception, left_out: Counter[str]) -> str:
+        """Keep the counts that are not written yet, and try again later."""
+        self._left_out = left_out
+        if self._db is not None:
+            with suppress(sqlite3.Error):
+                self._db.close()  # rolls back
+            self._db = None
+        self._retry_s = monotonic() + RETRY_S
+        if self._has_failed:
+            return ""
+        self._has_failed = True
+        return (
+            f"samples are not stored: {self._path} cannot be written: {error}; the run goes on without, and tries "
+            f"again every {RETRY_S:.0f} s: is the disk full, or the file damaged?"
+        )
+
+    def _opened(self) -> sqlite3.Connection:
+        """The file; it is created if it is not there. Raises sqlite3.Error and OSError."""
+        if self._db is not None:
+            return self._db
+        self._path.touch(mode=0o600)  # SQLite would make it readable for all users; its log gets the same rights
+        database = sqlite3.connect(self._path, isolation_level=None, timeout=5.0, check_same_thread=False)
+        try:
+            if database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
+                database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                database.execute("PRAGMA journal_mode=WAL")
+                create_sample_tables(database)
+            [(version,)] = database.execute("PRAGMA user_version").fetchall()
+            if version != SAMPLES_VERSION:
+                raise sqlite3.DatabaseError(f"it has schema version {version}, and this flowrt has {SAMPLES_VERSION}")
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=NORMAL")
+            database.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
+            database.execute(f"PRAGMA journal_size_limit={LOG_PAGES * 4096}")
+            database.execute("INSERT OR IGNORE INTO lives VALUES (?, ?, ?)", (self._life, self._step, time.time()))
+        except sqlite3.Error:
+            database.close()
+            raise
+        self._db = database
+        return database
+
+    # ---- records
+
+    def _add(self, database: sqlite3.Connection, data: bytes, step: int) -> None:
+        try:
+            record = decode_record(data)
+            if isinstance(record, ScoredSample):
+                texts = [stored_text(one) for one in record.data[:2]]
+        except FlowError:
+            self._left_out[MALFORMED] += 1
+            return
+        if isinstance(record, TrainedSample):
+            self._add_trained(database, record)
+        else:
+            self._add_scored(database, record, texts, step)
+
+    def _add_scored(
+        self, database: sqlite3.Connection, record: ScoredSample, texts: Sequence[bytes | str], step: int
+    ) -> None:
+        versions = [version for version, count in zip(record.spans[::2], record.spans[1::2], strict=True) if count]
+        newest, oldest = max(versions, default=None), min(versions, default=None)
+        reason, is_flagged = record.reason, bool(record.reason) or record.is_single
+        if record.flow == EVAL:
+            step = newest or 0
+            is_flagged = True
+        elif (end := self._ends.get((record.epoch, record.prompt))) is not None:
+            step, reason = end.step, reason or end.reason
+            is_flagged |= bool(end.reason)
+        is_truncated = record.flow == TRAIN and record.is_single and not record.reason
+        if is_truncated and not _take(self._singles, step, 1, MAX_SINGLES):
+            self._left_out[TRUNCATED] += 1
+            return
+        database.execute(
+            _INSERT,
+            (
+                *(step, self._life, record.flow, record.eval_name, record.epoch, record.prompt),
+                *(record.member, record.attempt, record.reward, json.dumps(dict(record.parts)), record.finish, reason),
+                *(oldest, newest, json.dumps(record.spans), sum(record.spans[1::2]), *texts),
+                *(record.data[2] or None, record.reward_s, is_flagged),
+            ),
+        )
+        key = (record.epoch, record.prompt, record.member, record.attempt)
+        if record.flow == TRAIN and (trained := self._trained.pop(key, None)) is not None:
+            self._add_trained(database, trained)
+
+    def _add_trained(self, database: sqlite3.Connection, record: TrainedSample) -> None:
+        key = (record.epoch, record.prompt, record.member, record.attempt)
+        values = (record.step, record.advantage, record.data[0] or None, record.data[1] or None, *key, self._life)
+        if not database.execute(_TRAINED, values).rowcount:
+            self._trained[key] = record
+            if len(self._trained) > MAX_REMEMBERED:
+                self._trained.popitem(last=False)
+
+    def _end(self, database: sqlite3.Connection, outcome: Outcome) -> None:
+        """Note the step, and why a prompt was dropped; leaves out filtered groups beyond the limit of a step."""
+        key = (outcome.epoch, outcome.prompt)
+        self._ends[key] = outcome
+        self._ends.move_to_end(key)
+        if len(self._ends) > MAX_REMEMBERED:
+            self._ends.popitem(last=False)
+        of_prompt = (*key, self._life)
+        changed = database.execute(_ENDED, (outcome.step, bool(outcome.reason), outcome.reason, *of_prompt)).rowcount
+        is_filtered = outcome.reason.startswith(_FILTERED_REASON)
+        if changed and is_filtered and not _take(self._filtered, outcome.step, changed, self._per_step):
+            database.execute(
+                "DELETE FROM samples WHERE flow = 'train' AND epoch = ? AND prompt = ? AND life = ?", of_prompt
+            )
+            self._left_out[FILTERED] += changed
+
+    # ---- size
+
+    def _prune(self, database: sqlite3.Connection) -> None:
+        """Delete samples if the file is over its limit: of every second older step first, flagged ones last."""
+        if _used(database) <= self._max_bytes:
+            return
+        least = int(PRUNE_TO * self._max_bytes)
+        [(newest,)] = database.execute(
+            "SELECT COALESCE(MAX(step), 0) FROM samples WHERE life = ? AND flow = 'train'", (self._life,)
+        ).fetchall()
+        for flagged in (0, 1):
+            while _used(database) > least and (steps := _steps(database, flagged, newest - RECENT_STEPS)):
+                self._delete(database, steps[1::2] or steps, flagged)
+        for flagged in (0, 1):
+            while _used(database) > least and (steps := _steps(database, flagged, None)):
+                self._delete(database, steps[: max(len(steps) // 4, 1)], flagged)
+
+    def _delete(self, database: sqlite3.Connection, steps: Sequence[int], flagged: int) -> None:
+        for first in range(0, len(steps), DELETED_STEPS):
+            some = steps[first : first + DELETED_STEPS]
+            database.execute("BEGIN IMMEDIATE")
+            self._left_out[DELETED] += database.executemany(
+                "DELETE FROM samples WHERE flagged = ? AND step = ?", [(flagged, step) for step in some]
+            ).rowcount
+            database.execute("COMMIT")
+            with closing(database.execute("PRAGMA incremental_vacuum")) as vacuum:
+                vacuum.fetchall()
+
+
+def _used(database: sqlite3.Connection) -> int:
+    """Bytes of the file that are in use."""
+    [(pages,)] = database.execute("PRAGMA page_count").fetchall()
+    [(free,)] = database.execute("PRAGMA freelist_count").fetchall()
+    [(size,)] = database.execute("PRAGMA page_size").fetchall()
+    return int((pages - free) * size)
+
+
+def _steps(database: sqlite3.Connection, flagged: int, before: int | None) -> list[int]:
+    """The steps with such samples, of those before a step or of all."""
+    rows = database.execute(
+        "SELECT DISTINCT step FROM samples WHERE flagged = ? AND step < ? ORDER BY step",
+        (flagged, 2**62 if before is None else before),
+    )
+    return [int(step) for (step,) in rows]
+
+
+def _take(counts: OrderedDict[int, int], step: int, rows: int, most: int) -> bool:
+    """Count the rows of a step; False if there would be too many. Older steps are forgotten."""
+    if counts.get(step, 0) + rows > most:
+        return False
+    counts[step] = counts.get(step, 0) + rows
+    if len(counts) > RECENT_STEPS:
+        counts.popitem(last=False)
+    return True

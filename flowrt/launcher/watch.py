@@ -1,0 +1,157 @@
+"""``flowrt watch``: the page of a run over HTTP, from a process of its own that only reads.
+
+The status comes from the controller, as ``flowrt status`` has it; without a controller the page shows the files.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_OK, FlowError
+from flowrt.launcher.observer import address_of, connected, find_keys, statuses
+from flowrt.launcher.terminal import printable
+from flowrt.net.curve_keys import WorkerKeys
+from flowrt.observability.page.access import Access
+from flowrt.observability.page.server import PageServer
+from flowrt.observability.run_reader import RunReader
+from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, LivenessTimeout, pause, wait_any, wait_until
+
+LOOPBACK = "127.0.0.1"
+KEPT = ".watch_token"
+"""File of the token in the run directory: an open page stays signed in when ``flowrt watch`` is started again."""
+CONNECT_S = 5.0
+RETRY_S = 1.0
+SILENCE_S = 10.0
+"""A controller that sends no status for so long is connected to again."""
+ENDED_STATUS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What ``flowrt watch`` is given."""
+
+    run_dir: Path
+    host: str
+    port: int
+    keys: str = ""
+    with_parent: bool = False
+    """End with the process that has started this one."""
+
+
+def watch(options: WatchOptions, console: Console) -> int:
+    """Serve the page until a signal ends it; returns the exit code.
+
+    Raises ConfigError for a directory without a run, FlowError for a port that is taken.
+    """
+    if options.with_parent:
+        die_with_parent()
+    return asyncio.run(_watch(options, console))
+
+
+async def _watch(options: WatchOptions, console: Console) -> int:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    reader = RunReader(options.run_dir)
+    keys = find_keys(options.keys, options.run_dir)
+    token = run_token(options.run_dir)
+    server = PageServer(reader, Access(token, _names(options.host)))
+    port = await server.start(options.host, options.port)
+    _say(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
+    if not _is_loopback(options.host):
+        _say(
+            console,
+            "this page has no TLS: on the way to another host its token and the run's texts can be read; "
+            f"prefer --host {LOOPBACK} and ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
+        )
+    tasks: set[asyncio.Future[Any]] = {
+        asyncio.create_task(server.follow()),
+        asyncio.create_task(_follow_controller(options.run_dir, keys, server.show, console)),
+        asyncio.create_task(wait_until(ended.wait(), _UNTIL_SIGNAL, "a signal", "the user")),
+    }
+    done = await wait_any(tasks, _UNTIL_SIGNAL, "a signal", "the user")
+    for task in tasks:
+        task.cancel()
+    await server.close()
+    for task in done:
+        task.result()  # raises what has ended it
+    return EXIT_OK
+
+
+_UNTIL_SIGNAL = BoundedElsewhere("a signal")
+
+
+async def _follow_controller(
+    run_dir: Path, keys: WorkerKeys | None, show: Callable[[dict[str, Any] | None], None], console: Console
+) -> None:
+    """Pass on every status of the run's controller; when it goes, wait for the next one."""
+    said = ""
+    while True:
+        try:
+            async with connected(address_of(run_dir), keys, CONNECT_S, str(run_dir)) as connection:
+                said = ""
+                received = statuses(connection)
+                while True:
+                    status = await wait_until(anext(received), LivenessTimeout(SILENCE_S), "a status", CONTROLLER)
+                    show(status)
+        except (FlowError, StopAsyncIteration) as error:
+            # The last status of a run that has ended stays for a moment, then the files speak.
+            await pause(RETRY_S if said else ENDED_STATUS_S)
+            if str(error) != said:
+                show(None)
+                said = str(error) or type(error).__name__
+                _say(console, f"no status from the controller: {said}")
+
+
+def run_token(run_dir: Path) -> str:
+    """The token of a run's page: that of its directory, which is made if it can be written; else a new one."""
+    path = run_dir / KEPT
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(24))
+    with contextlib.suppress(OSError, ValueError):
+        found = path.stat()
+        token = path.read_text("ascii")
+        if found.st_uid == os.getuid() and not found.st_mode & 0o077 and len(token) == 32 and token.isprintable():
+            return token
+    return secrets.token_urlsafe(24)
+
+
+def _names(host: str) -> frozenset[str]:
+    """Names of this machine that the Host header of a request may have, besides localhost and its own."""
+    if _is_loopback(host):
+        return frozenset()
+    return frozenset({host, socket.getfqdn()})
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _is_every_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return not host
+
+
+def _url(host: str, port: int, token: str) -> str:
+    shown = socket.gethostname() if _is_every_address(host) else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/?token={token}"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text, one_line=True), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,105 @@
+"""Who may read the page: a browser with the token, on this page and not on another site's.
+
+- GET and HEAD, everything else is 405.
+- ``/?token=…`` is answered with a cookie and the address without the token; every other request needs the cookie. The
+  token is compared in constant time.
+- The Host header must name this machine: a page of another site may let its own name resolve to this address (DNS
+  rebinding). An Origin header must be the page's own.
+"""
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Of every answer."""
+
+
+class Access:
+    """The check of every request."""
+
+    def __init__(self, token: str, names: frozenset[str] = frozenset()) -> None:
+        """Let those in who have the token.
+
+        Args:
+            token: what a browser must have.
+            names: further names of this machine that a Host header may have.
+        """
+        self._token = token.encode()
+        self._names = frozenset(name.lower() for name in names) | {"localhost", socket.gethostname().lower()}
+        self.cookie = "flowrt"
+        """Name of the cookie; with the port in it, as browsers send a cookie to all ports of a host."""
+
+    def refusal(self, request: web.Request) -> web.Response | None:
+        """The answer to a request that is not let in, or signs in; None for one that may be answered."""
+        if request.method not in ("GET", "HEAD"):
+            return refuse(405, "this page can only be read", {"Allow": "GET, HEAD"})
+        if not self._is_ours(request):
+            return refuse(403, "this request was meant for another host; use the address that flowrt watch printed")
+        token = request.query.get("token", "") if request.path == "/" else ""
+        if token and self._is_token(token):
+            response = web.Response(status=303, headers={"Location": "/"})
+            response.set_cookie(self.cookie, token, httponly=True, samesite="Strict", path="/")
+            return response
+        if token or not self._is_token(request.cookies.get(self.cookie, "")):
+            return refuse(403, "open the address with the token that flowrt watch printed")
+        return None
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self._token)
+
+    def _is_ours(self, request: web.Request) -> bool:
+        """Whether the Host header names this machine, and an Origin header this page."""
+        own = request.headers.get("Host", "")
+        origin = request.headers.get("Origin")
+        try:
+            if origin is not None and urlsplit(origin).netloc.lower() != own.lower():
+                return False
+            name = (urlsplit(f"//{own}").hostname or "").lower()
+        except ValueError:
+            return False
+        return name in self._names or self._is_local_address(request, name)
+
+    @staticmethod
+    def _is_local_address(request: web.Request, name: str) -> bool:
+        """Whether it is the address at which the request has arrived."""
+        here = None if request.transport is None else request.transport.get_extra_info("sockname")
+        if not here:
+            return False
+        try:
+            return _unmapped(name) == _unmapped(here[0])
+        except ValueError:
+            return False
+
+
+def refuse(status: int, why: str, headers: dict[str, str] | None = None) -> web.Response:
+    """An answer in one sentence."""
+    return web.Response(status=status, text=f"{why}\n", headers=headers)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 (aiohttp passes it)
+    """Put `HEADERS` on an answer."""
+    response.headers.update(HEADERS)
+    response.headers.pop("Server", None)
+
+
+def _unmapped(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address in a text; an IPv4 address that IPv6 carries as what it is. Raises ValueError."""
+    found = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        return found.ipv4_mapped
+    return found

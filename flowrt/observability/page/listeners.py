@@ -1,0 +1,39 @@
+"""Who listens on a port of this host, for the error of one who cannot."""
+
+import contextlib
+import os
+import pwd
+from pathlib import Path
+
+_LISTENING = "0A"
+
+
+def who_listens(port: int) -> str:
+    """The owner of a port, as " by USER (process PID: COMMAND)"; empty where the system does not tell."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                return f" by {_user(int(fields[7]))}{_process(fields[9])}"
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _process(inode: str) -> str:
+    """The process that has this socket open, of those that may be looked into."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(one) == f"socket:[{inode}]" for one in (directory / "fd").iterdir()):
+                words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                return f" (process {directory.name}: {' '.join(words).strip()[:120]})"
+    return ""

@@ -1,0 +1,226 @@
+"""The server of the page: the answers of a `RunReader` over HTTP, and a stream of what is new.
+
+It only reads. A request is answered from a fixed table of paths: nothing in it ever names a file.
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aiohttp import web
+
+from flowrt.errors import FlowError
+from flowrt.observability.json_text import to_json
+from flowrt.observability.lanes import MAX_LANES
+from flowrt.observability.page.access import Access, Handler, add_headers, refuse
+from flowrt.observability.page.listeners import who_listens
+from flowrt.observability.page.stream import Status, Stream
+from flowrt.observability.run_reader import RunReader
+from flowrt.runtime.waits import pause, wait_until
+
+STATIC = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/uplot.min.js": ("uplot.min.js", "text/javascript"),
+    "/uplot.min.css": ("uplot.min.css", "text/css"),
+}
+"""The files of the page by path: name and type."""
+POLL_S = 0.25
+FRESH_S = 10.0
+"""An older status says nothing about the controller any more."""
+READ_TIMEOUT_S = 60.0
+COMPRESSED_CHARS = 1 << 10
+"""A shorter answer is not compressed."""
+MAX_LINE_BYTES = 8190
+MAX_SAMPLES = 200
+SAMPLE_PATH = r"/api/sample/{id:\d{1,18}}"
+PROMPT_PATH = r"/api/prompt/{epoch:\d{1,15}}/{number:\d{1,18}}"
+Values = Mapping[str, str]
+MetricsText = Callable[[RunReader, Status | None], str]
+"""Makes Prometheus text of a run from its files, and from its status if there is one."""
+
+
+class PageServer:
+    """Serves the page of one run."""
+
+    def __init__(self, reader: RunReader, access: Access, metrics_text: MetricsText | None = None) -> None:
+        """Serve what ``reader`` reads.
+
+        Args:
+            reader: of the run; used by this server alone from now on.
+            access: who may ask.
+            metrics_text: makes the answer of ``/metrics``; None: there is no such path.
+        """
+        self._reader = reader
+        self._access = access
+        self._metrics_text = metrics_text
+        self._stream = Stream()
+        self._status: Status | None = None
+        self._status_s = float("-inf")
+        # A thread each: a long look into a database does not hold up the stream.
+        self._files = ThreadPoolExecutor(1, "files")
+        self._databases = ThreadPoolExecutor(1, "databases")
+        self._runner: web.AppRunner | None = None
+
+    # ---- life
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises FlowError, naming who has the port, if that cannot be."""
+        application = web.Application(middlewares=[self._answer])
+        application.on_response_prepare.append(add_headers)
+        for path, handler in self._handlers().items():
+            application.router.add_get(path, handler)
+        self._runner = web.AppRunner(application, access_log=None, max_line_size=MAX_LINE_BYTES, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self.close()
+            if error.errno == errno.EADDRINUSE:
+                raise FlowError(
+                    f"port {port} of {host} is taken{who_listens(port)}; end that, or name another with --port"
+                ) from error
+            raise FlowError(
+                f"{host}, port {port}, cannot be listened at: {error.strerror}; --host takes an address of this "
+                "machine, --port a number from 1024 on"
+            ) from error
+        found = int(self._runner.addresses[0][1])
+        self._access.cookie = f"flowrt_{found}"
+        return found
+
+    async def close(self) -> None:
+        """Stop serving."""
+        self._stream.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for threads in (self._files, self._databases):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def follow(self) -> None:
+        """Send what is new to all pages, until cancelled."""
+        while True:
+            self._stream.add(await self._in_thread(self._files, self._reader.poll))
+            await pause(POLL_S)
+
+    def show(self, status: Status | None) -> None:
+        """Send a status of the run to all pages; None: no controller answers."""
+        self._status, self._status_s = status, monotonic()
+        self._stream.show(status)
+
+    @property
+    def _fresh_status(self) -> Status | None:
+        return self._status if monotonic() - self._status_s < FRESH_S else None
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, call: Callable[..., Any], *values: Any) -> Any:
+        work = asyncio.get_running_loop().run_in_executor(threads, call, *values)
+        return await wait_until(work, READ_TIMEOUT_S, "the files of the run", "the disk")
+
+    # ---- requests
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request that is let in; errors are one sentence, and show nothing of the server."""
+        refusal = self._access.refusal(request)
+        if refusal is not None:
+            return refusal
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return refuse(error.status, error.reason)
+        except FlowError as error:
+            return _json({"error": str(error)}, 404)
+        except ValueError as error:
+            return _json({"error": str(error)}, 400)
+
+    def _handlers(self) -> dict[str, Handler]:
+        reader, files, databases = self._reader, self._files, self._databases
+        handlers: dict[str, Handler] = dict.fromkeys(STATIC, self._static)
+        handlers |= {
+            "/api/run": self._call(files, lambda _: self._run()),
+            "/api/series": self._call(files, lambda of: reader.series(_whole(of, "from"))),
+            "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
+            "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
+            "/api/timeline": self._call(files, self._timeline),
+            "/api/samples": self._call(databases, self._samples),
+            SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
+            PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
+            "/api/ledger": self._call(databases, lambda _: reader.ledger()),
+            "/api/logs": self._call(files, lambda _: reader.logs()),
+            "/api/replay": self._call(databases, lambda of: reader.replay(_seconds(of, "at") or 0.0)),
+            "/api/stream": lambda request: self._stream.answer(request, reader.next_step),
+        }
+        if self._metrics_text is not None:
+            handlers["/metrics"] = self._prometheus
+        return handlers
+
+    def _call(self, threads: ThreadPoolExecutor, call: Callable[[Values], object]) -> Handler:
+        """A handler that answers with what ``call`` returns for the values of a request, as JSON."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            values = {**request.query, **request.match_info}
+            text: str = await self._in_thread(threads, lambda: to_json(call(values)))
+            return _compressed(web.Response(text=text, content_type="application/json"), len(text))
+
+        return handler
+
+    def _run(self) -> dict[str, Any]:
+        found = self._reader.run()
+        if found["state"] == "killed" and self._fresh_status is not None:
+            found["state"] = "live"  # its controller is on another host
+        return found
+
+    def _timeline(self, of: Values) -> dict[str, Any]:
+        first = _whole(of, "first") if of.get("first") else None
+        return self._reader.timeline(_seconds(of, "t0"), _seconds(of, "t1"), _whole(of, "rows", MAX_LANES), first)
+
+    def _samples(self, of: Values) -> dict[str, Any]:
+        return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        name, content_type = STATIC[request.path]
+        try:
+            data = Path(__file__).with_name(name).read_bytes()
+        except FileNotFoundError:
+            return refuse(404, f"{name} is not installed")
+        return _compressed(web.Response(body=data, content_type=content_type, charset="utf-8"), len(data))
+
+    async def _prometheus(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002 (aiohttp passes it)
+        assert self._metrics_text is not None
+        text = await self._in_thread(self._files, self._metrics_text, self._reader, self._fresh_status)
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _json(content: object, status: int = 200) -> web.Response:
+    return web.Response(text=to_json(content), content_type="application/json", status=status)
+
+
+def _compressed(response: web.Response, size: int) -> web.Response:
+    if size > COMPRESSED_CHARS:
+        response.enable_compression()
+    return response
+
+
+def _whole(of: Values, name: str, default: int = 0) -> int:
+    """A whole number of a request. Raises ValueError."""
+    text = of.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise ValueError(f"{name} is not a whole number")
+    return int(text)
+
+
+def _seconds(of: Values, name: str) -> float | None:
+    """A time of a request; None if it is not there. Raises ValueError."""
+    text = of.get(name, "")
+    if not text:
+        return None
+    value = float(text)
+    if not abs(value) < 1e12:
+        raise ValueError(f"{name} is not a time")
+    return value

@@ -1,0 +1,198 @@
+"""run.html: the page of a run with its data in one file, which needs no server and fetches nothing.
+
+    python -m flowrt.observability.page.single_file RUN [FILE]
+
+The data is the answers of the page's API by path, gzipped, in base64: no text of a run ends a script. A content
+security policy allows the page's own script and style by their hashes, and no request at all.
+"""
+
+import argparse
+import base64
+import gzip
+import hashlib
+import html
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError
+from flowrt.observability.json_text import to_json
+from flowrt.observability.run_reader import RunReader
+from flowrt.runtime.files import atomic_write
+
+NAME = "run.html"
+MAX_BYTES = 4 << 20
+EDGE_S = 60.0
+"""Lanes are given for the first and the last minute; for the time between, as far as there is room."""
+SAMPLES = (("worst", 50), ("best", 50), ("newest", 70), ("random", 30))
+"""Samples by order: 200 at most."""
+OPENED = 24
+"""Samples whose tokens are given: so many of the worst and of the newest."""
+SHARES = "api/attribution?from=0"
+PAGE = "page.html"
+DATA_TYPE = "application/octet-stream"
+Answers = dict[str, Any]
+Answer = TypeVar("Answer")
+_STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
+_SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
+_HERE = Path(__file__).parent
+
+
+def write(run_dir: Path, path: Path | None = None) -> Path:
+    """Write the page of a run; returns its path.
+
+    Args:
+        run_dir: of the run, in any state.
+        path: of the file; None: run.html in the run directory.
+
+    Raises ConfigError if this is no run directory, OSError if the file cannot be written.
+    """
+    path = path or run_dir / NAME
+    atomic_write(path, page(answers(RunReader(run_dir))))
+    return path
+
+
+def answers(reader: RunReader) -> Answers:
+    """What the page of a run asks for, by path; what is left out of it is said in ``left_out``."""
+    found: Answers = {
+        "api/run": reader.run(),
+        "api/series?from=0": reader.series(),
+        SHARES: reader.attribution(),
+        "api/events?from=0": reader.events(),
+        "api/ledger": _try(reader.ledger, {"states": {}, "dropped": {}}),
+        "api/logs": reader.logs(),
+    }
+    whole = reader.timeline()
+    first_s, last_s = whole["first_s"], whole["last_s"]
+    found["api/timeline?t0=all"] = whole
+    if last_s - first_s > EDGE_S:
+        found["api/timeline?t0=first"] = reader.timeline(first_s, first_s + EDGE_S)
+        found["api/timeline?t0=last"] = reader.timeline(last_s - EDGE_S, last_s)
+    opened: dict[int, None] = {}
+    for order, count in SAMPLES:
+        page_of: Answers = _try(lambda: reader.samples({"order": order}, count), {"samples": [], "total": 0})  # noqa: B023
+        found[f"api/samples?order={order}"] = page_of
+        if order in ("worst", "newest"):
+            opened |= dict.fromkeys(one["id"] for one in page_of["samples"][:OPENED])
+    for number in opened:
+        found[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
+    # The files are read now: what is damaged is known.
+    found["api/run"] = reader.run()
+    return found
+
+
+def _try(call: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """What a call returns; ``otherwise`` if a file cannot be read, which the list of files says."""
+    try:
+        return call()
+    except (FlowError, OSError, ValueError):
+        return otherwise
+
+
+def _without(found: Answers, *beginnings: str) -> None:
+    for path in [path for path in found if path.startswith(beginnings)]:
+        del found[path]
+
+
+def _shorten(found: Answers, path: str, field: str, keep: int) -> None:
+    found[path] = {**found[path], field: found[path][field][-keep:]}
+
+
+LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
+    ("the tokens of its samples", lambda found: _without(found, "api/sample/")),
+    (
+        "its best and random samples",
+        lambda found: _without(found, "api/samples?order=best", "api/samples?order=random"),
+    ),
+    (
+        "the lanes of its first and last minute",
+        lambda found: _without(found, "api/timeline?t0=first", "api/timeline?t0=last"),
+    ),
+    ("its samples", lambda found: _without(found, "api/samples")),
+    ("its lanes", lambda found: _without(found, "api/timeline")),
+    ("its logs", lambda found: _without(found, "api/logs")),
+    ("all but the last 500 events", lambda found: _shorten(found, "api/events?from=0", "events", 500)),
+    ("where the time went, but for the last 50 steps", lambda found: _shorten(found, SHARES, "lines", 50)),
+)
+"""What is left out of a file that would be too large, in this order."""
+
+
+def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
+    """The page with these answers in it.
+
+    Args:
+        found: answers by path.
+        most_bytes: of the page; what does not fit is left out, and the page says so.
+
+    Raises FlowError if it does not fit without all that can be left out, or if the page's own files are not there.
+    """
+    found = dict(found)
+    said: list[str] = []
+    for what, leave_out in (*LEFT_OUT, ("", lambda _: None)):
+        text = _assembled(base64.b64encode(gzip.compress(to_json(found).encode(), mtime=0)).decode())
+        if len(text) <= most_bytes:
+            return text
+        leave_out(found)
+        said.append(what)
+        found["left_out"] = f"{', '.join(said)}; flowrt watch on the run directory has them"
+    raise FlowError(f"the page of the run would be over {most_bytes >> 20} MB; open it with flowrt watch")
+
+
+def _assembled(data: str) -> str:
+    """The page with its own files and the data inline, and a policy that allows these alone."""
+    styles: list[str] = []
+    scripts: list[str] = []
+
+    def inline(kind: str, kept: list[str]) -> Callable[[re.Match[str]], str]:
+        def put(link: re.Match[str]) -> str:
+            text = _own(link[1])
+            if f"</{kind}" in text or "<!--" in text:
+                raise FlowError(f"{link[1]} cannot be inline: it has a tag in it")
+            kept.append(text)
+            return f"<{kind}>{text}</{kind}>"
+
+        return put
+
+    text = _STYLE.sub(inline("style", styles), _own(PAGE))
+    before, script, after = text.partition("<script src=")
+    text = f'{before}<script id="data" type="{DATA_TYPE}">{data}</script>\n{script}{after}'
+    text = _SCRIPT.sub(inline("script", scripts), text)
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
+    return text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}', 1)
+
+
+def _own(name: str) -> str:
+    """A file of the page. Raises FlowError if it is not installed."""
+    try:
+        return (_HERE / name).read_text("utf-8")
+    except FileNotFoundError:
+        raise FlowError(f"{name} of the page is not installed; install flowrt again") from None
+
+
+def _hashes(texts: Iterable[str]) -> str:
+    """The sources of a content security policy that allow these inline texts."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the page of a run as one file.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    parser.add_argument("file", type=Path, metavar="FILE", nargs="?")
+    arguments = parser.parse_args()
+    try:
+        write(arguments.run_dir, arguments.file)
+    except (FlowError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,404 @@
+"""Reader of a run directory, for the page, run.html and exporters: one method for each path of the page's API.
+
+It works on the directory of a live, finished, killed or half-copied run, and changes nothing in it. A file that is
+missing or damaged leaves its part of the answer empty; ``run()["files"]`` says which, and why.
+
+A reader is used by one thread at a time.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.storage.integrity import LEDGER
+from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.errors import ConfigError, FlowError
+from flowrt.observability.lanes import MAX_LANES, Lanes
+from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.series import Series
+from flowrt.observability.step_shares import merged
+from flowrt.observability.tails import JsonTail
+from flowrt.observability.token_texts import TokenTexts
+from flowrt.recipes.config_io import defaults, from_toml
+from flowrt.recipes.run_dir import CONFIG
+
+METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
+SUMMARY = "summary.json"
+PRESENT, MISSING = "present", "missing"
+LOG_LINES = 50
+LOG_BYTES = 32 << 10
+MAX_LOG_LINE = 500
+MAX_LOGS = 64
+MAX_SHARES = 500
+"""Lines of attribution.jsonl of an answer; of more, consecutive steps are added up."""
+MAX_TEXT_CHARS = 2_000
+ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
+_REPLAY = "flowrt.observability.replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Something that was written since the last `RunReader.poll`."""
+
+    kind: str
+    """step: a line of metrics.jsonl; event: a line of events.jsonl; rewound: the first step that was rolled back."""
+    content: Mapping[str, Any]
+    step: int
+
+
+class RunReader:
+    """Reads a run directory, again and again while the run goes on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read what is there. Raises ConfigError if this is not a directory of a run."""
+        if not run_dir.is_dir():
+            raise ConfigError(f"{run_dir} is not there, or is not a directory; name the directory of a run")
+        if not any((run_dir / name).exists() for name in (CONFIG, METRICS, LEDGER, SUMMARY, EVENTS)):
+            raise ConfigError(
+                f"{run_dir} is not a run directory: it has no {CONFIG}, {METRICS}, {LEDGER}, {EVENTS} or {SUMMARY}"
+            )
+        self.run_dir = run_dir
+        self._metrics = JsonTail(run_dir / METRICS)
+        self._events = JsonTail(run_dir / EVENTS)
+        self._shares = JsonTail(run_dir / ATTRIBUTION)
+        self._lanes = Lanes(run_dir / TIMELINE)
+        self._series = Series()
+        self._event_lines: list[dict[str, Any]] = []
+        self._thinned = 0  # events that came before those
+        self._share_lines: list[bytes] = []
+        self._share_steps: list[int] = []
+        self._token_texts: TokenTexts | None = None
+        self._ledger_state = ""
+        self._ledger_answer: tuple[object, dict[str, Any]] | None = None
+        self.poll()
+
+    # ---- tailing
+
+    def poll(self) -> list[Update]:
+        """Read what has been written since the last call; returns the steps and events of it, in order."""
+        self._read_shares()
+        return [*self._read_metrics(), *self._read_events()]
+
+    def _read_metrics(self) -> list[Update]:
+        found, is_replaced = self._metrics.poll()
+        lines = [line for line in found if _is_numbered(line, "wall_s")]
+        updates: list[Update] = []
+        if is_replaced:
+            before, self._series = self._series, Series()
+            for line in lines:
+                self._series.append(line)
+            lost = before.first_difference(self._series)
+            if lost is not None:
+                updates.append(Update("rewound", {"step": lost}, lost - 1))
+            known = before.steps[-1] if lost is None and before.steps else (lost or 0) - 1
+            lines = [line for line in lines if line["step"] > known]
+        else:
+            for line in lines:
+                if self._series.steps and line["step"] <= self._series.steps[-1]:
+                    updates.append(Update("rewound", {"step": line["step"]}, line["step"] - 1))
+                self._series.append(line)
+                updates.append(Update("step", line, line["step"]))
+            return updates
+        return [*updates, *(Update("step", line, line["step"]) for line in lines)]
+
+    def _read_events(self) -> list[Update]:
+        found, is_replaced = self._events.poll()
+        lines = [line for line in found if isinstance(line.get("text"), str) and isinstance(line.get("kind"), str)]
+        if is_replaced and self._event_lines:  # thinned: what comes after the last known one is new
+            count = self._thinned + len(self._event_lines)
+            last = self._event_lines[-1]
+            known = max((at + 1 for at, line in enumerate(lines) if line == last), default=0)
+            self._event_lines, self._thinned = lines[:known], count - known
+            lines = lines[known:]
+        self._event_lines += lines
+        return [Update("event", line, _whole(line.get("step"), -1)) for line in lines]
+
+    def _read_shares(self) -> None:
+        found, is_replaced = self._shares.poll()
+        if is_replaced:
+            self._share_lines, self._share_steps = [], []
+        for line in found:
+            step = line.get("step")
+            if type(step) is not int or not isinstance(line.get("roles"), dict):
+                continue
+            while self._share_steps and self._share_steps[-1] >= step:  # rolled back
+                self._share_steps.pop()
+                self._share_lines.pop()
+            self._share_steps.append(step)
+            self._share_lines.append(json.dumps(line).encode())
+
+    @property
+    def next_step(self) -> int:
+        """The step after the last one of metrics.jsonl."""
+        return self._series.steps[-1] + 1 if self._series.steps else 0
+
+    # ---- the page's API
+
+    def run(self) -> dict[str, Any]:
+        """The run: its configuration, state and files."""
+        text, table, problem = self._config()
+        summary, summary_problem = self._summary()
+        files = {
+            CONFIG: problem,
+            METRICS: self._metrics.state,
+            EVENTS: self._events.state,
+            ATTRIBUTION: self._shares.state,
+            TIMELINE: self._lanes.state,
+            **{name: self._presence(name) for name in (SAMPLES, "recording")},
+            LEDGER: self._ledger_state or self._presence(LEDGER),
+            SUMMARY: summary_problem,
+        }
+        return {
+            "name": self.run_dir.absolute().name,
+            "recipe": str(table.get("recipe", "")),
+            "state": "finished" if summary is not None else "live" if is_locked(self.run_dir) else "killed",
+            "config": table,
+            "changed": _changed(text),
+            "summary": summary,
+            "files": files,
+            "steps": _whole(table.get("steps"), 0),
+            "staleness_bound": _whole(table.get("max_staleness"), -1),
+        }
+
+    def series(self, from_step: int = 0) -> dict[str, Any]:
+        """The numbers of the steps from this one on, by column."""
+        return self._series.since(from_step)
+
+    def attribution(self, from_step: int = 0) -> dict[str, Any]:
+        """Where the time of each role went, by step; consecutive steps are added up if there are more than 500."""
+        lines = [
+            json.loads(line)
+            for step, line in zip(self._share_steps, self._share_lines, strict=True)
+            if step >= from_step
+        ]
+        return {"lines": merged(lines, MAX_SHARES)}
+
+    def events(self, start: int = 0) -> dict[str, Any]:
+        """The events from number ``start`` on, and the number of the next."""
+        lines = self._event_lines[max(start - self._thinned, 0) :]
+        return {"events": lines, "next": self._thinned + len(self._event_lines)}
+
+    def timeline(
+        self, t0: float | None = None, t1: float | None = None, rows: int = MAX_LANES, first: int | None = None
+    ) -> dict[str, Any]:
+        """What the workers did and waited for; see `Lanes.window`."""
+        self._lanes.poll()
+        return self._lanes.window(t0, t1, rows=rows, first=first)
+
+    def samples(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:
+        """Samples, with texts cut at 2,000 characters.
+
+        Args:
+            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, seed.
+            limit: most samples.
+            offset: samples to leave out before the first.
+
+        Raises ConfigError if they cannot be read, or the regular expression is none, ValueError for other bad values.
+        """
+        if not (self.run_dir / SAMPLES).is_file():
+            return {"samples": [], "total": 0}
+        order = next((one for one in ORDERS if one == asked.get("order", "newest")), None)
+        if order is None:
+            raise ValueError(f"order is one of {', '.join(ORDERS)}")
+        step = _number(asked, "step")
+        wanted = SampleFilter(
+            first_step=_number(asked, "from") if step is None else step,
+            last_step=_number(asked, "to") if step is None else step,
+            prompt=_number(asked, "prompt"),
+            reason=asked.get("reason", ""),
+            grep=asked.get("grep", ""),
+            eval_name=asked.get("eval", ""),
+        )
+        page = SampleReader(self.run_dir).query(wanted, order, limit, offset, _number(asked, "seed") or 0)
+        return {"samples": [_sample_line(one) for one in page.samples], "total": page.total}
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """A sample with its tokens and the ids of its group. Raises ConfigError if there is none."""
+        reader = SampleReader(self.run_dir)
+        found = reader.get(number)
+        if found is None:
+            raise ConfigError(f"{SAMPLES} has no sample {number}; it may have been left out since, to save space")
+        if self._token_texts is None:
+            self._token_texts = TokenTexts(self._model_dirs())
+        columns = found.ids, found.logprobs, found.trainer_logprobs, found.versions()
+        texts = self._token_texts.of(found.ids)
+        tokens = [
+            {"text": None if texts is None else texts[at], "id": token, "logprob": _at(columns[1], at)}
+            | {"trainer_logprob": _at(columns[2], at), "version": _at(columns[3], at)}
+            for at, token in enumerate(found.ids)
+        ]
+        row = {**dataclasses.asdict(found.row), "staleness": found.row.staleness, "parts": dict(found.row.parts)}
+        return {**row, "count": found.row.tokens, "tokens": tokens, "group": list(reader.group(number))}
+
+    def _model_dirs(self) -> list[Path]:
+        """Where the model of the run may be."""
+        table = self._config()[1]
+        named = [table["model"]] if isinstance(table.get("model"), str) and table["model"] else []
+        return [self.run_dir / "model", self.run_dir / "start", *map(Path, named), self.run_dir / "final"]
+
+    def prompt(self, epoch: int, number: int) -> dict[str, Any]:
+        """The life of a prompt, from the ledger. Raises ConfigError if that cannot be read."""
+        with LedgerReader(self.run_dir / LEDGER) as ledger:
+            events = ledger.history(number, epoch)
+        return {
+            "events": [
+                {
+                    "at_s": round(one.since_s, 4),
+                    "state": one.state,
+                    "step": one.step,
+                    "reason": one.reason,
+                    "reward": one.reward,
+                    "attempt": one.attempt,
+                }
+                for one in events
+            ]
+        }
+
+    def ledger(self) -> dict[str, Any]:
+        """The number of prompts by state, and of dropped ones by reason."""
+        path = self.run_dir / LEDGER
+        version = _version(path), _version(path.with_name(f"{path.name}-wal"))
+        if self._ledger_answer is not None and self._ledger_answer[0] == version:
+            return self._ledger_answer[1]
+        answer: dict[str, Any] = {"states": {}, "dropped": {}}
+        if path.is_file():
+            try:
+                with LedgerReader(path) as ledger:
+                    answer = {"states": ledger.states(), "dropped": ledger.reasons()}
+                self._ledger_state = PRESENT
+            except (FlowError, OSError, ValueError) as error:
+                self._ledger_state = str(error)
+        self._ledger_answer = version, answer
+        return answer
+
+    def logs(self) -> dict[str, Any]:
+        """The last lines of each log."""
+        directory = self.run_dir / "logs"
+        try:
+            paths = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+        except OSError:
+            paths = []
+        return {"files": {path.name: _last_lines(path) for path in sorted(paths[:MAX_LOGS])}}
+
+    def replay(self, at_s: float) -> dict[str, Any]:
+        """The status at an instant of the run, from its recording. Raises ConfigError if there is none."""
+        if importlib.util.find_spec(_REPLAY) is None:
+            raise ConfigError("this flowrt records nothing that could be replayed")
+        found: dict[str, Any] = importlib.import_module(_REPLAY).status_at(self.run_dir, at_s)
+        return found
+
+    # ---- files
+
+    def _presence(self, name: str) -> str:
+        return PRESENT if (self.run_dir / name).exists() else MISSING
+
+    def _config(self) -> tuple[str, dict[str, Any], str]:
+        """The configuration as text and as a table, and the state of its file."""
+        try:
+            text = (self.run_dir / CONFIG).read_bytes().decode()
+            return text, tomllib.loads(text), PRESENT
+        except FileNotFoundError:
+            return "", {}, MISSING
+        except (OSError, ValueError, RecursionError) as error:
+            return "", {}, f"{CONFIG} cannot be read: {' '.join(str(error).split())}"
+
+    def _summary(self) -> tuple[dict[str, Any] | None, str]:
+        try:
+            found: object = json.loads((self.run_dir / SUMMARY).read_bytes())
+        except FileNotFoundError:
+            return None, MISSING
+        except (OSError, ValueError, RecursionError) as error:
+            return None, f"{SUMMARY} cannot be read: {error}"
+        if not isinstance(found, dict):
+            return None, f"{SUMMARY} is not the summary of a run"
+        return found, PRESENT
+
+
+def _sample_line(row: SampleRow) -> dict[str, Any]:
+    """A sample in a table."""
+    line = {**dataclasses.asdict(row), "staleness": row.staleness, "parts": dict(row.parts)}
+    return line | {name: line[name][:MAX_TEXT_CHARS] for name in ("prompt_text", "completion")}
+
+
+def _at(column: Sequence[Any], at: int) -> Any:
+    return column[at] if at < len(column) else None
+
+
+def _number(asked: Mapping[str, str], name: str) -> int | None:
+    """A whole number of a request; None if it is not there. Raises ValueError."""
+    text = asked.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise ValueError(f"{name} is not a whole number")
+    return int(text)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a controller on this host holds the lock of the run directory; without /proc, whether it listens."""
+    try:
+        lock = os.stat(run_dir / ".lock").st_ino
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return (run_dir / "address").exists()
+    inodes = (fields[5].rpartition(":")[2] for line in locks if len(fields := line.split()) > 5 and "->" not in fields)
+    return str(lock) in inodes
+
+
+def _is_numbered(line: Mapping[str, Any], name: str) -> bool:
+    step, value = line.get("step"), line.get(name)
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object, default: int) -> int:
+    return value if type(value) is int else default
+
+
+def _version(path: Path) -> object:
+    """Changes when a file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(text: str) -> list[list[Any]]:
+    """(key, value, default) of each setting that is not as the recipe has it."""
+    try:
+        config = from_toml(text)
+        base = defaults(config.recipe, config.algorithm.name)
+    except (ConfigError, KeyError, ValueError):  # of another version of flowrt
+        return []
+    mine, usual = dict(_flat(dataclasses.asdict(config))), dict(_flat(dataclasses.asdict(base)))
+    return [[key, value, usual.get(key)] for key, value in mine.items() if value != usual.get(key)]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - LOG_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"{path.name} cannot be read: {error.strerror}"]
+    return [line[-MAX_LOG_LINE:] for line in text.splitlines()[-LOG_LINES:]]

@@ -1,0 +1,375 @@
+"""Samples of a run: reads samples.sqlite while it is written, after the run, and in copies of its directory.
+
+Each call opens the file and closes it again, so that a reader never keeps the writer from truncating its log, and any
+thread may call.
+"""
+
+import json
+import re
+import shutil
+import sqlite3
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION
+from flowrt.errors import ConfigError, FlowError
+from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.protocol.sample_records import unpack_text
+
+Order = Literal["newest", "oldest", "worst", "best", "random"]
+ANY_EVALUATION = "*"
+"""As the name of an evaluation: samples of all of them."""
+BUSY_TIMEOUT_S = 5.0
+_ROLLED_BACK = "EXISTS (SELECT 1 FROM lives WHERE lives.life > samples.life AND lives.step <= samples.step)"
+_ROW = (
+    "id, step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, version_min, "
+    f"version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
+)
+_ORDERS: Mapping[Order, str] = {
+    "newest": "step DESC, epoch DESC, prompt, life DESC, member, id",
+    "oldest": "step, epoch, prompt, life, member, id",
+    "worst": "reward IS NULL, reward, step DESC, id",
+    "best": "reward DESC, step DESC, id",
+    "random": "(id * 2654435761 + ?) % 4294967291, id",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A stored sample without its tokens."""
+
+    id: int
+    step: int
+    """The step that trained it; of a dropped sample, the step in training then; of an evaluation, the version."""
+    life: int
+    """Number of the start or resume of the run in which it was made, from 1."""
+    flow: str
+    """train or eval."""
+    eval_name: str
+    """Data set of the evaluation; empty in training."""
+    epoch: int
+    prompt: int
+    member: int
+    """Number within its group."""
+    attempt: int
+    reward: float | None
+    parts: Mapping[str, float]
+    """Value of each reward function, by its name, and of their parts, as NAME/PART."""
+    finish: str
+    """stop, length, stop_string or aborted."""
+    reason: str
+    """Why the reward failed, or the sample was dropped; empty otherwise. It begins with one word, as timeout."""
+    version_min: int | None
+    version_max: int | None
+    tokens: int
+    """Number of response tokens."""
+    advantage: float | None
+    generate_s: float | None
+    reward_s: float | None
+    prompt_text: str
+    completion: str
+    rolled_back: bool
+    """Whether the run has gone back to before its step."""
+
+    @property
+    def staleness(self) -> int | None:
+        """Versions between the weights that were trained and the oldest that generated a token."""
+        if self.flow != "train" or self.version_min is None:
+            return None
+        return self.step - self.version_min
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A stored sample with its tokens. All token columns have the same length, or are empty if they are not known."""
+
+    row: SampleRow
+    spans: tuple[int, ...]
+    """(version, count) pairs, flattened: the weight version that generated each run of tokens."""
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """In nats, of the rollout worker, rounded to float16."""
+    trainer_logprobs: tuple[float, ...]
+    """In nats, of the trainer before the step, rounded to float16."""
+
+    def versions(self) -> tuple[int | None, ...]:
+        """The weight version that generated each token; None where that is not known."""
+        pairs = zip(self.spans[::2], self.spans[1::2], strict=False)
+        found = [version for version, count in pairs for _ in range(min(count, self.row.tokens))]
+        missing = max(self.row.tokens - len(found), 0)
+        return (*found[: self.row.tokens], *(None,) * missing)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFilter:
+    """Which samples are wanted. None, or an empty text: any."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    prompt: int | None = None
+    epoch: int | None = None
+    reason: str = ""
+    """The first word of the reason, as timeout."""
+    grep: str = ""
+    """A regular expression that the prompt or the completion contains."""
+    eval_name: str = ""
+    """Data set of evaluations, `ANY_EVALUATION`; empty: samples of training."""
+    with_rolled_back: bool = True
+    """Also those of steps that the run has gone back to before."""
+
+    def conditions(self) -> tuple[str, list[Any]]:
+        """The WHERE clause, but for ``grep``, and its values."""
+        clauses = ["flow = ?"]
+        values: list[Any] = ["eval" if self.eval_name else "train"]
+        columns: list[tuple[str, Any]] = [
+            ("step >= ?", self.first_step),
+            ("step <= ?", self.last_step),
+            ("prompt = ?", self.prompt),
+            ("epoch = ?", self.epoch),
+            ("eval_name = ?", self.eval_name if self.eval_name not in ("", ANY_EVALUATION) else None),
+        ]
+        found = [(clause, value) for clause, value in columns if value is not None]
+        clauses += [clause for clause, _ in found]
+        values += [min(value, LARGEST_PROMPT) if isinstance(value, int) else value for _, value in found]
+        if self.reason:
+            clauses.append("(reason = ? OR substr(reason, 1, ?) = ?)")
+            values += [self.reason, len(self.reason) + 1, f"{self.reason}:"]
+        if not self.with_rolled_back:
+            clauses.append(f"NOT {_ROLLED_BACK}")
+        return " AND ".join(clauses), values
+
+    def pattern(self) -> re.Pattern[str] | None:
+        """Raises ConfigError for an invalid regular expression."""
+        if not self.grep:
+            return None
+        try:
+            return re.compile(self.grep)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"{self.grep!r:.80} is not a regular expression: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePage:
+    """Some of the samples that a filter lets through, and the number of all of them."""
+
+    samples: tuple[SampleRow, ...]
+    total: int
+
+
+class SampleReader:
+    """Reads a sample store. All methods raise ConfigError, with a sentence, for a file that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: samples.sqlite, or the run directory that contains it."""
+        self._path = path / SAMPLES if path.is_dir() else path
+        if not self._path.is_file():
+            raise ConfigError(
+                f"{self._path} is not there: the run has not begun, or stores no samples (samples.per_step 0)"
+            )
+        with self._database():
+            pass
+
+    @property
+    def count(self) -> int:
+        """Number of stored samples, of training and of evaluations."""
+        [(count,)] = self._rows("SELECT COUNT(*) FROM samples")
+        return int(count)
+
+    def steps(self, eval_name: str = "") -> tuple[int, int] | None:
+        """The first and last step of which samples are stored, of training or of evaluations; None without any."""
+        where, values = SampleFilter(eval_name=eval_name).conditions()
+        [(first, last)] = self._rows(_select("MIN(step), MAX(step)", where), values)
+        return None if first is None else (int(first), int(last))
+
+    def evaluations(self) -> tuple[str, ...]:
+        """The data sets of evaluations of which answers are stored."""
+        rows = self._rows("SELECT DISTINCT eval_name FROM samples WHERE flow = 'eval' ORDER BY eval_name")
+        return tuple(str(name) for (name,) in rows)
+
+    def reasons(self) -> dict[str, int]:
+        """Number of samples by the first word of their reason."""
+        rows = self._rows("SELECT reason, COUNT(*) FROM samples WHERE reason != '' GROUP BY reason")
+        found: dict[str, int] = {}
+        for reason, count in rows:
+            word = str(reason).partition(":")[0]
+            found[word] = found.get(word, 0) + int(count)
+        return found
+
+    def left_out(self) -> dict[str, int]:
+        """Number of samples that were not stored, by reason."""
+        return {str(reason): int(count) for reason, count in self._rows("SELECT reason, samples FROM left_out")}
+
+    def query(
+        self,
+        wanted: SampleFilter | None = None,
+        order: Order = "newest",
+        limit: int = 20,
+        offset: int = 0,
+        seed: int = 0,
+    ) -> SamplePage:
+        """Samples that a filter lets through, in an order.
+
+        Args:
+            wanted: the filter; None: all samples of training.
+            order: newest, oldest, worst or best (by reward) first, or random.
+            limit: the most samples to return.
+            offset: samples to leave out before the first.
+            seed: of the random order.
+
+        Raises ConfigError also for an invalid regular expression.
+        """
+        wanted = wanted or SampleFilter()
+        pattern = wanted.pattern()
+        where, values = wanted.conditions()
+        order_values = [seed] if order == "random" else []
+        statement = _select(_ROW, where, "ORDER BY", _ORDERS[order])
+        with self._database() as database:
+            if pattern is None:
+                rows = database.execute(f"{statement} LIMIT ? OFFSET ?", [*values, *order_values, limit, offset])
+                found = [_row(row) for row in rows]
+                [(total,)] = database.execute(_select("COUNT(*)", where), values)
+                return SamplePage(tuple(found), int(total))
+            matching = [
+                one
+                for one in map(_row, database.execute(statement, [*values, *order_values]))
+                if pattern.search(one.completion) or pattern.search(one.prompt_text)
+            ]
+        return SamplePage(tuple(matching[offset : offset + limit]), len(matching))
+
+    def each(
+        self, wanted: SampleFilter, order: Order = "oldest", limit: int | None = None, seed: int = 0
+    ) -> Iterator[SampleRow]:
+        """Samples that a filter lets through, one by one; arguments as of `query`. ``limit`` None: all of them."""
+        pattern = wanted.pattern()
+        where, values = wanted.conditions()
+        statement = _select("id", where, "ORDER BY", _ORDERS[order])
+        with self._database() as database:
+            ids = database.execute(statement, [*values, *([seed] if order == "random" else [])]).fetchall()
+            left = len(ids) if limit is None else limit
+            for (one,) in ids:
+                if not left:
+                    break
+                for row in map(_row, database.execute(_select(_ROW, "id = ?"), [one])):
+                    if pattern is None or pattern.search(row.completion) or pattern.search(row.prompt_text):
+                        left -= 1
+                        yield row
+
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of reward functions, and of their parts; empty for a run whose reward has no name."""
+        rows = self._rows("SELECT DISTINCT key FROM samples, json_each(samples.parts) ORDER BY key")
+        return tuple(str(name) for (name,) in rows)
+
+    def get(self, sample: int) -> Sample | None:
+        """A sample by its id; None if there is none."""
+        statement = _select(f"{_ROW}, spans, ids, logprobs, trainer_logprobs", "id = ?")
+        for *row, spans, ids, logprobs, trainer_logprobs in self._rows(statement, [sample]):
+            return Sample(
+                _row(row),
+                tuple(int(one) for one in _json(spans, [])),
+                _numbers(ids, "i"),
+                _numbers(logprobs, "e"),
+                _numbers(trainer_logprobs, "e"),
+            )
+        return None
+
+    def group(self, sample: int) -> tuple[int, ...]:
+        """The ids of the samples of the same group, this one among them, by member and attempt."""
+        rows = self._rows(
+            "SELECT b.id FROM samples AS a JOIN samples AS b ON b.flow = a.flow AND b.eval_name = a.eval_name "
+            "AND b.epoch = a.epoch AND b.prompt = a.prompt AND b.life = a.life "
+            "AND (a.flow = 'train' OR b.step = a.step) WHERE a.id = ? ORDER BY b.member, b.attempt, b.id",
+            [sample],
+        )
+        return tuple(int(one) for (one,) in rows)
+
+    def lives(self) -> tuple[tuple[int, int], ...]:
+        """(number, step from which it went on) of each start or resume of the run."""
+        return tuple((int(life), int(step)) for life, step in self._rows("SELECT life, step FROM lives ORDER BY life"))
+
+    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._database() as database:
+            return database.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        """The open file. Raises ConfigError if it cannot be read, also for what the block raises of that kind."""
+        try:
+            with self._opened() as database:
+                [(version,)] = database.execute("PRAGMA user_version").fetchall()
+                if version != SAMPLES_VERSION:
+                    raise sqlite3.DatabaseError(
+                        f"its schema has version {version}, and this flowrt reads {SAMPLES_VERSION}"
+                    )
+                yield database
+        except (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, FlowError) as error:
+            raise ConfigError(
+                f"{self._path} cannot be read: {' '.join(str(error).split())}; nothing was changed: it is damaged, or "
+                "a copy of it is not complete"
+            ) from error
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        log = self._path.with_name(f"{self._path.name}-wal")
+        if not log.exists():
+            # Without a log there is no writer, and `immutable` needs no write access to the directory.
+            with closing(_connect(self._path, "&immutable=1")) as database:
+                yield database
+            return
+        try:
+            database = _connect(self._path)
+            database.execute("SELECT 1 FROM sqlite_master").fetchall()
+        except sqlite3.OperationalError:
+            # A log is read with an index of it, which SQLite cannot create in a directory that is read only.
+            with tempfile.TemporaryDirectory(prefix="flowrt-") as copy:
+                for one in (self._path, log):
+                    shutil.copyfile(one, Path(copy) / one.name)
+                with closing(_connect(Path(copy) / self._path.name)) as database:
+                    yield database
+            return
+        with closing(database):
+            yield database
+
+
+def _select(columns: str, where: str, *more: str) -> str:
+    """A statement of constant parts: what a user gives is bound to its parameters."""
+    return " ".join(("SELECT", columns, "FROM samples WHERE", where, *more))
+
+
+def _connect(path: Path, options: str = "") -> sqlite3.Connection:
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro{options}"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+
+def _row(values: Sequence[Any]) -> SampleRow:
+    """Raises ValueError for a text that is damaged."""
+    *numbers, prompt_text, completion, rolled_back = values
+    columns = dict(zip(_COLUMNS, numbers, strict=True))
+    columns["parts"] = {str(name): float(value) for name, value in _json(columns["parts"], {}).items()}
+    return SampleRow(
+        **columns,
+        prompt_text=unpack_text(prompt_text or ""),
+        completion=unpack_text(completion or ""),
+        rolled_back=bool(rolled_back),
+    )
+
+
+_COLUMNS = tuple(name.strip() for name in _ROW.split(", prompt_text")[0].split(","))
+
+
+def _json(text: Any, default: Any) -> Any:
+    found = json.loads(text or "null")
+    return found if isinstance(found, type(default)) else default
+
+
+def _numbers(data: Any, code: str) -> tuple[Any, ...]:
+    """Numbers of a blob: int32 (code i) or float16 (e)."""
+    if not isinstance(data, bytes):
+        return ()
+    size = struct.calcsize(f"<{code}")
+    return struct.unpack(f"<{len(data) // size}{code}", data[: len(data) // size * size])

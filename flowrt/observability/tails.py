@@ -1,0 +1,181 @@
+"""Tails of the files of a run: what has been appended since the last look, while another process writes.
+
+A file may be missing, be replaced by another one, grow at any byte, or end in half a line at any time.
+"""
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_LINE_BYTES = 4 << 20
+"""A longer line is damage: what is left of it is skipped."""
+READ_BYTES = 4 << 20
+MARK_BYTES = 64
+"""Bytes before the place reached that are compared, to notice a file with another content."""
+
+
+@dataclass(slots=True)
+class Appended:
+    """What is new in a file since the last look."""
+
+    lines: list[bytes]
+    """Whole lines, without their ends."""
+    is_replaced: bool = False
+    """The file is another one than at the last look, and its lines are given from its start."""
+
+
+class LineTail:
+    """The whole lines that were appended to a file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        """Why the file cannot be read, or what of it was skipped; empty if nothing is wrong."""
+        self.is_present = False
+        self._file: tuple[int, int] | None = None
+        self._reached = 0
+        self._mark = b""
+
+    def poll(self) -> Appended:
+        """The lines since the last call."""
+        try:
+            return self._poll()
+        except FileNotFoundError:
+            self.is_present = False
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror}"
+        return Appended([])
+
+    def _poll(self) -> Appended:
+        with self.path.open("rb") as file:
+            self.is_present = True
+            found = _identity(file.fileno())
+            start = max(self._reached - len(self._mark), 0)
+            file.seek(start)
+            is_replaced = self._file is not None and (found != self._file or file.read(len(self._mark)) != self._mark)
+            if is_replaced:
+                self._reached, self._mark, self.problem = 0, b"", ""
+            self._file = found
+            file.seek(self._reached)
+            lines: list[bytes] = []
+            rest = b""
+            while data := file.read(READ_BYTES):
+                *whole, rest = (rest + data).split(b"\n")
+                lines += whole
+                if len(rest) > MAX_LINE_BYTES:
+                    self.problem = f"{self.path.name} has a line of more than {MAX_LINE_BYTES >> 20} MB, left out"
+                    rest = b""
+            self._reached = file.tell() - len(rest)
+            start = max(self._reached - MARK_BYTES, 0)
+            file.seek(start)
+            self._mark = file.read(self._reached - start)
+        return Appended(lines, is_replaced)
+
+
+class JsonTail:
+    """The objects that were appended to a file of JSON lines since the last call; damaged lines are counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = LineTail(path)
+        self._damaged = 0
+
+    @property
+    def state(self) -> str:
+        """ "present", "missing", or what is damaged."""
+        if self._tail.problem:
+            return self._tail.problem
+        if self._damaged:
+            lines = "line" if self._damaged == 1 else "lines"
+            return f"{self._tail.path.name} has {self._damaged} damaged {lines}, left out"
+        return "present" if self._tail.is_present else "missing"
+
+    def poll(self) -> tuple[list[dict[str, Any]], bool]:
+        """The objects since the last call, and whether the file was replaced by another one."""
+        new = self._tail.poll()
+        if new.is_replaced:
+            self._damaged = 0
+        found = []
+        for text in new.lines:
+            line = parse_object(text)
+            if line is not None:
+                found.append(line)
+            elif text.strip():
+                self._damaged += 1
+        return found, new.is_replaced
+
+
+class GzipTail:
+    """The whole lines that were appended to a gzip file since the last call.
+
+    The file may consist of several members, be flushed at any place, and end without a trailer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        self._file: tuple[int, int] | None = None
+        self._reached = 0
+        self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        self._rest = b""
+
+    def poll(self) -> Appended:
+        """The lines since the last call; after damage there are no more."""
+        try:
+            return self._poll()
+        except FileNotFoundError:
+            return Appended([])
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror}"
+            return Appended([])
+
+    def _poll(self) -> Appended:
+        with self.path.open("rb") as file:
+            found = _identity(file.fileno())
+            size = file.seek(0, 2)
+            is_replaced = self._file is not None and (found != self._file or size < self._reached)
+            if is_replaced:
+                self._reached, self._rest, self.problem = 0, b"", ""
+                self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            self._file = found
+            lines: list[bytes] = []
+            file.seek(self._reached)
+            while not self.problem and (data := file.read(READ_BYTES)):
+                self._reached += len(data)
+                *whole, self._rest = (self._rest + self._unpack(data)).split(b"\n")
+                lines += whole
+                if len(self._rest) > MAX_LINE_BYTES:
+                    self.problem = f"{self.path.name} has a line of more than {MAX_LINE_BYTES >> 20} MB"
+        return Appended(lines, is_replaced)
+
+    def _unpack(self, data: bytes) -> bytes:
+        """The content of these bytes, up to the first damaged one."""
+        unpacked = b""
+        while data:
+            try:
+                unpacked += self._unpacker.decompress(data)
+            except zlib.error:
+                self.problem = (
+                    f"{self.path.name} is damaged within its first {self._reached} bytes; the rest is left out"
+                )
+                break
+            data = self._unpacker.unused_data
+            if self._unpacker.eof:
+                self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        return unpacked
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None if it has none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino

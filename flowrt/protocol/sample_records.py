@@ -1,0 +1,210 @@
+"""Records of samples that are stored: which samples, what workers send of them, and how texts are packed.
+
+- Whole groups are chosen by a hash of (seed, epoch, prompt), so that workers that never talk choose the same ones.
+- A record is bytes within `SampleRecords`, validated where it is stored: one that is malformed is dropped and counted,
+  and its sender stays in the run.
+"""
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+from flowrt.errors import FlowError
+from flowrt.protocol.codec import from_blob, to_blob
+from flowrt.protocol.messages import SampleRecords
+from flowrt.protocol.records import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints
+
+MAX_MESSAGE_RECORD_BYTES = MAX_RECORD_BYTES
+"""Limit of the records of one message."""
+MAX_TEXT_CHARS = 1_000_000
+"""A longer text is cut."""
+SHORT_TEXT_CHARS = 20_000
+"""Texts of a record that would be too long are cut to this."""
+MAX_REASON_CHARS = 500
+MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARS + 4096
+"""Bound on a text when it is decompressed: no character takes more than four bytes."""
+MAX_TOKENS = 16_777_216
+COMPRESS_FROM_BYTES = 512
+"""Shorter texts are not compressed: that costs more time than it saves space."""
+TRAIN, EVAL = "train", "eval"
+FINISHES = ("stop", "length", "stop_string", "aborted")
+_PLAIN, _COMPRESSED = b"t", b"z"
+_SCORED, _TRAINED = b"s", b"t"
+
+
+@dataclass(slots=True)
+class ScoredSample:
+    """What a reward worker sends: a sample with its reward."""
+
+    flow: str  # TRAIN or EVAL
+    eval_name: str  # data set of the evaluation
+    epoch: int
+    prompt: int
+    member: int
+    attempt: int
+    reward: float
+    parts: tuple[tuple[str, float], ...]
+    finish: str  # one of FINISHES
+    reason: str  # how the reward failed, "RESULT: a sentence"; empty if it did not
+    is_single: bool  # chosen for itself, not with its group
+    spans: Ints
+    reward_s: float
+    data: tuple[bytes, bytes, bytes]  # prompt and completion, see `pack_text`; token ids, int32
+
+
+@dataclass(slots=True)
+class TrainedSample:
+    """What a trainer sends of a sample of a chosen group."""
+
+    step: int
+    epoch: int
+    prompt: int
+    member: int
+    attempt: int
+    advantage: float
+    data: tuple[bytes, bytes]  # log-probabilities of the rollout worker and of the trainer, float16; empty if unknown
+
+
+class GroupChoice:
+    """Which groups are stored."""
+
+    def __init__(self, *, seed: int, share: float) -> None:
+        """``share`` of the groups, in [0, 1]."""
+        self._seed = seed
+        self._below = round(min(max(share, 0.0), 1.0) * 2**64)
+
+    def __call__(self, epoch: int, prompt: int) -> bool:
+        key = struct.pack("<3q", self._seed, epoch, prompt)
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") < self._below
+
+
+# ---- texts
+
+
+def pack_text(text: str) -> bytes:
+    """A text in a record; compressed where that is smaller, and where it is no valid Unicode."""
+    text = _cut(text, MAX_TEXT_CHARS)
+    data = text.encode(errors="surrogatepass")
+    if len(data) < COMPRESS_FROM_BYTES and _is_plain(text):
+        return _PLAIN + data
+    packed = zlib.compress(data, 1)
+    return _COMPRESSED + packed if len(packed) < len(data) or not _is_plain(text) else _PLAIN + data
+
+
+def _cut(text: str, most: int) -> str:
+    """The text, or the same number of characters of its start and its end."""
+    half = most // 2
+    if len(text) <= most:
+        return text
+    return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
+
+
+def _is_plain(text: str) -> bool:
+    """Whether SQLite takes it as it is: valid Unicode, and no NUL, at which SQLite's functions end a text."""
+    if text.isascii():
+        return "\0" not in text
+    return not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in text)
+
+
+def stored_text(packed: bytes) -> bytes | str:
+    """The text as the store keeps it: as it is, or compressed. Raises FlowError for bytes that are no text."""
+    kind, data = packed[:1], packed[1:]
+    if kind == _PLAIN:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise FlowError(f"{len(packed)} bytes are not a text of a sample: {error}") from error
+        if _is_plain(text):
+            return text
+    elif kind == _COMPRESSED:
+        unpack_text(data)
+        return data
+    raise FlowError(f"{len(packed)} bytes are not a text of a sample")
+
+
+def unpack_text(kept: bytes | str) -> str:
+    """The text that is stored. Raises FlowError for bytes that `pack_text` does not make."""
+    if isinstance(kept, str):
+        return kept
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(kept, MAX_TEXT_BYTES)
+        if not unpacker.eof or unpacker.unused_data:
+            raise ValueError(f"it is not complete, or longer than {MAX_TEXT_BYTES} bytes")
+        return data.decode(errors="surrogatepass")
+    except (zlib.error, ValueError) as error:
+        raise FlowError(f"a text of a sample is damaged: {error}") from error
+
+
+# ---- records
+
+
+def encode_record(record: ScoredSample | TrainedSample) -> bytes | None:
+    """The bytes of a record, without its tokens, and with parts of its texts, if it would be too long; None if it is
+    too long even then."""
+    kind = _SCORED if isinstance(record, ScoredSample) else _TRAINED
+    data = kind + to_blob(record)
+    if len(data) > MAX_RECORD_BYTES and isinstance(record, ScoredSample):
+        prompt, completion, _ = record.data
+        record.data = prompt, completion, b""
+        data = kind + to_blob(record)
+        if len(data) > MAX_RECORD_BYTES:
+            short = [pack_text(_cut(unpack_text(stored_text(one)), SHORT_TEXT_CHARS)) for one in (prompt, completion)]
+            record.data = short[0], short[1], b""
+            data = kind + to_blob(record)
+    elif len(data) > MAX_RECORD_BYTES and isinstance(record, TrainedSample):
+        record.data = b"", b""
+        data = kind + to_blob(record)
+    return data if len(data) <= MAX_RECORD_BYTES else None
+
+
+def decode_record(data: bytes) -> ScoredSample | TrainedSample:
+    """The record of these bytes. Raises FlowError for any others."""
+    match data[:1]:
+        case b"s":
+            scored = from_blob(ScoredSample, data[1:])
+            _check_scored(scored)
+            return scored
+        case b"t":
+            trained = from_blob(TrainedSample, data[1:])
+            _check_key(trained)
+            if trained.step < 0 or not isfinite(trained.advantage) or any(len(one) % 2 for one in trained.data):
+                raise FlowError("a record of a trained sample has an impossible step, advantage or log-probability")
+            return trained
+    raise FlowError(f"{len(data)} bytes are not a record of a sample")
+
+
+def _check_key(record: ScoredSample | TrainedSample) -> None:
+    for number in (record.epoch, record.prompt, record.member, record.attempt):
+        if not 0 <= number <= LARGEST_PROMPT:
+            raise FlowError(f"a record of a sample has the number {number}")
+
+
+def _check_scored(record: ScoredSample) -> None:
+    _check_key(record)
+    numbers = (record.reward, record.reward_s, *(value for _, value in record.parts))
+    if not all(map(isfinite, numbers)):
+        raise FlowError("a record of a sample has a number that is not finite")
+    if record.flow not in (TRAIN, EVAL) or record.finish not in FINISHES or len(record.reason) > MAX_REASON_CHARS:
+        raise FlowError("a record of a sample has an unknown flow or finish, or a long reason")
+    if len(record.spans) % 2 or not record.spans or min(record.spans) < 0 or len(record.data[2]) % 4:
+        raise FlowError("a record of a sample has impossible spans or token ids")
+    if sum(record.spans[1::2]) > MAX_TOKENS:
+        raise FlowError(f"a record of a sample has {sum(record.spans[1::2])} tokens")
+
+
+def messages(records: Iterable[bytes]) -> Iterator[SampleRecords]:
+    """The records in messages of limited length."""
+    batch: list[bytes] = []
+    size = 0
+    for record in records:
+        if batch and size + len(record) > MAX_MESSAGE_RECORD_BYTES:
+            yield SampleRecords(tuple(batch))
+            batch, size = [], 0
+        batch.append(record)
+        size += len(record)
+    if batch:
+        yield SampleRecords(tuple(batch))

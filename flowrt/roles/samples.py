@@ -1,0 +1,209 @@
+"""What workers send of samples that are stored: a reward worker texts and rewards, a trainer what it has trained.
+
+Both choose the same groups, by a hash. The controller takes what the rate of the run allows; no worker waits for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrt.client.batch import Batch
+from flowrt.client.session import Session
+from flowrt.engines.base import Capture
+from flowrt.engines.stopping import StopConditions
+from flowrt.protocol.sample_records import (
+    MAX_REASON_CHARS,
+    GroupChoice,
+    ScoredSample,
+    TrainedSample,
+    encode_record,
+    messages,
+    pack_text,
+)
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.eval_names import evaluated_sets, first_number_of
+from flowrt.recipes.grpo import EVAL, TRAIN
+from flowrt.rewards.scoring import REWARD
+
+MAX_SINGLES = 8
+"""Truncated samples of a version of the weights that a worker sends although their group is not chosen."""
+MAX_PROMPTS = 64
+"""Prompts whose text is kept for the other samples of their group."""
+
+
+def group_choice(config: RunConfig) -> GroupChoice | None:
+    """Which groups of a run are stored: on average ``samples.per_step`` samples a step; None: none."""
+    if not config.samples.per_step:
+        return None
+    share = config.samples.per_step / (config.prompts_per_step * config.group_size)
+    return GroupChoice(seed=config.seed, share=share)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of a row of a batch."""
+
+    reward: float
+    numbers: Mapping[str, float]
+    """Columns of reward functions, see `flowrt.rewards.scoring.reward_columns`."""
+    reason: str
+    """How it failed, as RESULT: a sentence; empty if it did not."""
+    seconds: float
+
+
+class ScoredSamples:
+    """Sends the scored samples that are stored."""
+
+    def __init__(self, session: Session, config: RunConfig, stop: StopConditions) -> None:
+        self._session = session
+        self._stop = stop
+        self._is_chosen = group_choice(config)
+        self._eval_names = evaluated_sets(config)
+        self._prompts: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._singles_of, self._singles = -1, 0
+
+    def send(self, batch: Batch, scores: Mapping[int, Score]) -> None:
+        """Send what is stored of the rows of a batch that are scored; called after they are committed."""
+        if self._is_chosen is None:
+            return
+        records = []
+        for row, score in scores.items():
+            if (is_single := self._why(batch, row, score)) is not None:
+                records.append(encode_record(self._record(batch, row, score, is_single)))
+        _send(self._session, records)
+
+    def _why(self, batch: Batch, row: int, score: Score) -> bool | None:
+        """Whether a sample is stored for itself, not with its group; None: it is not stored."""
+        grant = batch.grant
+        is_chosen = self._is_chosen
+        if is_chosen is None:
+            return None
+        if batch.flows[row] == EVAL or is_chosen(grant.epochs[row], grant.prompts[row]):
+            return False
+        if score.reason:
+            return True
+        if not batch.inline["truncated"][row]:
+            return None
+        newest = max(grant.spans[row][::2], default=0)
+        if newest > self._singles_of:
+            self._singles_of, self._singles = newest, 0
+        self._singles += 1
+        return True if self._singles <= MAX_SINGLES else None
+
+    def _record(self, batch: Batch, row: int, score: Score, is_single: bool) -> ScoredSample:
+        grant = batch.grant
+        response = batch.tensors["response"][row]
+        tokens = response.tolist()
+        is_eval = batch.flows[row] == EVAL
+        number = grant.prompts[row]
+        return ScoredSample(
+            flow=EVAL if is_eval else TRAIN,
+            eval_name=self._eval_names.get(first_number_of(number), "") if is_eval else "",
+            epoch=grant.epochs[row],
+            prompt=number,
+            member=grant.members[row],
+            attempt=grant.attempts[row],
+            reward=score.reward,
+            parts=tuple(_parts(score.numbers)),
+            finish=self._finish(tokens, bool(batch.inline["truncated"][row])),
+            reason=score.reason.encode(errors="replace").decode()[:MAX_REASON_CHARS],
+            is_single=is_single,
+            spans=grant.spans[row],
+            reward_s=score.seconds,
+            data=(
+                self._prompt_text(batch, row),
+                pack_text(self._stop.text(tokens)),
+                response.to(torch.int32).numpy().tobytes(),
+            ),
+        )
+
+    def _prompt_text(self, batch: Batch, row: int) -> bytes:
+        key = (batch.grant.epochs[row], batch.grant.prompts[row])
+        if (known := self._prompts.get(key)) is not None:
+            return known
+        tokens = batch.tensors["prompt"][row].tolist()
+        text = pack_text(str(self._stop.tokenizer.decode(tokens, skip_special_tokens=False)))
+        self._prompts[key] = text
+        if len(self._prompts) > MAX_PROMPTS:
+            self._prompts.popitem(last=False)
+        return text
+
+    def _finish(self, tokens: Sequence[int], is_truncated: bool) -> str:
+        if is_truncated:
+            return "length"
+        return "stop" if not tokens or tokens[-1] in self._stop.token_ids or not self._stop.strings else "stop_string"
+
+
+def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+    """The values of reward functions and their parts, by name; of those that apply."""
+    for name, value in numbers.items():
+        table, _, of = name.partition("/")
+        if table == REWARD and numbers.get(f"applies/{of.partition('/')[0]}", 1.0):
+            yield of, value
+
+
+@dataclass(slots=True)
+class _Trained:
+    epoch: int
+    prompt: int
+    member: int
+    attempt: int
+    logprobs_T: Tensor
+    capture: Capture
+
+
+class TrainedSamples:
+    """Sends the advantages and log-probabilities of the samples that a rank trains in a step, of the groups stored."""
+
+    def __init__(self, session: Session, config: RunConfig) -> None:
+        self._session = session
+        self._is_chosen = group_choice(config)
+        self._samples: list[_Trained] = []
+
+    def captures(self, batch: Batch, advantages_N: Tensor) -> list[Capture | None]:
+        """What an engine notes of each row of a batch; None for a row that is not stored."""
+        is_chosen = self._is_chosen
+        found: list[Capture | None] = [None] * len(batch)
+        if is_chosen is None:
+            return found
+        grant = batch.grant
+        for row in range(len(batch)):
+            if is_chosen(grant.epochs[row], grant.prompts[row]):
+                capture = found[row] = Capture(float(advantages_N[row]))
+                key = grant.epochs[row], grant.prompts[row], grant.members[row], grant.attempts[row]
+                self._samples.append(_Trained(*key, batch.tensors["logprobs"][row], capture))
+        return found
+
+    def send(self, step: int) -> None:
+        """Send what was noted in a step that is complete."""
+        samples, self._samples = self._samples, []
+        _send(self._session, [encode_record(_trained(one, step)) for one in samples])
+
+    def clear(self) -> None:
+        """Forget the samples of a step that is discarded."""
+        self._samples.clear()
+
+
+def _trained(one: _Trained, step: int) -> TrainedSample:
+    trainer_T = one.capture.logprobs_T
+    return TrainedSample(
+        step=step,
+        epoch=one.epoch,
+        prompt=one.prompt,
+        member=one.member,
+        attempt=one.attempt,
+        advantage=one.capture.advantage,
+        data=(_half(one.logprobs_T), b"" if trainer_T is None else _half(trainer_T)),
+    )
+
+
+def _half(values_T: Tensor) -> bytes:
+    return bytes(values_T.detach().to("cpu", torch.float16).numpy().tobytes())
+
+
+def _send(session: Session, records: Iterable[bytes | None]) -> None:
+    for message in messages(one for one in records if one is not None):
+        session.send(message)
