@@ -48,7 +48,8 @@ def test_two_windows_are_as_one(some: list[Interval], others: list[Wait], cut_s:
 def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[Wait], at_s: float) -> None:
     whole = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
     end_s = at_s + 1e-3
-    edges = [edge for one in (*whole, *others) for edge in (one.start_s, one.end_s)]
+    edges = [edge for one in whole for edge in (one.start_s, one.end_s)]
+    edges += [edge for one in others for edge in (one.start_s, one.end_s)]
     if any(at_s < edge < end_s for edge in edges):
         return
     present = {kind_of_span(one.kind).value for one in whole if one.start_s <= at_s and one.end_s >= end_s}
