@@ -253,6 +253,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _time_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument(
+        "--steps", "--step", default="", metavar="A:B", help="only from step A to before step B, or of one step"
+    )
+    parser.add_argument("--worker", default="", metavar="W", help="of this worker alone, from the timeline")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def _time(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.time import show
+
+    show(arguments.run_dir, arguments.steps, arguments.worker, console(), as_json=arguments.json)
+    return EXIT_OK
+
+
 def _worker(arguments: argparse.Namespace) -> int:
     from importlib import import_module
 
@@ -521,6 +537,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "export": Subcommand("export a run: Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments),
     "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
     "samples": Subcommand("print stored samples: texts, rewards, tokens", _samples, _samples_arguments),
+    "time": Subcommand("print where the time of a run went, by role and cause", _time, _time_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),

@@ -500,6 +500,7 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            time=self.times.latest,
             evaluated=self.metrics.evaluation_summary(),
             brief=brief,
         ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}
