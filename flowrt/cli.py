@@ -145,6 +145,38 @@ def _ledger(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, live or ended")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--at", type=_run_clock, metavar="S", help="the state S seconds after the start of the run")
+    when.add_argument(
+        "--until", default="", metavar="CONDITION", help="the state when this first holds, as 'wait > 60' (seconds)"
+    )
+    when.add_argument("--to", default="", metavar="TERM:EVENT", help="the state after this event of a controller")
+    parser.add_argument("--why", default="", metavar="PROMPT", help="each decision about PROMPT, or EPOCH:PROMPT")
+    parser.add_argument("--check", action="store_true", help="assert all invariants of the state after each event")
+    parser.add_argument("--force", action="store_true", help="replay also with other sources than those of the run")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--as-test", action="store_true", help="print a test for pytest that replays up to this state")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.replay import ReplayOptions, show
+
+    options = ReplayOptions(
+        at_s=arguments.at,
+        until=arguments.until,
+        to=arguments.to,
+        as_json=arguments.json,
+        why=arguments.why,
+        check=arguments.check,
+        as_test=arguments.as_test,
+        force=arguments.force,
+    )
+    return show(arguments.run_dir, options, console())
+
+
 def _samples_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
     steps = parser.add_mutually_exclusive_group()
@@ -194,6 +226,17 @@ def _samples(arguments: argparse.Namespace) -> int:
         parquet=arguments.parquet,
     )
     return show(arguments.run_dir, options, console())
+
+
+def _run_clock(text: str) -> float:
+    """Seconds since the start of a run."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+    return value
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -259,6 +302,39 @@ def _watch(arguments: argparse.Namespace) -> int:
         with_parent=arguments.with_parent,
     )
     return watch(options, console())
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard files to this directory")
+    parser.add_argument("--wandb", action="store_true", help="log to W&B; offline unless a key is set")
+    parser.add_argument("--wandb-dir", type=Path, metavar="DIR", help="directory of its files (default: RUN/wandb)")
+    parser.add_argument("--prometheus", metavar="FILE", help="write Prometheus text to this file; -: to the terminal")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run as one file")
+    parser.add_argument("--exporter", default="", metavar="FILE.py:CLASS", help="an exporter of your own")
+    parser.add_argument("--steps", default="", metavar="A:B", help="only these steps")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends (tensorboard, wandb, exporter)")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.export import ExportOptions, export
+
+    options = ExportOptions(
+        run_dir=arguments.run_dir,
+        perfetto=arguments.perfetto,
+        tensorboard=arguments.tensorboard,
+        wandb=arguments.wandb,
+        wandb_dir=arguments.wandb_dir,
+        prometheus=arguments.prometheus,
+        html=arguments.html,
+        exporter=arguments.exporter,
+        steps=arguments.steps,
+        follow=arguments.follow,
+    )
+    return export(options, console())
 
 
 def _drain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -442,6 +518,8 @@ COMMANDS: Mapping[str, Subcommand] = {
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
+    "export": Subcommand("export a run: Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments),
+    "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
     "samples": Subcommand("print stored samples: texts, rewards, tokens", _samples, _samples_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),

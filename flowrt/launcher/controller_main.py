@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from flowrt.controller.core import Core
 from flowrt.controller.events import EndRun, PreemptRun
 from flowrt.controller.server.server import Server
 from flowrt.controller.state.replay import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
 from flowrt.controller.storage.ledger import Ledger
+from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.controller.storage.sample_schema import SAMPLES
 from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
@@ -66,17 +67,15 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         log.info("recovering as term %d with the workers %s", ledger.term, ", ".join(sorted(recovered.members)))
     if position.step:
         log.info("resuming after step %d", position.step - 1)
-    policies = grpo.policies(config)
-    core = Core(
-        settings=dataclasses.replace(grpo.settings(config), position=position),
-        flow=flow,
-        policies=policies,
+    inputs = CoreInputs(
+        config=text,
         term=ledger.term,
+        position=position,
         recovered=recovered,
-        outcomes=ledger.outcomes() if policies.curriculum.history else (),
+        outcomes=tuple(ledger.outcomes()) if grpo.curriculum(config).history else (),
     )
     server = Server(
-        core=core,
+        core=grpo.core(config, inputs),
         columns=flow.columns,
         config=text,
         run_dir=run_dir,
@@ -88,6 +87,9 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     )
     if config.samples.per_step:
         server.store_samples(sample_store(config))
+    if config.recorder.mb:
+        server.record(EventRecording(run_dir, inputs, config.recorder.mb * 1_000_000))
+    server.times.limit_timeline(config.timeline.mb)
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know. The address to bind may differ from the one that they connect to.

@@ -301,9 +301,11 @@ class LocalRun:
             view.show(status)
             vacancies.update(status)
             if status["ended"] is None:
-                reaper.check(status["workers"], local, {TRAINER})
+                present = status.get("followed", {"present": status["workers"]})["present"]
+                reaper.check(present, local, {TRAINER})
 
-        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s)
+        names = [name for command in commands for name in command.workers]
+        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s, names)
         view.report(f"controller at {address}")
         supervisor = Supervisor(
             self._children,
@@ -335,18 +337,29 @@ class LocalRun:
         for watcher in watchers:
             watcher.cancel()
         observer.close()
+        code = self._ended_with(code, hang, controller)
+        return code, None if trainer is None else trainer.process.returncode
+
+    def _ended_with(self, code: int, hang: str, controller: Child) -> int:
+        """The exit code of a run whose controller has ended with this one, negative if it was killed.
+
+        Args:
+            code: the exit code of the last controller.
+            hang: why a controller that hung was killed; empty if it did not.
+            controller: the first controller.
+        """
         if code < 0:
             summary = read_summary(self._run_dir)
             if summary is not None:
-                code = summary["exit_code"]  # killed after the end of the run
-            else:
-                self._failure = hang or controller.log_tail()
-                code = EXIT_FAILED
-        elif code != EXIT_OK and not self._failure and read_summary(self._run_dir) is None:
+                return int(summary["exit_code"])  # killed after the end of the run
+            self._failure = hang or controller.log_tail()
+            return EXIT_FAILED
+        if code != EXIT_OK and not self._failure and read_summary(self._run_dir) is None:
             end = self._end_reason or "the run has ended"
-            self._failure = f"{end}, but without a summary: {self._controller.log_tail()}"
+            last = controller if self._controller is None else self._controller
+            self._failure = f"{end}, but without a summary: {last.log_tail()}"
             self._failure += f"; fix this, then flowrt resume {self._run_dir}"
-        return code, None if trainer is None else trainer.process.returncode
+        return code
 
     async def _restart_controller(self) -> Child:
         """Start a controller that recovers the run with its workers. Raises FlowError if none can be started."""

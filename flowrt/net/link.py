@@ -38,6 +38,8 @@ class ServerLink:
         self._on_invalid = on_invalid
         self._keyed = keys is not None
         self._on_unreachable: Callable[[bytes], None] | None = None
+        self.latest = b""
+        """The latest message as it was received."""
         self._socket = server_socket(keys)
         self.drain = self._socket.drain
         self.flush = self._socket.flush
@@ -74,6 +76,10 @@ class ServerLink:
         """Send in a batch: when the messages that wait have been received, or at `flush`."""
         self._socket.post([peer, encode(message)])
 
+    def post_encoded(self, peer: bytes, message: bytes) -> None:
+        """As `post`, a message that is encoded already."""
+        self._socket.post([peer, message])
+
     def close(self) -> None:
         self._monitor.close()
         self.guard.close()
@@ -103,6 +109,7 @@ class ServerLink:
         except RemoteProtocolError as error:
             self._on_invalid(peer, str(error))
             return
+        self.latest = frames[1]
         self._on_message(peer, message)
 
 

@@ -587,6 +587,14 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
+class TimelineConfig:
+    """The timeline: what each worker did when, and what it waited for."""
+
+    mb: Annotated[int, Interval(ge=32, le=100_000_000)] = 512
+    """Size of the timeline on disk, in MB; over it the oldest parts are removed, but for the first."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where `flowrt run` starts workers: each option is a command prefix, for example srun and its flags.
 
@@ -640,6 +648,15 @@ class CheckpointConfig:
     trainer keeps each evaluated version in memory until its results are known; empty: none."""
     keep_best: Annotated[int, Interval(gt=0, le=1_000)] = 1
     """Number of versions to keep there, best first."""
+
+
+@dataclass(frozen=True)
+class RecorderConfig:
+    """Recording of all events of the controller, for `flowrt replay`."""
+
+    mb: Annotated[int, Interval(ge=0, le=1_000_000)] = 1024
+    """Maximum size of the recordings of the run, in MB; once it is reached the recording stops, and the run goes on;
+    0: no recording."""
 
 
 @dataclass(frozen=True)
@@ -742,6 +759,10 @@ class RunConfig:
     """Stored samples."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """The controller."""
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    """Recording for `flowrt replay`."""
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    """What each worker did when."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

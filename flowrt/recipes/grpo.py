@@ -19,6 +19,9 @@ reward worker also runs a stage ``filter``, which needs the rewards of a whole g
 Unless ``samples.per_step`` is 0 the reward stage also needs ``prompt``, whose text is stored.
 """
 
+import dataclasses
+
+from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
@@ -38,6 +41,7 @@ from flowrt.controller.policies.group_filter import (
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
+from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
 from flowrt.protocol.records import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
@@ -88,6 +92,18 @@ def dataflow(config: RunConfig) -> Dataflow:
         train_stage="train",
         train_flow=TRAIN,
         token_columns=("prompt", "response"),
+    )
+
+
+def core(config: RunConfig, inputs: CoreInputs) -> Core:
+    """The core of a controller of this run; two cores of equal inputs return the same commands to the same events."""
+    return Core(
+        settings=dataclasses.replace(settings(config), position=inputs.position),
+        flow=dataflow(config),
+        policies=policies(config),
+        term=inputs.term,
+        recovered=inputs.recovered,
+        outcomes=inputs.outcomes,
     )
 
 

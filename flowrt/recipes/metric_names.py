@@ -16,6 +16,7 @@ MAX_AGE = 7
 """Tokens of this staleness or more share a divergence."""
 OF_ALL_STEPS = (
     *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
+    *("reward_std", "reward_p10", "reward_p90", "length_mean", "length_max"),
     *("zero_variance_fraction", "reward", "truncated", "response_length", "loss", "nll", "mismatch_kl_k1"),
     *("mismatch_kl_k3", "effective_sample_fraction", "invalid_samples", "grad_norm", "lr"),
 )

@@ -41,6 +41,7 @@ FREE = (
     "checkpoint.preemption_save_timeout_s",
     "samples",
     "controller",
+    "recorder",
     "supervisor",
     "launch",
 )

@@ -122,8 +122,8 @@ class SimulatedCluster:
         if first_step == scenario.steps:
             self._say_finished()
 
-    def _make_core(self, position: Position | None) -> Core:
-        return make_core(self.scenario, position, 1, None, self._outcomes)
+    def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
+        return make_core(self.scenario, position, term, recovered, self._outcomes)
 
     def run(self, most_actions: int | None = None) -> "SimulatedCluster":
         """Until the run is complete and nothing is on its way, or so many things have happened.
@@ -310,7 +310,7 @@ class SimulatedCluster:
             for _ in range(self.rng.randint(0, len(worker.inbox)) if worker.alive else 0):
                 worker.receive(worker.inbox.popleft())
         self.term += 1
-        self.core = make_core(self.scenario, None, self.term, self.kept.recovered(), self._outcomes)
+        self.core = self._make_core(None, self.term, self.kept.recovered())
         self.shared.sent.clear()
         for worker in self.workers.values():
             worker.outbox.clear()  # of the dead, nobody has anything to hear any more

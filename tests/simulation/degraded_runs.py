@@ -8,6 +8,7 @@ from enum import Enum
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import MessageReceived, Tick, WorkerConnected, WorkerDisconnected
+from flowrt.controller.state.replay import RecoveredState
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import Position
@@ -74,7 +75,7 @@ class DegradedRun(SimulatedCluster):
         self.drained = self.workers[f"{drained}1"] if drained else None
         self.left_s: float | None = None  # when that had left
 
-    def _make_core(self, position: Position | None) -> Core:
+    def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
         vital: tuple[str, ...] = ("source", "trainer", "reward", "reference")
         needed: tuple[str, ...] = ()
         if self.phase is Phase.DRAIN:
@@ -84,6 +85,8 @@ class DegradedRun(SimulatedCluster):
         return make_core(
             self.scenario,
             position,
+            term,
+            recovered,
             critical_roles=vital,
             replaceable_roles=needed,
             role_vacancy_timeout_s=ABSENCE_S,

@@ -59,6 +59,11 @@ def describe_non_finite(numbers: Iterable[tuple[str, float]]) -> str:
     return ", ".join(f"{name[:MAX_NAME_CHARS]} is {value}" for name, value in numbers if not math.isfinite(value))
 
 
+def non_finite_names(numbers: Iterable[tuple[str, float]]) -> list[str]:
+    """The names of the numbers that are NaN or infinite, sorted."""
+    return sorted({name[:MAX_NAME_CHARS] for name, value in numbers if not math.isfinite(value)})
+
+
 def finite(numbers: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
     """The numbers that are neither NaN nor infinite."""
     return [(name, value) for name, value in numbers if math.isfinite(value)]

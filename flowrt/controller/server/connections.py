@@ -10,6 +10,7 @@ from flowrt.controller.state.membership import Membership
 from flowrt.errors import WaitExpired
 from flowrt.ids import WorkerId
 from flowrt.net.link import ServerLink
+from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import Heartbeat, Message
 from flowrt.runtime.waits import BoundedElsewhere, wait_until
 
@@ -50,11 +51,13 @@ class Connections:
         self._role: dict[WorkerId, str] = {}
         self._source: dict[WorkerId, tuple[int, str]] = {}  # descriptor and address of each connection
         self._cut: dict[WorkerId, float] = {}  # since when nothing has come from a worker
-        self._outbox: list[tuple[WorkerId, Message]] = []
+        self._outbox: list[tuple[WorkerId, bytes]] = []
         self._outbox_since_s = 0.0
         self._disconnected: dict[WorkerId, None] = {}  # found gone; some of their messages may be unread
         self._is_processing_scheduled = False
         self._changed = asyncio.Event()
+        self.on_removed: Callable[[WorkerId], None] = lambda _: None
+        """Called with each worker that is removed."""
 
     def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
         """Add a worker whose hello came over the connection with the descriptor ``source``."""
@@ -118,6 +121,7 @@ class Connections:
         self._disconnected.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
+            self.on_removed(worker)
         self._changed.set()
 
     async def shutdown(self, stop: Message, excluded_role: str) -> None:
@@ -179,6 +183,10 @@ class Connections:
 
     def send(self, worker: WorkerId, message: Message) -> None:
         """Send when all earlier decisions are durable: a crash must not undo what a worker was told."""
+        self.send_encoded(worker, encode(message))
+
+    def send_encoded(self, worker: WorkerId, message: bytes) -> None:
+        """As `send`, a message that is encoded already."""
         if not (self._outbox or self._needs_commit()):
             self._post(worker, message)
             self._link.flush()
@@ -208,9 +216,9 @@ class Connections:
             self._disconnected[worker] = None
             self._schedule_processing()
 
-    def _post(self, worker: WorkerId, message: Message) -> None:
+    def _post(self, worker: WorkerId, message: bytes) -> None:
         if (peer := self._peer.get(worker)) is not None and worker not in self._disconnected:
-            self._link.post(peer, message)
+            self._link.post_encoded(peer, message)
 
     def send_now(self, worker: WorkerId, message: Message) -> None:
         """Send without waiting for the ledger."""

@@ -28,7 +28,8 @@ def connected(state: State, event: WorkerConnected, now: float) -> list[Command]
     state.note_progress(now)
     how = "has been restarted" if is_restarted else "has rejoined" if event.term else "has joined"
     text = f"{worker} ({event.role} on host {event.host!r}) {how}"
-    joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker)
+    fields = (("role", event.role), ("host", event.host))
+    joined = LogEvent("restarted" if is_restarted else "joined", state.window.step, text, worker, fields)
     return [AppendReplay(WorkerJoined(worker, event.role)), joined]
 
 
@@ -112,8 +113,8 @@ def role_completed(
 
 
 def heartbeat(state: State, env: Environment, worker: WorkerId, message: m.Heartbeat, now: float) -> list[Command]:
-    """Answer a sign of life."""
-    return [Send(worker, message)]
+    """Answer a sign of life with the controller's time, from which the sender finds the offset of its own clock."""
+    return [Send(worker, m.Heartbeat(message.sent_s, message.reported_s, now))]
 
 
 def report(state: State, env: Environment, worker: WorkerId, message: m.Report, now: float) -> list[Command]:

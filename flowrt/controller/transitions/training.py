@@ -4,6 +4,7 @@ A step is planned as a whole where policies share it among ranks or cut it to a 
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from flowrt.controller.diagnostics.counters import validate_names
@@ -27,6 +28,8 @@ ZERO_VARIANCE = "zero_variance_groups"
 FILTERED_GROUPS = "filtered_groups"
 REFUSED_TRAINED = "refused_groups_trained"
 SKIPPED_PROMPTS = "skipped_prompts"
+REWARD_STD, REWARD_P10, REWARD_P90 = "reward_std", "reward_p10", "reward_p90"
+LENGTH_MEAN, LENGTH_MAX = "length_mean", "length_max"
 REWARD_OF, GROUPS_OF = "reward_of/", "groups_of/"
 """What the names of a data set's metrics begin with."""
 
@@ -202,7 +205,9 @@ def _step_closed(
         counts += [(FILTERED_GROUPS, filtered), (REFUSED_TRAINED, refused)]
     if env.policies.curriculum.history:
         counts.append((SKIPPED_PROMPTS, skipped))
-    rewards: list[tuple[str, float]] = []
+    measures: list[tuple[str, float]] = []
+    if REWARD in env.flow.train_inline:
+        measures += _spread(trained)
     if len(env.settings.data_sets) > 1:
         of_set = [
             [one for one in trained if data_set_of(one.prompt) == at] for at in range(len(env.settings.data_sets))
@@ -210,8 +215,12 @@ def _step_closed(
         for name, groups in zip(env.settings.data_sets, of_set, strict=True):
             counts.append((f"{GROUPS_OF}{name}", len(groups)))
             if groups and REWARD in env.flow.train_inline:
-                rewards.append((f"{REWARD_OF}{name}", _mean(REWARD, groups)))
+                measures.append((f"{REWARD_OF}{name}", _mean(REWARD, groups)))
     slots = [slot for group in trained for slot in group.slots]
+    lengths = [_generated_tokens(slot) for slot in slots]
+    if any(lengths):
+        measures.append((LENGTH_MEAN, sum(lengths) / len(lengths)))
+        counts.append((LENGTH_MAX, max(lengths)))
     columns = sorted({column for slot in slots for column in slot.inline})
     return StepClosed(
         step=message.step,
@@ -219,10 +228,29 @@ def _step_closed(
         samples=len(slots),
         tokens=sum(map(env.sizes.tokens, trained)),
         lags=tuple(message.step - (slot.oldest_version() or 0) for slot in slots),
-        inline_means=(*((name, _mean(name, trained)) for name in columns), *rewards),
+        inline_means=(*((name, _mean(name, trained)) for name in columns), *measures),
         metrics=message.metrics,
         counts=tuple(counts),
     )
+
+
+def _spread(groups: Sequence[Group]) -> list[tuple[str, float]]:
+    """The standard deviation of the reward over the samples, and two percentiles of the groups' mean rewards."""
+    rewards = [slot.inline[REWARD] for group in groups for slot in group.slots]
+    if not rewards:
+        return []
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    means = sorted(_mean(REWARD, [group]) for group in groups)
+    return [(REWARD_STD, deviation), (REWARD_P10, _percentile(means, 0.1)), (REWARD_P90, _percentile(means, 0.9))]
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of sorted values lies, interpolated linearly between two of them."""
+    place = share * (len(values) - 1)
+    below = min(int(place), len(values) - 1)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (place - below) * (values[above] - values[below])
 
 
 def _mean(column: str, groups: Sequence[Group]) -> float:

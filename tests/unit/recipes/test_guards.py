@@ -24,6 +24,7 @@ OF_CONTROLLER = frozenset(
     (
         *("samples", "groups", "tokens", "staleness_mean", "staleness_max", "zero_variance_groups"),
         *("zero_variance_fraction", "reward", "truncated", "filtered_groups", "refused_groups_trained"),
+        *("reward_std", "reward_p10", "reward_p90", "length_mean", "length_max"),
     )
 )
 OWN = str(Path(__file__).parents[3] / "examples" / "own_algorithm.py") + ":ShortReinforce"

@@ -1,0 +1,278 @@
+"""Recording of a run: every event of the controller's core, written to ``RUN/recording`` for `flowrt replay`.
+
+- The event loop only appends to lists; packing, compression and writing happen on a thread, a block at a time.
+- A crash of the controller loses the events since the last tick.
+- A recording that cannot go on (its bound is reached, the disk refuses, or is too slow) stops, and what there is stays
+  readable; the run goes on.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+import flowrt
+from flowrt.controller.events import Command, Event, MessageReceived, Send
+from flowrt.controller.storage.recording_format import (
+    BEGIN,
+    BLOCK_EVENTS,
+    DIRECTORY,
+    END,
+    MAGIC,
+    BlockPacker,
+    CommandDigest,
+    CoreInputs,
+    EventBlock,
+    Header,
+    event_data,
+    event_kind,
+    pack_header,
+    sources_digest,
+)
+from flowrt.errors import PROGRAMMING_ERRORS, FlowError
+from flowrt.runtime.files import private_directory
+from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
+
+log = logging.getLogger(__name__)
+SEGMENT_BYTES = 8 << 20
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes that wait for the writer thread, above which the disk is too slow for a recording."""
+JOIN_TIMEOUT_S = 10.0
+CLOSED = BoundedElsewhere("EventRecording.close")
+_END_BYTES = 1024
+"""Reserved below the bound for the block that says why the recording was stopped."""
+
+
+class _Pending:
+    """The events of a block, and the commands that the core returned to them, until the thread packs them."""
+
+    def __init__(self) -> None:
+        self.block = EventBlock()
+        self.receivers: list[str] = []
+        self.contents: list[bytes | Command] = []
+
+
+class EventRecording:
+    """Writer of the recording of one term. `event` and `commands` are called in turn, once for each event."""
+
+    def __init__(self, run_dir: Path, inputs: CoreInputs, limit_bytes: int) -> None:
+        """Nothing is written before `begin`.
+
+        Args:
+            run_dir: the run directory.
+            inputs: what the core was built from.
+            limit_bytes: bound of all recordings of the run together.
+        """
+        self._directory = run_dir / DIRECTORY
+        self._inputs = inputs
+        self._limit_bytes = limit_bytes
+        self._numbers: dict[str, int] = {}
+        self._pending = _Pending()
+        self._events = 0
+        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._queued_bytes = 0
+        self._written_bytes = 0  # of the queued ones; set by the thread only
+        self._thread: Thread | None = None
+        self._writer: _SegmentWriter | None = None
+        self._is_stopped = False
+        self._is_reported = False
+        self.is_active = True
+        """False once nothing more is recorded."""
+
+    def begin(self, start_s: float) -> None:
+        """Start writing. ``start_s`` is the zero of the run clock on the clock of the events."""
+        header = Header(
+            inputs=self._inputs,
+            start_s=start_s,
+            unix_s=time.time(),
+            version=flowrt.__version__,
+            sources=sources_digest(),
+        )
+        self._writer = _SegmentWriter(self._directory, header, self._limit_bytes)
+        thread = Thread(target=self._write, args=(self._writer,), name="recording", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            self._writer.stopped = str(error)
+            return
+        self._thread = thread
+
+    def message(self, worker: str, data: bytes, now: float) -> None:
+        """A worker's message, as it came from the socket, is about to be handled."""
+        block = self._pending.block
+        number = self._numbers.get(worker)
+        if number is None:
+            number = self._number(worker)
+        block.kinds.append(0)
+        block.workers.append(number)
+        block.times.append(now)
+        block.data.append(data)
+
+    def event(self, event: Event, now: float) -> None:
+        """Another event is about to be handled."""
+        if isinstance(event, MessageReceived):
+            self.message(event.worker, event_data(event), now)
+            return
+        block = self._pending.block
+        block.kinds.append(event_kind(event))
+        block.workers.append(0)
+        block.times.append(now)
+        block.data.append(event_data(event))
+
+    def commands(self, commands: Sequence[Command], encoded: Sequence[bytes]) -> None:
+        """The core returned these commands to the last event; none if it failed.
+
+        Args:
+            commands: in order.
+            encoded: the message of each Send, encoded; empty for other commands.
+        """
+        pending = self._pending
+        for command, message in zip(commands, encoded, strict=True):
+            if type(command) is Send:
+                pending.receivers.append(command.worker)
+                pending.contents.append(message)
+            else:
+                pending.contents.append(command)
+        pending.block.counts.append(len(commands))
+        self._events += 1
+        if self._events % BLOCK_EVENTS == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what was recorded to the thread."""
+        pending = self._pending
+        if not pending.block.counts or self._thread is None:
+            return
+        pending.block.first = self._events - len(pending.block.counts)
+        self._pending = _Pending()
+        self._queued_bytes += sum(map(len, pending.block.data))
+        self._queue.put(pending)
+
+    def stopped(self) -> str:
+        """Why the recording was stopped, once; empty while it goes on, and afterwards."""
+        if self._writer is None or self._is_reported:
+            return ""
+        reason = self._writer.stopped
+        if not reason and self._queued_bytes - self._written_bytes > MAX_PENDING_BYTES:
+            reason = f"the disk is too slow: {MAX_PENDING_BYTES >> 20} MiB of events wait to be written"
+        if reason:
+            self._is_reported = True
+            self.is_active = False
+            self._queue.put(None)
+        return reason
+
+    def close(self) -> None:
+        """Write all that was recorded, and end the thread."""
+        if self._thread is None:
+            return
+        if self.is_active:
+            self.flush()
+            self._queue.put(None)
+            self.is_active = False
+        if not join_thread(self._thread, JOIN_TIMEOUT_S):
+            log.warning("the recording has not been written after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
+
+    def _number(self, worker: str) -> int:
+        number = self._numbers[worker] = len(self._numbers)
+        self._pending.block.names.append(worker)
+        return number
+
+    def _write(self, writer: "_SegmentWriter") -> None:
+        """The thread: write blocks until there are no more. A failure stops the recording, never the run."""
+        digest = CommandDigest()
+        while (pending := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
+            if not writer.stopped:
+                digest.add(pending.receivers, pending.contents)
+                pending.block.digest = digest.value()
+                writer.write(pending.block)
+            self._written_bytes += sum(map(len, pending.block.data))
+        writer.close()
+
+
+class _SegmentWriter:
+    """The segments of a term, within a bound. Used by the thread alone, but for ``stopped``."""
+
+    def __init__(self, directory: Path, header: Header, limit_bytes: int) -> None:
+        self._directory = directory
+        self._header = header
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._segment = 0
+        self._size = 0
+        self._fd = -1
+        self._packer = BlockPacker()
+        self.stopped = ""
+        """Why nothing more is written; empty while it is."""
+
+    def write(self, block: EventBlock) -> None:
+        """Write a block, in a new segment if this one is full. A failure sets ``stopped``."""
+        try:
+            if self._fd < 0:
+                self._open(block.first)
+            if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
+                self._append(self._packer.pack([END, self.stopped]), reserve=0)
+                self._close()
+            elif self._size >= SEGMENT_BYTES:
+                self._close()
+                self._segment += 1
+        except OSError as error:
+            self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
+        except (*PROGRAMMING_ERRORS, FlowError) as error:  # without a reason nobody would know
+            log.exception("the recording has failed")
+            self._fail(f"there is a bug in flowrt ({error!r}), see the log")
+
+    def close(self) -> None:
+        """Write the end, and close the file."""
+        try:
+            if self._fd >= 0:
+                self._append(self._packer.pack([END, ""]), reserve=0)
+            self._close()
+        except OSError as error:
+            self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
+
+    def _open(self, first_event: int) -> None:
+        private_directory(self._directory)
+        if not self._segment:
+            self._used_bytes = sum(path.stat().st_size for path in self._directory.glob("*.fr"))
+        term = self._header.inputs.term
+        path = self._directory / f"{term:04}-{self._segment:04}.fr"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._packer = BlockPacker()
+        self._size = 0
+        header = None if self._segment else pack_header(self._header)
+        # The first segment is begun even when there is no room: it says so.
+        first = self._packer.pack([BEGIN, term, self._segment, first_event, header])
+        self._append(MAGIC + first, reserve=0)
+
+    def _append(self, data: bytes, reserve: int) -> bool:
+        """Append; False, and ``stopped`` set, if the bound leaves no room. Raises OSError, with nothing appended."""
+        if reserve and self._used_bytes + len(data) + reserve > self._limit_bytes:
+            self.stopped = f"recorder.mb = {self._limit_bytes / 1e6:g} is reached"
+            return False
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # a block is there as a whole, or not at all
+            raise
+        self._size += len(data)
+        self._used_bytes += len(data)
+        return True
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _fail(self, reason: str) -> None:
+        self.stopped = reason
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError:
+                log.debug("the recording was closed with an error", exc_info=True)

@@ -1,0 +1,944 @@
+// The page of a run: one program for the server of `flowrt watch` and for run.html. Panels are functions, in the order of
+// the page. Text of a run is shown by text nodes alone; styles are set through the CSSOM, as the security policy asks.
+"use strict";
+
+// ---------------------------------------------------------------- text and elements
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+
+/** The text with control, bidi, zero-width and lone-surrogate characters as escapes, cut at `limit` characters. */
+function visible(text, limit = 2000) {
+  const shown = String(text), cut = shown.length > limit ? shown.slice(0, limit) : shown;
+  const escaped = cut.replace(HIDDEN, (c) => {
+    const code = c.codePointAt(0);
+    return code > 0xffff ? `\\u{${code.toString(16)}}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+  return cut === shown ? escaped : `${escaped} … (${(shown.length - limit).toLocaleString("en")} more characters)`;
+}
+
+/** An element with attributes (a function is a listener) and children (strings become text). */
+function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(name, value);
+    else if (value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((c) => c !== null && c !== undefined).map((c) => (c instanceof Node ? c : visible(c))));
+  return made;
+}
+
+const $ = (selector) => document.querySelector(selector);
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** A number as people write it: four digits, no exponent where it can be avoided. */
+function number(value) {
+  if (!known(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e7 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(4)));
+}
+
+function duration(seconds) {
+  if (!known(seconds)) return "–";
+  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
+  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds % 60)];
+  return h ? `${h} h ${String(m).padStart(2, "0")} min` : `${m} min ${String(s).padStart(2, "0")} s`;
+}
+
+const percent = (share) => (known(share) ? `${(100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0)} %` : "–");
+
+let colours = new Map();
+/** The value of a colour of page.css in the present scheme. */
+function colour(name) {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || "#888");
+  return colours.get(name);
+}
+
+function key(name) {
+  const mark = el("span", { class: "key" });
+  mark.style.background = `var(--${name})`;
+  return mark;
+}
+
+/** A canvas in the size of its place; returns its context in CSS pixels. */
+function context(canvas, height) {
+  const width = canvas.clientWidth, ratio = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+  }
+  const c = canvas.getContext("2d");
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  c.clearRect(0, 0, width, height);
+  c.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+  return [c, width];
+}
+
+// ---------------------------------------------------------------- data
+
+let embedded; // of run.html: the answers by path; null at a server
+
+/** The answer to a path of the API: of the server, or of the document that the file carries. */
+async function get(path) {
+  if (embedded === undefined) embedded = await unpack();
+  if (embedded) return lookUp(path);
+  const answer = await fetch(path);
+  if (answer.ok) return answer.json();
+  const said = await answer.text();
+  try { throw new Error(JSON.parse(said).error); } catch (error) { throw error instanceof SyntaxError ? new Error(said.trim()) : error; }
+}
+
+async function unpack() {
+  const packed = document.getElementById("data");
+  if (!packed) return null;
+  const bytes = Uint8Array.from(atob(packed.textContent.trim()), (c) => c.charCodeAt(0));
+  const text = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  return text;
+}
+
+/** An answer of the embedded document; windows, samples and filters are cut out of what it has. */
+function lookUp(path) {
+  if (path in embedded) return embedded[path];
+  const [name, query] = path.split("?");
+  const like = Object.keys(embedded).filter((one) => one.split("?")[0] === name).map((one) => embedded[one]);
+  const asked = new URLSearchParams(query);
+  if (name === "api/timeline" && like.length) {
+    const [t0, t1] = [Number(asked.get("t0")), Number(asked.get("t1"))];
+    const inside = like.filter((one) => one.t0 <= t0 + 1e-6 && one.t1 >= t1 - 1e-6);
+    const width = (one) => one.t1 - one.t0;
+    return (inside.length ? inside : like).reduce((best, one) => ((inside.length ? width(one) < width(best) : width(one) > width(best)) ? one : best));
+  }
+  if (name === "api/samples") return filterSamples(like.flatMap((one) => one.samples), asked);
+  if (name.startsWith("api/sample/")) {
+    const found = lookUp("api/samples").samples.find((one) => `api/sample/${one.id}` === name);
+    if (found) return { ...found, tokens: null, group: [] };
+  }
+  if (like.length) return like[0];
+  throw new Error("the file does not carry this; flowrt watch on the run directory has it");
+}
+
+function filterSamples(all, asked) {
+  const unique = [...new Map(all.map((one) => [one.id, one])).values()];
+  const has = (name, test) => (asked.get(name) ? test(asked.get(name)) : () => true);
+  let pattern;
+  try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
+  const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
+    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").includes(v) || s.finish === v))
+    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
+    .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
+  const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
+  kept.sort(by[asked.get("order")] || ((a, b) => b.step - a.step || b.id - a.id));
+  const from = Number(asked.get("offset") || 0);
+  return { samples: kept.slice(from, from + Number(asked.get("limit") || 50)), total: kept.length };
+}
+
+const run = { info: null, steps: [], columns: {}, old: [], events: [], next: 0, attribution: [], status: null };
+const view = { x: "step", y: "zero", smooth: 0, range: null };
+const config = (path) => path.split(".").reduce((at, part) => (at ? at[part] : undefined), run.info?.config);
+
+/** Why a panel has nothing to show, in one sentence: a setting that is 0, or a file that is missing or damaged. */
+function why(what, file, setting) {
+  if (setting && config(setting) === 0) return `No ${what}: ${setting} is 0.`;
+  const state = run.info?.files?.[file];
+  if (state === "missing") return `No ${what}: ${file} is missing in the run directory.`;
+  if (state && state !== "present") return `No ${what}: ${file}: ${state}.`;
+  return `No ${what} yet.`;
+}
+
+function addSeries({ steps, columns }) {
+  if (!steps.length) return;
+  dropFrom(steps[0]);
+  const had = run.steps.length;
+  run.steps.push(...steps);
+  for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
+  for (const [name, column] of Object.entries(run.columns)) column.push(...(columns[name] || new Array(steps.length).fill(null)));
+}
+
+/** Steps from `step` on are rolled back: they are kept to be drawn in grey. */
+function dropFrom(step) {
+  const at = run.steps.findIndex((one) => one >= step);
+  if (at < 0) return;
+  const columns = Object.fromEntries(Object.entries(run.columns).map(([name, column]) => [name, column.splice(at)]));
+  run.old.push({ steps: run.steps.splice(at), columns });
+}
+
+function xs() { return view.x === "step" ? run.steps : run.columns.wall_s || run.steps; }
+function extent() {
+  const x = xs();
+  return view.range || (x.length ? [x[0], Math.max(x[x.length - 1], x[0] + 1e-3)] : [0, 1]);
+}
+
+function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 * (high - low); return [low - room, high + room]; }
+
+// ---------------------------------------------------------------- header
+
+const ORDERLY = /completed its part|left in order/;
+/** Whether an event is a fault: it is drawn and listed in red. */
+function isFault(event) {
+  return (event.kind === "gone" && !ORDERLY.test(event.text)) || ["version_lost", "guard"].includes(event.kind) || (event.kind === "ended" && event.code > 0);
+}
+const TURNING = new Set(["resumed", "controller_restarted", "rolled_back", "restarted", "warning"]);
+
+/** Header and alarms: where the run is, how fast, and whatever is wrong, before all else. */
+function header(connection = "") {
+  const { info, status } = run, last = run.steps.length - 1;
+  const at = (name) => run.columns[name]?.[last];
+  const done = last < 0 ? 0 : run.steps[last] + 1, steps = status?.steps || info.steps || done;
+  document.title = `${visible(info.name, 80)} · flowrt`;
+  $("#name").replaceChildren(visible(info.name, 80));
+  const state = connection || (info.state === "live" && status?.ended ? "finished" : info.state);
+  $("#state").className = `pill ${connection ? "lost" : state}`;
+  $("#state").replaceChildren(visible(state));
+  $("#progress").value = steps ? done / steps : 0;
+  const facts = [["recipe", info.recipe], ["step", `${done.toLocaleString("en")} of ${steps.toLocaleString("en")}`]];
+  const recent = Math.max(last - 20, 0), walls = run.columns.wall_s || [];
+  const pace = last > recent ? (walls[last] - walls[recent]) / (run.steps[last] - run.steps[recent]) : NaN;
+  if (state === "live" && known(pace)) facts.push(["left", duration(pace * (steps - done))]);
+  else if (last >= 0) facts.push(["took", duration(info.summary?.wall_s ?? walls[last])]);
+  if (known(at("reward"))) facts.push(["reward", number(at("reward"))]);
+  if (known(at("samples_per_s"))) facts.push(["samples/s", number(state === "live" ? at("samples_per_s") : info.summary?.samples_per_s ?? at("samples_per_s"))]);
+  facts.push(["staleness", `${number(at("staleness_max"))} of ${number(info.staleness_bound)} allowed`]);
+  if (state === "live" && status) facts.push(["workers", String(Object.keys(status.workers || {}).length + (status.others || status.graph?.others || 0))]);
+  if (state !== "live" && info.summary?.reason) facts.push(["ended", info.summary.reason]);
+  $("#facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+  const red = state === "live" && status ? alarms(status) : [];
+  if (info.state === "killed") red.push("The run ended without a summary: its controller was killed, or the machine went down.");
+  const mild = Object.entries(info.files || {}).filter(([, how]) => how !== "present" && how !== "missing").map(([name, how]) => `${name}: ${how}`);
+  if (embedded?.left_out) mild.push(`This file leaves out: ${embedded.left_out}`);
+  const texts = [...red.map((t) => [t, "alarm"]), ...mild.map((t) => [t, "alarm mild"])];
+  const now = texts.map(([t]) => t).join("\n");
+  if (header.shown !== now) $("#alarms").replaceChildren(...texts.slice(0, 12).map(([t, c]) => el("p", { class: c }, t)));
+  header.shown = now;
+}
+
+function alarms(status) {
+  const graph = status.graph || {}, waits = graph.waits || [];
+  const nonfinite = status.latest?.nonfinite;
+  return [
+    ...(graph.deadlocks || []).map((names) => `Deadlock: ${names.join(", ")} wait only for each other.`),
+    ...Object.entries(status.vacancies || {}).map(([role, [s, reason]]) => `No ${role} worker for ${duration(s)}: ${reason}`),
+    ...Object.entries(status.cut_off || {}).map(([who, s]) => `No network traffic from ${who} for ${duration(s)}: its link or its machine is down.`),
+    ...waits.filter((w) => w.unsatisfiable).map((w) => `${w.who} waits for ${w.what}, and no worker can satisfy this.`),
+    ...waits.filter((w) => w.overdue).map((w) => `${w.who} waits ${duration(w.age_s)} for ${w.what}, over its limit of ${duration(w.limit_s)}: blocked on ${w.blocked_on || "no worker"}.`),
+    ...(status.guards?.firing || []),
+    ...(nonfinite?.length ? [`Not finite in step ${status.latest.step}: ${nonfinite.join(", ")}`] : []),
+  ];
+}
+
+// ---------------------------------------------------------------- curves
+
+const CURVES = [
+  { title: "Reward", lines: ["reward"], band: ["reward_p10", "reward_p90"], names: { reward: "mean" }, spread: "reward_std" },
+  { title: "Evaluations", match: /^eval\/.+\/(avg|pass)@\d+$/, strip: /^eval\//, points: true, none: ["evaluations", "evaluations.jsonl", "eval.interval"] },
+  { title: "Parts of the reward", match: /^reward\/.+/, strip: /^reward\// },
+  { title: "Response length", unit: "tokens", lines: ["response_length", "length_max"], names: { response_length: "mean", length_max: "longest" } },
+  { title: "Cut off at the limit", unit: "share", lines: ["truncated"], share: true },
+  { title: "Groups without signal", unit: "share", lines: ["zero_variance_fraction"], share: true },
+  { title: "KL to the reference", unit: "nats/token", lines: ["kl"], none: ["KL to the reference", "", "algorithm.kl.coef"] },
+  { title: "Mismatch of rollout and trainer", unit: "nats/token", lines: ["mismatch_kl_k3"], names: { mismatch_kl_k3: "KL, estimator k3" } },
+  { title: "Entropy", unit: "nats/token", lines: ["entropy", "nll"], names: { entropy: "exact", nll: "sampled" } },
+  { title: "Staleness", unit: "versions", lines: ["staleness_mean", "staleness_max"], names: { staleness_mean: "mean", staleness_max: "largest" } },
+  { title: "Gradient norm", lines: ["grad_norm"] },
+  { title: "Loss", lines: ["loss"] },
+  { title: "Learning rate", lines: ["lr"] },
+  { title: "Samples per second", unit: "1/s", lines: ["samples_per_s"] },
+  { title: "Tokens per second", unit: "1/s", lines: ["tokens_per_s"] },
+];
+const ELSEWHERE = /^(step|wall_s|eval\/|reward_p\d+|reward_std|samples$|groups$|tokens$|guard_)/;
+const charts = new Map();
+const near = new IntersectionObserver((seen) => {
+  for (const { target, isIntersecting } of seen) {
+    const chart = charts.get(target);
+    if (!chart) continue;
+    chart.seen = isIntersecting;
+    if (isIntersecting && chart.stale) chart.draw();
+  }
+}, { rootMargin: "100px" });
+
+/** All curves of the run, small and side by side; what is not recorded is said below them. */
+function curves() {
+  const names = Object.keys(run.columns).filter((name) => run.columns[name].some(known));
+  if (names.includes("tokens") && !names.includes("tokens_per_s")) {
+    const c = run.columns;
+    c.tokens_per_s = c.tokens.map((tokens, i) => (known(tokens) && c.samples[i] ? (tokens * c.samples_per_s[i]) / c.samples[i] : null));
+    names.push("tokens_per_s");
+  }
+  const used = new Set(), missing = [], [first, more] = document.querySelectorAll("#curves .grid");
+  for (const spec of CURVES) {
+    const lines = (spec.lines || names.filter((name) => spec.match.test(name)).sort()).filter((name) => names.includes(name)).slice(0, 6);
+    for (const name of [...lines, ...(spec.band || [])]) used.add(name);
+    if (lines.length) place(first, { ...spec, lines });
+    else if (spec.none || spec.lines) missing.push(spec.none ? why(...spec.none) : `No ${spec.title.toLowerCase()}.`);
+  }
+  for (const name of names) if (!used.has(name) && !ELSEWHERE.test(name)) place(more, { title: name, lines: [name] });
+  $("#curves .missing").replaceChildren(run.steps.length ? missing.join(" ") : "No curves yet: no step has ended.");
+  for (const chart of charts.values()) if (chart.seen) chart.draw(); else chart.stale = true;
+}
+
+function place(grid, spec) {
+  const made = [...charts.values()].find((chart) => chart.spec.title === spec.title);
+  if (made && made.spec.lines.join() === spec.lines.join()) return;
+  const card = el("div", { class: "card curve" });
+  if (made) { near.unobserve(made.card); charts.delete(made.card); made.card.replaceWith(card); } else grid.append(card);
+  charts.set(card, curve(card, spec));
+  near.observe(card);
+}
+
+/** Exponential mean without the bias of its start; gaps stay gaps. */
+function smoothed(values, weight) {
+  let sum = 0, mass = 0;
+  return values.map((value) => {
+    if (!known(value)) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + 1 - weight;
+    return sum / mass;
+  });
+}
+
+/** One card with a plot: lines (raw, and smoothed if asked), a band, points with standard errors, marks of events. */
+function curve(card, spec) {
+  const readout = el("div", { class: "readout" }), plot = el("div", { class: "plot" });
+  const ink = (i) => colour(`s${i % 6}`);
+  card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
+  const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
+  const isSmoothed = () => view.smooth && !spec.points;
+  const chart = { spec, card, seen: false, stale: true, u: null };
+
+  function data() {
+    const n = run.steps.length, column = (name) => run.columns[name] || new Array(n).fill(null);
+    const rows = [xs()];
+    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), view.smooth)] : []));
+    for (const name of bands()) rows.push(column(name));
+    return rows;
+  }
+  function bands() {
+    if (spec.band?.every((name) => run.columns[name])) return spec.band;
+    if (!spec.spread || !run.columns[spec.spread]) return [];
+    const c = run.columns, mean = c[spec.lines[0]];
+    for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = mean.map((m, i) => (known(m) && known(c[spec.spread][i]) ? m + sign * c[spec.spread][i] : null));
+    return ["reward - std", "reward + std"];
+  }
+  function range(u, low, high) {
+    if (!known(low)) return [0, 1];
+    if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
+    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+    return [low === 0 && view.y === "zero" ? 0 : low - room, high === 0 && view.y === "zero" ? 0 : high + room];
+  }
+  function marks(u) {
+    const { ctx, bbox } = u, ratio = devicePixelRatio || 1;
+    ctx.save();
+    ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
+    ctx.strokeStyle = colour("old"); ctx.lineWidth = ratio;
+    for (const { steps, columns } of run.old) {
+      const x = view.x === "step" ? steps : columns.wall_s || [], y = columns[spec.lines[0]] || [];
+      ctx.beginPath();
+      for (let i = 0; i < x.length; i++) if (known(y[i])) ctx.lineTo(u.valToPos(x[i], "x", true), u.valToPos(y[i], "y", true));
+      ctx.stroke();
+    }
+    for (const event of run.events) {
+      const fault = isFault(event);
+      if (!fault && !TURNING.has(event.kind)) continue;
+      const x = Math.round(u.valToPos(event[view.x] ?? -1, "x", true)) + 0.5;
+      ctx.strokeStyle = colour(fault ? "red" : "soft"); ctx.lineWidth = fault ? 1.5 * ratio : ratio;
+      ctx.setLineDash(fault ? [] : [3 * ratio, 3 * ratio]);
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+    }
+    ctx.setLineDash([]);
+    if (spec.points) spec.lines.forEach((name, i) => {
+      const x = xs(), y = run.columns[name], error = run.columns[`${name}_error`] || [];
+      ctx.strokeStyle = ink(i); ctx.lineWidth = 1.25 * ratio;
+      ctx.beginPath();
+      for (let at = 0; at < x.length; at++) if (known(y[at]) && known(error[at])) {
+        const px = u.valToPos(x[at], "x", true), [top, foot] = [y[at] + error[at], y[at] - error[at]].map((v) => u.valToPos(v, "y", true));
+        ctx.moveTo(px, top); ctx.lineTo(px, foot);
+        for (const end of [top, foot]) { ctx.moveTo(px - 3 * ratio, end); ctx.lineTo(px + 3 * ratio, end); }
+      }
+      ctx.stroke();
+    });
+    ctx.restore();
+  }
+  function say(u) {
+    const last = run.steps.length - 1, at = u.cursor.idx ?? last, inside = known(u.cursor.idx);
+    if (last < 0) return;
+    const parts = [el("span", {}, `${inside ? "" : "last, "}step `), el("b", {}, String(run.steps[at]))];
+    spec.lines.forEach((name, i) => {
+      let value = run.columns[name]?.[at], seen = at;
+      if (spec.points) while (!known(value) && seen > 0) value = run.columns[name][--seen];
+      parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, spec.share ? percent(value) : number(value)));
+    });
+    const mark = inside && run.events.find((e) => (isFault(e) || TURNING.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
+    if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
+    else if (u.scales.y.min > 0) parts.push(el("span", {}, `axis from ${number(u.scales.y.min)}`));
+    readout.replaceChildren(...parts);
+  }
+  function build(rows) {
+    const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
+    const series = [{}];
+    spec.lines.forEach((name, i) => {
+      const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
+      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+    });
+    const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
+    const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
+    return new uPlot({
+      width: plot.clientWidth, height: plot.clientHeight, series: [...series, ...edges], legend: { show: false },
+      bands: edges.length ? [{ series: [first + 1, first], fill }] : [],
+      scales: { x: { time: false, range: () => padded() }, y: { range } },
+      axes: [{ ...axis, size: 26, incrs: view.x === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6] : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
+        { ...axis, size: 52, values: (u, at) => at.map((v) => (spec.share ? `${Number((100 * v).toPrecision(4))} %` : number(v))) }],
+      cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
+      hooks: { draw: [marks], setCursor: [say], setSelect: [(u) => { if (u.select.width > 5) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }] },
+    }, rows, plot);
+  }
+  chart.draw = () => {
+    chart.stale = false;
+    const rows = data();
+    if (chart.u && chart.u.series.length !== rows.length) { chart.u.destroy(); chart.u = null; }
+    if (chart.u) chart.u.setData(rows);
+    else {
+      chart.u = build(rows);
+      chart.u.over.addEventListener("dblclick", () => zoom(null));
+    }
+    say(chart.u);
+  };
+  chart.resize = () => chart.u?.setSize({ width: plot.clientWidth, height: plot.clientHeight });
+  chart.rebuild = () => { chart.u?.destroy(); chart.u = null; if (chart.seen) chart.draw(); else chart.stale = true; };
+  return chart;
+}
+
+/** A time of the run's clock: 1:02:03, 2:03, or seconds where minutes would hide what matters. */
+function clock(s, step = 1) {
+  if (step < 1 || s < 60) return `${Number(s.toFixed(step < 0.01 ? 4 : 2))} s`;
+  const [h, m, rest] = [Math.floor(s / 3600), Math.floor(s / 60) % 60, String(Math.floor(s % 60)).padStart(2, "0")];
+  return h ? `${h}:${String(m).padStart(2, "0")}:${rest}` : `${m}:${rest}`;
+}
+const TIMES = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
+
+/** Zoom of all curves and of the shares; null: the whole run. */
+function zoom(range) {
+  view.range = range;
+  $("#whole").disabled = !range;
+  for (const chart of charts.values()) if (chart.seen && chart.u) chart.draw(); else chart.stale = true;
+  shares();
+}
+
+// ---------------------------------------------------------------- where the time went
+
+const CAUSES = ["busy", "samples", "gate", "weights", "update", "save", "away", "other"];
+const CAUSE_WORDS = { busy: "at work", samples: "waiting for samples", gate: "behind the staleness gate", weights: "waiting for new weights", update: "taking over weights", save: "saving", away: "away", other: "between messages" };
+
+/** Shares of each role's time over the steps, the sentence that names its worst wait and the root of it, worst workers. */
+function shares() {
+  const body = $("#shares .body"), [low, high] = extent();
+  const at = (line) => (view.x === "step" ? line.step : line.to_s);
+  const lines = run.attribution.filter((line) => at(line) >= low && at(line) <= high);
+  if (!run.attribution.length) return body.replaceChildren(el("p", { class: "note" }, why("attribution", "attribution.jsonl")));
+  const roles = [...new Set(lines.flatMap((line) => Object.keys(line.roles)))], worst = {}, out = [];
+  out.push(el("p", { class: "legend" }, ...CAUSES.map((c) => el("span", {}, key(c), CAUSE_WORDS[c]))));
+  for (const role of roles) {
+    const sums = Object.fromEntries(CAUSES.map((c) => [c, lines.reduce((sum, line) => sum + (line.roles[role]?.[c] || 0), 0)]));
+    const total = CAUSES.reduce((sum, c) => sum + sums[c], 0) || 1;
+    const canvas = el("canvas", { role: "img", "aria-label": `${role}: ${CAUSES.map((c) => `${c} ${percent(sums[c] / total)}`).join(", ")}` });
+    out.push(el("div", { class: "role" }, el("b", {}, role, el("br"), el("span", { class: "note" }, `${percent(sums.busy / total)} at work`)), canvas,
+      el("p", { class: "note" }, sentence(role, sums, total, lines))));
+    requestAnimationFrame(() => drawShares(canvas, role, lines, low, high, at));
+  }
+  for (const line of lines) for (const [cause, workers] of Object.entries(line.worst || {})) for (const [who, s] of workers) (worst[cause] ??= new Map()).set(who, (worst[cause].get(who) || 0) + s);
+  const rows = CAUSES.filter((c) => worst[c] && c !== "busy").map((c) => {
+    const top = [...worst[c]].sort((a, b) => b[1] - a[1]).slice(0, 8);
+    return el("tr", {}, el("td", {}, key(c), CAUSE_WORDS[c]), el("td", {}, top.map(([who, s]) => `${who} ${duration(s)}`).join(" · ")));
+  });
+  if (rows.length) out.push(el("details", {}, el("summary", {}, "Workers that lost most, by cause"), el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, ...rows)))));
+  const open = body.querySelector("details")?.open;
+  body.replaceChildren(...out);
+  if (open) body.querySelector("details").open = true;
+}
+
+function sentence(role, sums, total, lines) {
+  const waits = CAUSES.filter((c) => c !== "busy" && sums[c] / total >= 0.01).sort((a, b) => sums[b] - sums[a]).slice(0, 3);
+  if (!waits.length) return `${role} was at work all the time.`;
+  return `${role}: ${waits.map((c) => {
+    const roots = new Map();
+    for (const line of lines) for (const [of, cause, root, s] of line.roots || []) if (of === role && cause === c && root) roots.set(root, (roots.get(root) || 0) + s);
+    const [root, s] = [...roots].sort((a, b) => b[1] - a[1])[0] || [];
+    return `${percent(sums[c] / total)} ${CAUSE_WORDS[c]}${root ? `, because of ${root} (${percent(Math.min(s / sums[c], 1))} of that)` : ""}`;
+  }).join("; ")}.`;
+}
+
+function drawShares(canvas, role, lines, low, high, at) {
+  const [c, width] = context(canvas, 64), columns = Math.max(1, Math.floor(width / 2));
+  const sums = CAUSES.map(() => new Float64Array(columns));
+  for (const line of lines) {
+    const own = line.roles[role], place = (x) => Math.min(columns - 1, Math.max(0, Math.floor(((x - low) / (high - low || 1)) * columns)));
+    const from = place(view.x === "step" ? line.step - (line.steps || 1) + 0.5 : line.from_s), to = place(view.x === "step" ? line.step + 0.5 : line.to_s);
+    if (own) for (let column = from; column <= to; column++) CAUSES.forEach((cause, i) => { sums[i][column] += (own[cause] || 0) / (to - from + 1); });
+  }
+  for (let column = 0; column < columns; column++) {
+    const total = sums.reduce((sum, of) => sum + of[column], 0);
+    let y = 64;
+    if (total) CAUSES.forEach((cause, i) => {
+      const height = (64 * sums[i][column]) / total;
+      c.fillStyle = colour(cause);
+      c.fillRect((column * width) / columns, y - height, width / columns + 0.5, height);
+      y -= height;
+    });
+  }
+}
+
+// ---------------------------------------------------------------- timeline
+
+const ROWS = 64, GUTTER = 112, TOP = 18;
+const lanes = { t0: 0, t1: 1, whole: [0, 1], first: null, data: null, image: null, at: null, follow: false, asked: 0 };
+
+/** A lane a worker: work above, waits by cause below; more than 64 workers as a heat map of their busy share. */
+function timeline() {
+  const body = $("#timeline .body");
+  const canvas = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-label": "timeline of the workers; arrow keys move, plus and minus zoom, 0 shows all" });
+  const readout = el("p", { class: "readout" }), legend = el("p", { class: "legend" }), text = el("div", { class: "opened" });
+  const button = (name, action, label) => el("button", { type: "button", click: action, "aria-label": label }, name);
+  const follow = el("input", { type: "checkbox", change: () => { lanes.follow = follow.checked; if (lanes.follow) tick(); } });
+  const all = button("all workers", () => { lanes.first = null; ask(); }), instant = button("status at the marked instant", replay);
+  const tools = el("div", { class: "tools" }, button("−", () => scale(1.6), "zoom out"), button("+", () => scale(1 / 1.6), "zoom in"), button("whole run", () => show(...lanes.whole)),
+    el("label", {}, follow, " follow"), all, instant, el("span", { class: "note" }, "Click, then the wheel zooms; drag moves. A click marks an instant, or opens the lanes of a row of the heat map."));
+  all.hidden = instant.hidden = true;
+
+  function end() {
+    return Math.max(run.columns.wall_s?.at(-1) || 0, run.events.at(-1)?.wall_s || 0, run.attribution.at(-1)?.to_s || 0, 1);
+  }
+  /** What was recorded may begin before the first step, and end after the last. */
+  function extend(first, last) {
+    const all = lanes.t0 <= lanes.whole[0] && lanes.t1 >= lanes.whole[1];
+    lanes.whole = [Math.min(first, 0), Math.max(last, lanes.whole[1])];
+    if (all) [lanes.t0, lanes.t1] = lanes.whole;
+  }
+  function show(t0, t1) {
+    const [low, high] = lanes.whole, width = Math.min(Math.max(t1 - t0, 0.002), high - low);
+    lanes.t0 = Math.min(Math.max(t0, low), high - width);
+    lanes.t1 = lanes.t0 + width;
+    draw();
+    const have = lanes.data;
+    const fine = have && have.t0 <= lanes.t0 && have.t1 >= lanes.t1 && (have.t1 - have.t0 < 4 * width || (!have.matrix && !have.left_out));
+    if (!fine) later("timeline", ask, 130);
+  }
+  function scale(factor, at = (lanes.t0 + lanes.t1) / 2) { show(at - (at - lanes.t0) * factor, at + (lanes.t1 - at) * factor); }
+
+  async function ask() {
+    const ticket = ++lanes.asked, width = lanes.t1 - lanes.t0;
+    const [t0, t1] = [Math.max(lanes.whole[0], lanes.t0 - width / 2), Math.min(lanes.whole[1], lanes.t1 + width / 2)];
+    const opened = lanes.first === null ? "" : `&first=${lanes.first}`;
+    try {
+      const answer = await get(`api/timeline?t0=${t0.toFixed(4)}&t1=${t1.toFixed(4)}&rows=${ROWS}${opened}`);
+      if (ticket === lanes.asked) take(answer);
+    } catch (error) { readout.replaceChildren(visible(error.message)); }
+  }
+  function take(data) {
+    lanes.data = data;
+    lanes.image = null;
+    if (known(data.last_s) && !lanes.follow) extend(data.first_s, data.last_s);
+    if (!data.lanes.length) return body.replaceChildren(el("p", { class: "note" }, why("timeline", "timeline", "timeline.mb")));
+    if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, text);
+    if (data.matrix) lanes.image = heat(data.matrix);
+    const first = data.first === undefined ? lanes.first || 0 : 0;
+    lanes.shown = lanes.image ? data.lanes : data.lanes.slice(first, first + ROWS);
+    lanes.offset = lanes.image ? 0 : first;
+    all.hidden = lanes.first === null;
+    const used = new Set([...data.spans.map((s) => data.kinds[s[1]]), ...data.waits.map((w) => data.causes[w[1]])]);
+    const names = [...data.kinds.filter((k) => used.has(k)), ...data.causes.filter((c) => used.has(c))];
+    legend.replaceChildren(...(lanes.image
+      ? [el("span", {}, `${data.lanes.length.toLocaleString("en")} workers, about ${Math.ceil(data.lanes.length / data.matrix.rows)} a row; the darker, the busier.`)]
+      : names.map((n) => el("span", {}, key(n), data.causes.includes(n) ? CAUSE_WORDS[n] || n : n))),
+      data.left_out ? el("span", {}, `${data.left_out.toLocaleString("en")} spans are ${data.matrix ? "summed up" : "not shown"}: zoom in for each of them.`) : "");
+    draw();
+  }
+  function heat({ columns, rows, base64 }) {
+    const cells = atob(base64), picture = new OffscreenCanvas(columns, rows), c = picture.getContext("2d"), image = c.createImageData(columns, rows);
+    const [r, g, b] = rgb(colour("s0"));
+    for (let i = 0; i < cells.length; i++) image.data.set([r, g, b, cells.charCodeAt(i)], 4 * i);
+    c.putImageData(image, 0, 0);
+    return picture;
+  }
+  function height() { return TOP + (lanes.image ? Math.min(Math.max(2 * lanes.data.matrix.rows, 160), 512) : lanes.shown.length * rowHeight()); }
+  function rowHeight() { return Math.min(Math.max(560 / lanes.shown.length, 11), 30); }
+  function gutter() { return canvas.clientWidth < 600 ? 72 : GUTTER; }
+
+  function draw() {
+    if (!lanes.data || !canvas.isConnected) return;
+    const began = performance.now(), { data, t0, t1 } = lanes, tall = height(), [c, width] = context(canvas, tall), left = gutter();
+    const x = (t) => left + ((t - t0) / (t1 - t0)) * (width - left);
+    c.textBaseline = "middle";
+    ticks(c, x, width, tall, left);
+    c.save(); c.beginPath(); c.rect(left, TOP, width - left, tall - TOP); c.clip();
+    if (lanes.image) {
+      c.imageSmoothingEnabled = false;
+      c.drawImage(lanes.image, x(data.t0), TOP, x(data.t1) - x(data.t0), tall - TOP);
+    } else bars(c, x, left, width);
+    for (const event of run.events) if (isFault(event)) {
+      c.fillStyle = colour("red");
+      c.fillRect(x(event.wall_s), TOP, 1.5, tall);
+    }
+    if (lanes.at !== null) { c.fillStyle = colour("ink"); c.fillRect(x(lanes.at), TOP, 1, tall); }
+    c.restore();
+    c.fillStyle = colour("soft");
+    if (!lanes.image) lanes.shown.forEach((lane, i) => c.fillText(fitted(c, lane.worker, left - 8), 0, TOP + (i + 0.5) * rowHeight()));
+    else for (let i = 0; i < 16; i++) c.fillText(fitted(c, lanes.shown[Math.floor((i * lanes.shown.length) / 16)].worker, left - 8), 0, TOP + ((i + 0.5) * (tall - TOP)) / 16);
+    performance.measure("timeline", { start: began, end: performance.now() });
+  }
+  function bars(c, x, left, width) {
+    const { data, t0, t1, offset } = lanes, row = rowHeight(), busy = Math.round(row * 0.62) - 1, n = lanes.shown.length;
+    const paint = (list, names, fields, top, tall) => {
+      const byColour = new Map();
+      for (const one of list) {
+        const lane = one[0] - offset, start = one[fields], finish = one[fields + 1];
+        if (lane < 0 || lane >= n || finish < t0 || start > t1) continue;
+        const name = names[one[1]];
+        if (!byColour.has(name)) byColour.set(name, []);
+        byColour.get(name).push(x(start), TOP + lane * row + top, Math.max(x(finish) - x(start), 0.7));
+      }
+      for (const [name, boxes] of byColour) {
+        c.fillStyle = colour(name);
+        for (let i = 0; i < boxes.length; i += 3) c.fillRect(boxes[i], boxes[i + 1], boxes[i + 2], tall);
+      }
+    };
+    c.fillStyle = colour("line");
+    for (let i = 0; i <= n; i++) c.fillRect(left, TOP + i * row - 0.5, width - left, 0.5);
+    paint(data.spans, data.kinds, 2, 1, busy);
+    paint(data.waits, data.causes, 3, busy + 1, Math.max(row - busy - 3, 2));
+  }
+  function ticks(c, x, width, tall, left) {
+    const { t0, t1 } = lanes, step = TIMES.find((one) => one >= (t1 - t0) / Math.max(2, (width - left) / 90)) || 604800;
+    c.fillStyle = colour("soft");
+    for (let t = Math.ceil(t0 / step) * step; t <= t1; t += step) {
+      c.fillStyle = colour("line"); c.fillRect(x(t), TOP - 4, 1, tall);
+      c.fillStyle = colour("soft"); if (x(t) < width - 30) c.fillText(clock(t, step), x(t) + 3, 8);
+    }
+  }
+  function under(event) {
+    const { data } = lanes, box = canvas.getBoundingClientRect(), width = box.width, left = gutter();
+    const t = lanes.t0 + ((event.clientX - box.left - left) / (width - left)) * (lanes.t1 - lanes.t0), y = event.clientY - box.top - TOP;
+    if (lanes.image) {
+      const { rows, columns } = data.matrix, row = Math.floor((y / (height() - TOP)) * rows), share = atob(data.matrix.base64).charCodeAt(row * columns + Math.floor(((t - data.t0) / (data.t1 - data.t0)) * columns)) / 255;
+      const first = Math.floor((row * data.lanes.length) / rows), last = Math.max(first, Math.floor(((row + 1) * data.lanes.length) / rows) - 1);
+      return { t, first, text: data.lanes[first] && `${data.lanes[first].worker} to ${data.lanes[last].worker}: ${percent(share)} busy at ${clock(t)}` };
+    }
+    const lane = Math.floor(y / rowHeight()) + lanes.offset, name = data.lanes[lane]?.worker, near = (2 * (lanes.t1 - lanes.t0)) / width;
+    const span = data.spans.find((s) => s[0] === lane && s[2] - near <= t && t <= s[3] + near), wait = data.waits.find((w) => w[0] === lane && w[3] <= t && t <= w[4]);
+    const parts = [name, clock(t)];
+    if (span) parts.push(`${data.kinds[span[1]]} for ${duration(span[3] - span[2])}${known(span[4]) ? `, ${number(span[4])} rows` : ""}`);
+    if (wait) parts.push(`${CAUSE_WORDS[data.causes[wait[1]]] || data.causes[wait[1]]} for ${duration(wait[4] - wait[3])}${data.roots[wait[2]] ? `, because of ${data.roots[wait[2]]}` : ""}`);
+    return { t, text: name && parts.join(" · ") };
+  }
+  async function replay() {
+    let answer;
+    try { answer = await get(`api/replay?at=${lanes.at.toFixed(3)}`); } catch (error) { answer = error.message; }
+    text.replaceChildren(el("h3", {}, `Status at ${clock(lanes.at)}`), el("pre", { tabindex: 0 }, visible(typeof answer === "string" ? answer : JSON.stringify(answer, null, 1), 20000)));
+  }
+
+  let drag = null;
+  canvas.addEventListener("wheel", (event) => {
+    if (document.activeElement !== canvas && !event.ctrlKey) return;
+    event.preventDefault();
+    const box = canvas.getBoundingClientRect(), left = gutter(), share = Math.max(0, (event.clientX - box.left - left) / (box.width - left));
+    scale(Math.exp(Math.sign(event.deltaY) * Math.min(Math.abs(event.deltaY), 240) * 0.002), lanes.t0 + share * (lanes.t1 - lanes.t0));
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, t0: lanes.t0, t1: lanes.t1, moved: false }; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!drag) return readout.replaceChildren(visible(under(event).text || ""));
+    const by = ((event.clientX - drag.x) / (canvas.clientWidth - gutter())) * (drag.t1 - drag.t0);
+    drag.moved ||= Math.abs(event.clientX - drag.x) > 3;
+    if (drag.moved) show(drag.t0 - by, drag.t1 - by);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (drag && !drag.moved) {
+      const { t, first, text: said } = under(event);
+      if (lanes.image && first !== undefined) { lanes.first = Math.min(first, Math.max(lanes.data.lanes.length - ROWS, 0)); ask(); } else { lanes.at = t; instant.hidden = Boolean(embedded); readout.replaceChildren(visible(said || "")); draw(); }
+    }
+    drag = null;
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const width = lanes.t1 - lanes.t0;
+    const act = { ArrowLeft: () => show(lanes.t0 - width / 5, lanes.t1 - width / 5), ArrowRight: () => show(lanes.t0 + width / 5, lanes.t1 + width / 5), "+": () => scale(0.7), "-": () => scale(1 / 0.7), 0: () => show(...lanes.whole) }[event.key];
+    if (act) { event.preventDefault(); act(); }
+  });
+  function tick() {
+    lanes.whole[1] = end();
+    if (lanes.follow) { lanes.t1 = lanes.whole[1]; lanes.t0 = Math.max(0, lanes.t1 - 30); ask(); }
+  }
+  lanes.whole = [0, end()];
+  [lanes.t0, lanes.t1] = lanes.whole;
+  timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
+  timeline.tick = tick;
+  timeline.ask = ask;
+  body.replaceChildren(el("p", { class: "note" }, "The timeline is read."));
+  return ask();
+}
+
+const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+function fitted(c, text, width) {
+  let shown = visible(text, 60);
+  if (c.measureText(shown).width <= width) return shown;
+  while (shown.length > 1 && c.measureText(`${shown}…`).width > width) shown = shown.slice(0, -1);
+  return `${shown}…`;
+}
+
+// ---------------------------------------------------------------- waits
+
+/** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
+function waits() {
+  const body = $("#waits .body"), graph = run.status?.graph;
+  if (run.info.state !== "live" || embedded) return body.replaceChildren(el("p", { class: "note" }, "Nothing waits: the run is not live."));
+  if (!graph) return body.replaceChildren(el("p", { class: "note" }, "No controller answers."));
+  const list = graph.waits || [], merged = new Map(), chains = new Map(), holds = new Map((graph.workers || []).map((w) => [w[0], w[4] || w[2]]));
+  for (const wait of list) {
+    const name = [wait.who, wait.what.replace(/\d+/g, "#"), wait.blocked_on].join("|"), same = merged.get(name);
+    merged.set(name, { ...(same && same.age_s >= wait.age_s ? same : wait), times: (same?.times || 0) + 1 });
+  }
+  const blocked = new Map(list.filter((w) => w.blocked_on).map((w) => [w.who, w.blocked_on.split(", ")[0].replace(/ and \d+ more$/, "")]));
+  for (const who of [...blocked.keys()].slice(0, 64)) {
+    const path = [who];
+    while (blocked.has(path.at(-1)) && path.length < 9) { const next = blocked.get(path.at(-1)); if (path.includes(next)) break; path.push(next); }
+    const root = path.pop();
+    if (path.length) chains.set(root, [...(chains.get(root) || []), path.join(", through ")]);
+  }
+  const rows = [...merged.values()].sort((a, b) => b.age_s - a.age_s).map((w) => el("tr", { class: w.overdue || w.unsatisfiable ? "fault" : undefined },
+    el("td", {}, w.times > 1 ? `${w.who} × ${w.times}` : w.who), el("td", {}, w.what), el("td", { class: "n" }, duration(w.age_s)), el("td", { class: "n" }, w.limit_s === null ? "none" : duration(w.limit_s)), el("td", {}, w.blocked_on || "no worker")));
+  const left = (graph.more || 0) + (graph.others || 0);
+  body.replaceChildren(
+    el("div", { class: "chains" }, ...[...chains].map(([root, from]) => el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${holds.get(root) ? ` (${visible(holds.get(root), 80)})` : ""} holds up `), from.slice(0, 8).join(", "), from.length > 8 ? ` and ${from.length - 8} more` : ""))),
+    rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : el("p", { class: "note" }, "No worker waits: all are at work."),
+    left ? el("p", { class: "note" }, `${left} waits and workers are not shown.`) : "");
+}
+
+/** A table in a scrolling box; a name with "#" is a column of numbers. */
+function table(names, rows, kind = "") {
+  const head = names.map((n) => el("th", { class: `${n.includes("#") ? "n " : ""}${/w\d+$/.exec(n)?.[0] || ""}`, scope: "col" }, n.replace(/#|w\d+$/g, "")));
+  return el("div", { class: "scroll", tabindex: 0 }, el("table", { class: kind }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)));
+}
+
+// ---------------------------------------------------------------- samples
+
+const PAGE = 50;
+/** The stored samples: filters, table, and one of them opened with its tokens, its group and the life of its prompt. */
+function samples() {
+  const body = $("#samples .body"), place = el("div"), opened = el("div", { class: "opened" }), count = el("span", { class: "note", "aria-live": "polite" });
+  const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
+  const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
+  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
+    el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
+    el("label", {}, "ended ", select("reason", [["", "in any way"], ["timeout", "reward: timeout"], ["error", "reward: error"], ["memory", "reward: memory"], ["invalid", "reward: invalid"], ["length", "at the length limit"], ["dropped", "dropped"]])),
+    el("label", {}, "steps ", el("input", { name: "from", type: "number", min: 0, "aria-label": "first step" }), " to ", el("input", { name: "to", type: "number", min: 0, "aria-label": "last step" })),
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
+  let offset = 0;
+  const more = el("div", { class: "tools" });
+
+  async function ask() {
+    const query = new URLSearchParams(new FormData(form));
+    for (const [name, value] of [...query]) if (!value) query.delete(name);
+    query.set("limit", PAGE); query.set("offset", offset);
+    try {
+      const { samples: found, total } = await get(`api/samples?${query}`);
+      if (!total && query.size <= 3 && (run.info.files["samples.sqlite"] !== "present" || config("samples.per_step") === 0)) return body.replaceChildren(el("p", { class: "note" }, why("samples", "samples.sqlite", "samples.per_step")));
+      if (!form.isConnected) body.replaceChildren(form, place, more, opened);
+      count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No sample is like that.");
+      const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
+      more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
+      list(found);
+    } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(el("p", { class: "note" }, error.message)); }
+  }
+  function list(found) {
+    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
+  }
+  function row(s) {
+    const act = () => { for (const one of place.querySelectorAll("tr.chosen")) one.classList.remove("chosen"); line.classList.add("chosen"); open(s.id); };
+    const bad = s.reason && !/^(ok|trained|)$/.test(s.reason);
+    const line = el("tr", { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } },
+      el("td", { class: "n" }, String(s.step ?? "–")), el("td", {}, `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`), el("td", { class: "n" }, number(s.reward)), el("td", {}, partsOf(s)),
+      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : s.count ?? "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason].filter(Boolean).join(", ")),
+      el("td", {}, el("div", {}, visible(s.prompt_text ?? "", 240))), el("td", {}, el("div", {}, visible(s.completion ?? "", 240))));
+    return line;
+  }
+  const partsOf = (s) => Object.entries(s.parts || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+
+  async function open(id) {
+    let s;
+    try { s = await get(`api/sample/${id}`); } catch (error) { return opened.replaceChildren(el("p", { class: "note" }, error.message)); }
+    const facts = [["sample", s.id], ["step", s.step], ["prompt", `${s.epoch}:${s.prompt}`], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)], ["advantage", number(s.advantage)], ["ended", [s.finish, s.reason].filter(Boolean).join(", ")],
+      ["versions", known(s.version_min) ? `${s.version_min} to ${s.version_max}` : ""], ["generated in", known(s.generate_s) ? duration(s.generate_s) : ""], ["rewarded in", known(s.reward_s) ? duration(s.reward_s) : ""]];
+    const group = el("div"), life = el("div");
+    opened.replaceChildren(el("div", { class: "card" },
+      el("div", { class: "line" }, el("h3", {}, `Sample ${s.id}`), el("button", { type: "button", click: () => opened.replaceChildren() }, "close")),
+      el("dl", { class: "legend line-list" }, ...facts.filter(([, v]) => v !== "" && v !== "–" && v !== undefined && v !== null).map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, String(v))))),
+      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(Array.isArray(s.tokens) && s.tokens.some((t) => t.text !== null) ? strip(s.tokens) : [whole(s.completion)]), group, life));
+    opened.scrollIntoView({ block: "nearest" });
+    try {
+      const { samples: all } = await get(`api/samples?prompt=${s.prompt}${known(s.step) ? `&step=${s.step}` : ""}&limit=64`);
+      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || s.group.includes(one.id)));
+      if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
+        el("p", { class: "note" }, key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
+    } catch { /* a group that is not stored is no fault */ }
+    try {
+      const { events } = await get(`api/prompt/${s.epoch}/${s.prompt}`);
+      if (events.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], events.map((e) => el("tr", {}, el("td", { class: "n" }, clock(e.at_s)), el("td", {}, e.state), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "n" }, number(e.reward)), el("td", {}, e.reason || "")))));
+    } catch { /* nor one without a ledger */ }
+  }
+  function whole(text) {
+    const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
+    return all.length <= 2000 ? shown : el("div", {}, shown, el("button", { type: "button", click: (event) => { shown.replaceChildren(visible(all, 200000)); event.target.remove(); } }, `show all ${all.length.toLocaleString("en")} characters`));
+  }
+  /** Tokens coloured by log-probability, by the trainer's difference, or by version. */
+  function strip(tokens) {
+    const said = el("p", { class: "readout" }, "Point at a token for its numbers."), legend = el("p", { class: "legend" }), text = el("pre", { tabindex: 0 });
+    const limits = { logprob: [-0.1, -0.5, -1, -2, -4], mismatch: [0.01, 0.05, 0.1, 0.3, 1] }, shown = tokens.slice(0, 6000);
+    const versions = [...new Set(tokens.map((t) => t.version))];
+    const level = { logprob: (t) => limits.logprob.filter((v) => t.logprob < v).length, mismatch: (t) => limits.mismatch.filter((v) => Math.abs(t.trainer_logprob - t.logprob) > v).length, version: (t) => versions.indexOf(t.version) % 6 };
+    const spans = shown.map((t, i) => el("span", { "data-i": i }, visible(t.text ?? `⟨${t.id}⟩`, 200)));
+    const paint = (by) => {
+      shown.forEach((t, i) => { spans[i].className = `l${level[by](t) || 0}`; });
+      const names = by === "version" ? versions.slice(0, 6).map((v) => `version ${v}`) : limits[by].map((v, i) => (by === "logprob" ? `${i ? "" : "likely: "}above ${v}` : `up to ${v}`)).concat(by === "logprob" ? "below -4" : "above 1");
+      legend.replaceChildren(...names.map((n, i) => el("span", { class: `l${i % 6}` }, n)));
+    };
+    const choice = el("select", { "aria-label": "colour of tokens", change: () => paint(choice.value) }, el("option", { value: "logprob" }, "log-probability"), el("option", { value: "mismatch" }, "difference to the trainer"), el("option", { value: "version" }, "version"));
+    if (!shown.some((t) => known(t.trainer_logprob))) choice.children[1].disabled = true;
+    text.append(...spans);
+    if (tokens.length > shown.length) text.append(` … ${tokens.length - shown.length} more tokens`);
+    text.addEventListener("pointerover", (event) => {
+      const t = shown[event.target.dataset?.i];
+      if (t) said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text ?? "", 40))), `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`);
+    });
+    paint("logprob");
+    return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
+  }
+  samples.list = list;
+  samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
+  return ask();
+}
+
+// ---------------------------------------------------------------- prompts, events, files
+
+/** States of all prompts in the ledger, and why some were dropped. */
+async function prompts() {
+  const body = $("#prompts .body");
+  let ledger;
+  try { ledger = await get("api/ledger"); } catch (error) { return body.replaceChildren(el("p", { class: "note" }, error.message)); }
+  const states = Object.entries(ledger.states || {}), most = Math.max(1, ...states.map(([, n]) => n)), dropped = Object.entries(ledger.dropped || {});
+  if (!states.length) return body.replaceChildren(el("p", { class: "note" }, why("prompts", "ledger.sqlite")));
+  const bar = (n) => { const made = el("span", { class: "bar" }); made.style.width = `${(100 * n) / most}%`; return made; };
+  body.replaceChildren(table(["state", "prompts#", ""], states.map(([name, n]) => el("tr", {}, el("td", {}, name.replace("_", " ")), el("td", { class: "n" }, n.toLocaleString("en")), el("td", { class: "w9" }, bar(n))))),
+    el("h3", {}, "Dropped"), dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => el("tr", {}, el("td", {}, name), el("td", { class: "n" }, n.toLocaleString("en"))))) : el("p", { class: "note" }, "No prompt was dropped."));
+}
+
+/** What happened, newest first; faults in red. */
+function events() {
+  const body = $("#events .body");
+  if (!run.events.length) return body.replaceChildren(el("p", { class: "note" }, why("events", "events.jsonl")));
+  const faults = run.events.filter(isFault).length, old = body.querySelector("select")?.value || "notable";
+  const choice = el("select", { "aria-label": "which events", change: events }, el("option", { value: "notable" }, "without versions and checkpoints"), el("option", { value: "all" }, "all"), el("option", { value: "faults" }, `faults alone (${faults})`));
+  choice.value = old;
+  const kept = run.events.filter((e) => (old === "all" ? true : old === "faults" ? isFault(e) : !["published", "checkpoint"].includes(e.kind)));
+  body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : `${kept.length} events`)),
+    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: isFault(e) ? "fault" : undefined }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", {}, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
+}
+
+/** Configuration against the defaults, summary, last lines of the logs. */
+async function files() {
+  const body = $("#files .body"), { info } = run;
+  const flat = (value, path = "") => (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value).flatMap(([k, v]) => flat(v, path ? `${path}.${k}` : k)) : [[path, value]]);
+  const say = (value) => (value === "" ? "(empty)" : typeof value === "string" ? value : JSON.stringify(value));
+  const two = (pairs) => table(["name", "value"], pairs.map(([n, v]) => el("tr", {}, el("td", {}, n), el("td", {}, say(v)))));
+  const fold = (name, ...inside) => el("details", {}, el("summary", {}, name), ...inside);
+  let logs = {};
+  try { logs = (await get("api/logs")).files; } catch { /* said below */ }
+  body.replaceChildren(
+    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([n, v, d]) => el("tr", {}, el("td", {}, n), el("td", {}, say(v)), el("td", {}, say(d))))) : el("p", { class: "note" }, "Every setting has its default."),
+    fold("All settings", two(flat(info.config))),
+    info.summary ? fold("Summary", two(flat(info.summary))) : el("p", { class: "note" }, info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
+    ...Object.entries(logs).map(([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)))),
+    Object.keys(logs).length ? "" : el("p", { class: "note" }, "No logs: the directory has none."));
+}
+
+// ---------------------------------------------------------------- live
+
+const timers = new Map();
+/** Calls `action` once, `ms` after the first of several requests. */
+function later(name, action, ms) {
+  if (!timers.has(name)) timers.set(name, setTimeout(() => { timers.delete(name); action(); }, ms));
+}
+
+function live() {
+  const stream = new EventSource("api/stream");
+  const on = (name, act) => stream.addEventListener(name, (message) => act(JSON.parse(message.data)));
+  stream.onopen = () => { header(); if (live.opened) catchUp(); live.opened = true; };
+  stream.onerror = () => {
+    header("connection lost");
+    if (stream.readyState === EventSource.CLOSED) setTimeout(live, 1000);
+  };
+  on("status", (status) => { run.status = status; later("status", () => { header(); waits(); }, 50); });
+  on("step", (line) => {
+    addSeries({ steps: [line.step], columns: Object.fromEntries(Object.entries(line).filter(([, v]) => known(v)).map(([n, v]) => [n, [v]])) });
+    later("curves", () => { header(); curves(); timeline.tick(); }, 300);
+    later("attribution", moreAttribution, 2000);
+    later("tables", () => { samples.refresh(); prompts(); }, 5000);
+  });
+  on("event", (event) => {
+    run.events.push(event);
+    run.next++;
+    later("events", () => { events(); curves(); timeline.draw(); }, 50);
+    if (event.kind === "ended") setTimeout(catchUp, 1500);
+  });
+  on("rewound", ({ step }) => { dropFrom(step); later("curves", curves, 50); });
+}
+
+async function moreAttribution() {
+  const last = run.attribution.at(-1)?.step ?? -1;
+  const { lines } = await get(`api/attribution?from=${last + 1}`).catch(() => ({ lines: [] }));
+  run.attribution = run.attribution.filter((line) => !lines.length || line.step < lines[0].step).concat(lines);
+  if (lines.length) shares();
+}
+
+/** After an interruption: what has happened meanwhile, and nothing else. */
+async function catchUp() {
+  try {
+    run.info = await get("api/run");
+    const { events: fresh, next } = await get(`api/events?from=${run.next}`);
+    for (const event of fresh) if (event.kind === "rolled_back" && known(event.first)) dropFrom(event.first);
+    run.events.push(...fresh);
+    run.next = next;
+    addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`));
+    header(); curves(); events(); waits(); files(); prompts(); moreAttribution(); timeline.tick();
+  } catch { later("again", catchUp, 1000); }
+}
+
+async function start() {
+  try {
+    const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
+    run.info = info; run.events = log.events; run.next = log.next;
+    addSeries(series);
+  } catch (error) {
+    $("#alarms").replaceChildren(el("p", { class: "alarm" }, `The run cannot be shown: ${error.message}`));
+    return;
+  }
+  header();
+  curves();
+  for (const chart of charts.values()) if (chart.stale && chart.card.getBoundingClientRect().top < innerHeight) chart.draw();
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // curves are seen before the rest is made
+  performance.mark("drawn");
+  waits(); events();
+  if (!embedded) live();
+  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  performance.mark("complete");
+}
+
+$("#view").addEventListener("change", () => {
+  const form = new FormData($("#view")), turned = form.get("x") !== view.x;
+  Object.assign(view, { x: form.get("x"), y: form.get("y"), smooth: Number(form.get("smooth")) });
+  if (turned) zoom(null);
+  for (const chart of charts.values()) chart.rebuild();
+});
+$("#whole").addEventListener("click", () => zoom(null));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours = new Map(); for (const chart of charts.values()) chart.rebuild(); shares(); timeline.draw?.(); });
+addEventListener("resize", () => later("resize", () => { for (const chart of charts.values()) chart.resize(); shares(); timeline.draw?.(); }, 150));
+start();

@@ -1,0 +1,200 @@
+"""Replay of a recording: a core in this process that takes the same events, and is checked to return the same commands.
+
+The core decides from its events alone, so its state after the first n events is that which the controller had then.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.core import Core
+from flowrt.controller.diagnostics.status import status
+from flowrt.controller.events import Command, Event, MessageReceived
+from flowrt.controller.storage.recording_format import (
+    CommandDigest,
+    EventBlock,
+    digest_of,
+    read_event,
+    sources_digest,
+)
+from flowrt.errors import PROGRAMMING_ERRORS, ConfigError, FlowError
+from flowrt.observability.recordings import MALFORMED, Recordings, TermRecording
+from flowrt.recipes import grpo
+from flowrt.recipes.config_io import from_toml
+
+MAX_LEASES = 1000
+"""Leases that a status lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedEvent:
+    """An event, and what the core returned."""
+
+    number: int
+    now: float
+    """Seconds on the clock of the controller."""
+    event: Event
+    commands: list[Command]
+    error: str
+    """Why the controller failed at this event; empty unless it did."""
+
+
+class Replay:
+    """The replay of one term, event by event."""
+
+    def __init__(
+        self, recording: TermRecording, *, core: Core | None = None, force: bool = False, check: bool = False
+    ) -> None:
+        """Build the core as it was at the beginning of the term.
+
+        Args:
+            recording: what is replayed.
+            core: of equal inputs; None: that of the recipe.
+            force: replay also with other sources than those of the controller, and go on after other commands.
+            check: assert all invariants of the state after each event.
+
+        Raises: ConfigError if the recording is of other sources, or its configuration cannot be read.
+        """
+        header = recording.header
+        if header.sources != sources_digest() and not force:
+            raise ConfigError(
+                f"term {recording.term} was recorded by flowrt {header.version} with sources {header.sources}, and "
+                f"these are {sources_digest()}: other sources may decide otherwise; replay with those, or show it "
+                "anyway with --force"
+            )
+        self.recording = recording
+        self._request_timeout_s = float("inf")
+        if core is None:
+            config = from_toml(header.inputs.config)
+            self._request_timeout_s = config.controller.request_timeout_s
+            core = grpo.core(config, header.inputs)
+        self.core = core
+        self.now = header.start_s
+        self.events = 0
+        """Number of events so far."""
+        self.mismatch = ""
+        """Where the commands first differ from the recorded ones; empty while they are equal."""
+        self._force = force
+        self._check = check
+        self._digest = CommandDigest()
+
+    @property
+    def at_s(self) -> float:
+        """Run clock at the latest event."""
+        return self.now - self.recording.header.start_s
+
+    def run(self, until_s: float = float("inf")) -> Iterator[ReplayedEvent]:
+        """Replay the events up to this time of the run clock.
+
+        Raises: FlowError if the commands differ, unless forced, or an invariant does not hold.
+        """
+        names: list[str] = []
+        for block in self.recording.blocks():
+            names += block.names
+            for index in range(len(block.kinds)):
+                if block.times[index] - self.recording.header.start_s > until_s:
+                    return
+                yield self._apply(block, index, names)
+            if block.digest != self._digest.value():
+                last = self.events - 1
+                self._differ(f"the commands up to event {last}, from event {block.first} on, are not those of the run")
+
+    def _apply(self, block: EventBlock, index: int, names: list[str]) -> ReplayedEvent:
+        number, now = self.events, block.times[index]
+        kind, worker = block.kinds[index], block.workers[index]
+        try:
+            event = read_event(kind, names[worker] if worker < len(names) else "", block.data[index])
+        except MALFORMED as error:
+            raise FlowError(f"event {number} of term {self.recording.term} cannot be read: {error}") from error
+        commands: list[Command] = []
+        failed = ""
+        try:
+            commands = self.core.handle(event, now)
+        except (*PROGRAMMING_ERRORS, FlowError) as error:  # as the controller, which then ended the run
+            failed = repr(error)
+        digest_of(self._digest, commands)
+        self.events += 1
+        self.now = now
+        if len(commands) != block.counts[index]:
+            self._differ(
+                f"event {number} ({describe(event)}) leads to {len(commands)} commands, in the run to "
+                f"{block.counts[index]}" + (f"; the core fails with {failed}" if failed else "")
+            )
+        if self._check:
+            try:
+                self.core.check()
+            except AssertionError as error:
+                raise FlowError(
+                    f"after event {number} ({describe(event)}) an invariant is violated: {error}"
+                ) from error
+        return ReplayedEvent(number, now, event, commands, failed)
+
+    def _differ(self, what: str) -> None:
+        if self.mismatch:
+            return
+        self.mismatch = f"term {self.recording.term}: {what}"
+        if not self._force:
+            raise FlowError(f"the replay differs from the run: {self.mismatch}")
+
+    def status(self, at_s: float | None = None) -> dict[str, Any]:
+        """Status, wait-for graph and leases at this moment, as JSON; ``at_s``: of the run clock, if that is later."""
+        now = self.now if at_s is None else max(self.now, self.recording.header.start_s + at_s)
+        shown = status(
+            core=self.core, now=now, request_timeout_s=self._request_timeout_s, latest={}, numbers={}, cut_off={}
+        )
+        leases = self.core.state.table.leases.values()
+        return {
+            "term": self.recording.term,
+            "events": self.events,
+            "at_s": round(now - self.recording.header.start_s, 6),
+            **shown,
+            "leases": [
+                {
+                    "worker": lease.worker,
+                    "stage": lease.stage,
+                    "lease": lease.id,
+                    "step": lease.step,
+                    "left_s": round(lease.deadline_s - now, 3) if isfinite(lease.deadline_s) else None,
+                    "samples": [[slot.group.epoch, slot.group.prompt, slot.member] for slot in lease.slots.values()],
+                }
+                for lease in islice(leases, MAX_LEASES)
+            ],
+            "more_leases": max(len(leases) - MAX_LEASES, 0),
+        }
+
+
+def describe(event: Event) -> str:
+    """One line about an event."""
+    if isinstance(event, MessageReceived):
+        stage = getattr(event.message, "stage", "")
+        return f"{type(event.message).__name__}{f' of {stage}' if stage else ''} from {event.worker}"
+    who = f" of {event.worker}" if hasattr(event, "worker") else ""
+    why = f": {event.reason}" if hasattr(event, "reason") else ""
+    return f"{type(event).__name__}{who}{why}"
+
+
+def replay_until(replay: Replay, holds: Callable[[Replay], bool]) -> bool:
+    """Replay until ``holds`` is true after an event; False if it never is."""
+    return any(holds(replay) for _ in replay.run())
+
+
+def replay_to(replay: Replay, event: int) -> None:
+    """Replay up to this event, inclusive. Raises ConfigError if there are fewer."""
+    for done in replay.run():
+        if done.number == event:
+            return
+    raise ConfigError(f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0")
+
+
+def status_at(run_dir: Path, at_s: float, *, force: bool = False) -> dict[str, Any]:
+    """Status, wait-for graph and leases at a time of the run clock, as JSON.
+
+    Raises: ConfigError if nothing is recorded then, or by other sources, FlowError if the replay differs from the run.
+    """
+    replay = Replay(Recordings.of(run_dir).at(at_s), force=force)
+    for _ in replay.run(at_s):
+        pass
+    return replay.status(at_s)

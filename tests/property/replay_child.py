@@ -1,0 +1,22 @@
+"""Replays the recordings of simulated runs: a line with a directory in, a line of JSON out. A child of tests."""
+
+import json
+import sys
+from pathlib import Path
+
+from flowrt.errors import FlowError
+from tests.simulation.recorded_runs import replayed_states
+
+
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            answer: dict[str, str] = dict(replayed_states(Path(line.strip())))
+        except FlowError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Simulated runs whose controllers are recorded as those of real runs are, and their replay, perhaps elsewhere.
+
+A run is named by a number: `scenario` makes it again in another process, policies and all.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.core import Core
+from flowrt.controller.events import Command, Event, Send
+from flowrt.controller.state.replay import RecoveredState
+from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage.recording_format import CoreInputs
+from flowrt.observability.recordings import Recordings, TermRecording
+from flowrt.observability.replay import Replay
+from flowrt.protocol.codec import encode
+from flowrt.protocol.records import Position
+from tests.property.command_digests import scenario
+from tests.simulation.cluster import SimulatedCluster, make_core
+from tests.simulation.state_dump import snapshot
+
+STRIDE = 40
+"""Events between two states that are compared."""
+MAX_STEP_S = 1e-3
+LIMIT_BYTES = 1 << 30
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def state_digest(core: Core, now: float) -> str:
+    """Of the whole state, and of what the controller says of its waits."""
+    state = snapshot(core) + repr(core.wait_graph(now).sentences(100))
+    return hashlib.sha256(_ADDRESS.sub("", state).encode()).hexdigest()
+
+
+class RecordedCore:
+    """The recording around one core: `Core.handle` and `Core.transition` are replaced by ones that record."""
+
+    def __init__(self, core: Core, recording: EventRecording, states: dict[str, str], term: int) -> None:
+        self._core = core
+        self._recording = recording
+        self._states = states
+        self._term = term
+        self._events = 0
+        self._transition = core.transition
+        self._handle = core.handle
+        self._is_handling = False
+        core.transition = self.transition  # type: ignore[method-assign]
+        core.handle = self.handle  # type: ignore[method-assign]
+
+    def transition(self, event: Event, now: float) -> list[Command]:
+        """An event that is refused is not recorded: the caller's core was asked, and nothing has changed."""
+        commands = self._transition(event, now)
+        if not self._is_handling:
+            self._record(event, commands, now)
+        return commands
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        self._is_handling = True
+        try:
+            commands = self._handle(event, now)
+        finally:
+            self._is_handling = False
+        self._record(event, commands, now)
+        return commands
+
+    def _record(self, event: Event, commands: list[Command], now: float) -> None:
+        self._recording.event(event, now)
+        self._recording.commands(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
+        if self._events % STRIDE == 0:
+            self._states[f"{self._term}:{self._events}"] = state_digest(self._core, now)
+        self._events += 1
+
+
+class RecordedCluster(SimulatedCluster):
+    """A simulated run with a recording in ``run_dir``, in which time passes."""
+
+    def __init__(self, number: int, run_dir: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._number = number
+        self.run_dir = run_dir
+        self._limit_bytes = limit_bytes
+        self._times = random.Random(number)
+        self.recording: EventRecording | None = None
+        self.states: dict[str, str] = {}
+        super().__init__(scenario(number))
+
+    def _make_core(self, position: Position | None, term: int = 1, recovered: RecoveredState | None = None) -> Core:
+        if self.recording is not None:
+            self.recording.close()
+        inputs = CoreInputs(str(self._number), term, position or Position(), recovered, tuple(self._outcomes))
+        core = super()._make_core(position, term, recovered)
+        self.recording = EventRecording(self.run_dir, inputs, self._limit_bytes)
+        self.recording.begin(0.0)
+        RecordedCore(core, self.recording, self.states, term)
+        return core
+
+    def handle(self, event: Event) -> list[Command]:
+        self.clock.advance(self._times.random() * MAX_STEP_S)
+        if self._times.random() < 1 / STRIDE and self.recording is not None:
+            self.recording.flush()  # a tick
+        return super().handle(event)
+
+    def play(self) -> "RecordedCluster":
+        """Run to the end, and write all of the recording."""
+        self.run()
+        assert self.recording is not None
+        self.recording.close()
+        return self
+
+
+def replay_of(recording: TermRecording, **options: Any) -> Replay:
+    """The replay of a simulated run."""
+    inputs = recording.header.inputs
+    core = make_core(
+        scenario(int(inputs.config)), inputs.position, inputs.term, inputs.recovered, list(inputs.outcomes)
+    )
+    return Replay(recording, core=core, **options)
+
+
+def replayed_states(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """(term:event, digest of the state) at the same events. Raises FlowError where the commands differ."""
+    for recording in Recordings.of(run_dir).terms.values():
+        replay = replay_of(recording)
+        for done in replay.run():
+            if done.number % STRIDE == 0:
+                yield f"{recording.term}:{done.number}", state_digest(replay.core, done.now)
