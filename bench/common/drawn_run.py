@@ -18,6 +18,8 @@ import numpy as np
 from aiohttp import web
 
 import flowrt.observability.page
+from flowrt.observability.run_reader import MAX_SHARES
+from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
 POLICY = (
@@ -61,6 +63,9 @@ class DrawnRun:
     """If there are any, these are the texts of samples, events, reasons and names, in turn."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[str, list[float | None]] = field(default_factory=dict)
+    instead: dict[str, Any] = field(default_factory=dict)
+    """Answers by path that are given instead of the drawn ones."""
+    _drawn: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw = np.random.default_rng(self.seed)
@@ -144,6 +149,8 @@ class DrawnRun:
 
     def answer(self, path: str, query: Mapping[str, str]) -> Any:
         """The answer to a path of the API; raises KeyError for one that does not exist."""
+        if path in self.instead:
+            return self.instead[path]
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
@@ -152,7 +159,8 @@ class DrawnRun:
                 columns = {name: column[first:] for name, column in self.series.items()}
                 return {"steps": list(range(first, len(self.series["wall_s"]))), "columns": columns}
             case ["attribution"]:
-                return {"lines": [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]}
+                shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
+                return {"lines": merged(shares, MAX_SHARES)}
             case ["events"]:
                 return {"events": self.events[int(query.get("from", 0)) :], "next": len(self.events)}
             case ["timeline"]:
@@ -329,7 +337,9 @@ class DrawnRun:
         }
 
     def _samples(self, query: Mapping[str, str]) -> dict[str, Any]:
-        found = [self._sample(number) for number in range(min(32 * self.steps, max(len(self.texts), 2_000)))]
+        if not self._drawn:
+            self._drawn = [self._sample(number) for number in range(max(min(32 * self.steps, 2_000), len(self.texts)))]
+        found = list(self._drawn)
         if reason := query.get("reason"):
             found = [one for one in found if reason in (one["reason"], one["finish"])]
         if text := query.get("grep"):

@@ -325,9 +325,11 @@ class LocalRun:
             view.show(status)
             vacancies.update(status)
             if status["ended"] is None:
-                reaper.check(status["workers"], local, {TRAINER})
+                present = status.get("followed", {"present": status["workers"]})["present"]
+                reaper.check(present, local, {TRAINER})
 
-        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s)
+        names = [name for command in commands for name in command.workers]
+        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s, names)
         view.report(f"controller at {address}")
         exporters = ExporterProcesses(
             self._children, self._run_dir, self._config.exporters, view.report, observer.log_event

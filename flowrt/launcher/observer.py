@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,13 @@ class Observer:
         on_status: Callable[[dict[str, Any]], None],
         keys: WorkerKeys | None,
         worker_timeout_s: float,
+        follow: Sequence[str],
     ) -> None:
-        """``on_status`` is called with each status, a dictionary as `Server.status` makes it."""
+        """``on_status`` is called with each status, a dictionary as `Server.status` makes it.
+
+        ``follow``: the workers that are in its "followed", whatever the size of the run.
+        """
+        self._follow = tuple(follow)
         self._on_status = on_status
         self.liveness = LivenessTimeout(worker_timeout_s)
         """Renewed with every status: a controller that sends none for this long hangs."""
@@ -44,8 +49,12 @@ class Observer:
         """Why the run has ended; empty until then."""
         self._link = ClientLink(self._receive, self._on_error, keys)
         # A restarted controller does not know this observer.
-        self._link.connect(address, lambda: self._link.send(_hello()))
+        self._link.connect(address, self._introduce)
+        self._introduce()
+
+    def _introduce(self) -> None:
         self._link.send(_hello())
+        self._link.send(m.Follow(self._follow))
 
     def end_run(self, reason: str, code: int) -> None:
         """Make the controller end the run with this exit code."""

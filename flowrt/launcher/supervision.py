@@ -205,7 +205,7 @@ class Vacancies:
     def update(self, status: Mapping[str, Any]) -> None:
         """Process a new status of the run."""
         self._has_ended = status["ended"] is not None
-        self._with_results.update(status["with_results"])
+        self._with_results.update(status.get("followed", status)["with_results"])
         waiting = self._next
         self._next = asyncio.get_running_loop().create_future()
         waiting.set_result(status)
@@ -218,7 +218,7 @@ class Vacancies:
         status = await wait_until(next_status, RUN, "the next status of the run", "the controller")
         if self._has_ended or self._is_preempted():
             return False
-        return name not in status["drained"] or self._roles[name] in status["vacancies"]
+        return name not in status.get("followed", status)["drained"] or self._roles[name] in status["vacancies"]
 
     def take_results(self, name: str) -> bool:
         """Whether the worker has had results (opened prompts, committed samples) since the last call."""

@@ -587,6 +587,14 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
+class TimelineConfig:
+    """The timeline: what each worker did when, and what it waited for."""
+
+    mb: Annotated[int, Interval(ge=32, le=100_000_000)] = 512
+    """Size of the timeline on disk, in MB; over it the oldest parts are removed, but for the first."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where `flowrt run` starts workers: each option is a command prefix, for example srun and its flags.
 
@@ -765,6 +773,8 @@ class RunConfig:
     """The controller."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     """Recording for `flowrt replay`."""
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    """What each worker did when."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,14 +1,19 @@
 """Status of a run for observers: progress, workers, wait-for graph, and how the run ended; bounded in size."""
 
-import heapq
-from collections.abc import Mapping
-from operator import itemgetter
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
 from flowrt.controller.core import Core
-from flowrt.controller.diagnostics.wait_graph import MAX_WAITS
+from flowrt.controller.diagnostics.wait_graph import MAX_WORKERS
 from flowrt.controller.state.guards import MAX_LOGGED
-from flowrt.ids import OBSERVER
+from flowrt.ids import OBSERVER, WorkerId
+
+MOST_BRIEF = {"dropped": 32, "cut_off": 64, "with_results": 64, "drained": 64, "numbers": 64, "evaluated": 32}
+"""Entries of a brief status in which there may be one for each worker, reason or name."""
+MAX_BRIEF_BYTES = 40_000
 
 
 def status(
@@ -19,6 +24,9 @@ def status(
     numbers: Mapping[str, float],
     cut_off: Mapping[str, float],
     evaluated: Mapping[str, Mapping[str, Any]] | None = None,
+    time: Mapping[str, Any] | None = None,
+    *,
+    brief: bool = False,
 ) -> dict[str, Any]:
     """The content of a Status message.
 
@@ -30,28 +38,70 @@ def status(
         numbers: numbers that workers reported for the summary.
         cut_off: workers whose link is down, and for how many seconds.
         evaluated: the newest results by data set.
+        time: the last line of attribution.jsonl; None before there is one.
+        brief: of what there may be one for each worker, list a part, those with an alarm first, and count the others.
     """
     state, weights = core.state, core.state.models.policy
     receivers = weights.receivers
-    waits = heapq.nsmallest(MAX_WAITS, core.waiting(), key=itemgetter(2))
+    graph = core.wait_graph(now, request_timeout_s, cut_off)
     members = [one for one in state.membership.members() if one.role != OBSERVER]
-    return {
+    listed = [WorkerId(one.worker) for one in graph.workers] if brief else [one.id for one in members]
+    states: dict[str, dict[str, int]] = {}
+    for (role, name), count in graph.counts.items():
+        states.setdefault(role, {})[name] = count
+    found = {
         "step": state.window.step,
         "steps": state.window.steps,
         "live_groups": state.window.live,
-        "workers": {one.id: one.role for one in members},
-        "versions": {one.id: receivers[one.id].applied for one in members if one.id in receivers},
+        "workers": {name: state.membership.role(name) for name in listed},
+        "versions": {name: receivers[name].applied for name in listed if name in receivers},
         "latest_version": weights.latest,
         "dropped": dict(state.dropped),
         "cut_off": dict(cut_off),
         "vacancies": {role: [round(for_s, 1), why] for role, (for_s, why) in state.membership.vacancies(now).items()},
-        "with_results": sorted(state.membership.with_results()),
+        "with_results": [] if brief else sorted(state.membership.with_results()),
         "drained": sorted(state.membership.drained),
-        "waits": [(who, what, round(now - since_s, 1)) for who, what, since_s in waits],
-        "graph": core.wait_graph(now, request_timeout_s).as_json(),
+        "waits": [(edge.who, edge.what, round(edge.age_s, 1)) for edge in graph.requests],
+        "graph": graph.as_json(),
         "guards": {"firing": state.guards.firing[:MAX_LOGGED], "log": [list(one) for one in state.guards.log]},
         "latest": dict(latest),
         "numbers": dict(numbers),
         "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
+        "time": None if time is None else dict(time),
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],
+        "counts": {"states": states, "versions": dict(Counter(one.applied for one in receivers.values()))},
+        "others": len(members) - len(listed),
     }
+    if brief:
+        found |= {name: _first(found[name], count) for name, count in MOST_BRIEF.items()}
+    return found
+
+
+def brief_text(found: Mapping[str, Any]) -> str:
+    """A brief status as JSON, of at most 40 KB: with many or long names fewer workers and waits are listed."""
+    text = json.dumps(found)
+    most = MAX_WORKERS
+    while len(text) > MAX_BRIEF_BYTES and most:
+        most = most * 3 // 4
+        graph = {**found["graph"], "workers": found["graph"]["workers"][:most], "waits": found["graph"]["waits"][:most]}
+        cut = {name: _first(found[name], most) for name in ("workers", "versions", "waits", *MOST_BRIEF)}
+        others = found["others"] + len(found["workers"]) - len(cut["workers"])
+        text = json.dumps({**found, **cut, "graph": graph, "others": others})
+    return text
+
+
+def followed(core: Core, names: Collection[str]) -> dict[str, list[str]]:
+    """Of these workers those in the run, those with results since they joined, and those that an operator drained."""
+    members = core.state.membership
+    present = [name for name in names if name in members]
+    with_results = members.with_results() if present else set()
+    return {
+        "present": present,
+        "with_results": [name for name in present if name in with_results],
+        "drained": [name for name in names if name in members.drained],
+    }
+
+
+def _first(found: Any, count: int) -> Any:
+    """The first entries of a table or list."""
+    return dict(islice(found.items(), count)) if isinstance(found, dict) else found[:count]

@@ -1,9 +1,9 @@
 """The wait-for graph of a run, read from the controller's state: waits, what each is blocked on, and deadlocks."""
 
-import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -61,6 +61,10 @@ class WaitGraph:
     deadlocks: tuple[tuple[str, ...], ...]
     more: int = 0
     others: int = 0
+    counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Number of workers by role and state."""
+    requests: tuple[Edge, ...] = ()
+    """The oldest requests that wait for the controller's answer; among `waits` if those are not too many."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -116,14 +120,20 @@ def find_deadlocks(edges: Iterable[Edge], at_work: Collection[str]) -> tuple[tup
 
     A worker that is at work or has no known wait can act at any time, and so can all that wait for it.
     """
-    blocked_on: dict[str, set[str]] = {}
+    waits: dict[str, list[tuple[str, ...]]] = {}
     free = set(at_work)
     for edge in edges:
         if not edge.blocks:
             free.add(edge.who)
         elif edge.blocked_on:
-            blocked_on.setdefault(edge.who, set()).update(edge.blocked_on)
-    stuck = {who for who in blocked_on if who not in free}
+            waits.setdefault(edge.who, []).append(edge.blocked_on)
+    # Nearly every wait is for somebody who can act, and mostly the first name is one: sets are made of the others.
+    blocked_on = {
+        who: set(chain.from_iterable(names))
+        for who, names in waits.items()
+        if who not in free and all(other in waits and other not in free for other in chain.from_iterable(names))
+    }
+    stuck = set(blocked_on)
     while unblocked := {who for who in stuck if not blocked_on[who] <= stuck}:
         stuck -= unblocked
     return _components(stuck, blocked_on)
@@ -151,19 +161,22 @@ MAX_WORKERS = 256
 
 
 class WaitGraphBuilder:
-    """A snapshot of who holds which leases, from which the waits of parked requests are derived."""
+    """A snapshot of who holds which leases, from which the waits of parked requests are derived.
+
+    With thousands of workers most requests wait for the same ones: what is found for a stage is kept.
+    """
 
     def __init__(self, state: State, env: Environment, now: float) -> None:
         self._state = state
         self._env = env
         self._now = now
-        self.held: dict[WorkerId, Counter[str]] = {}
         self._holders: dict[str, dict[WorkerId, None]] = {}
-        self._ends_s: dict[WorkerId, float] = {}
-        for lease in state.table.leases.values():
-            self.held.setdefault(lease.worker, Counter())[lease.stage] += len(lease.slots)
-            self._holders.setdefault(lease.stage, {})[lease.worker] = None
-            self._ends_s[lease.worker] = min(self._ends_s.get(lease.worker, float("inf")), lease.deadline_s)
+        for stage, worker in {(lease.stage, lease.worker): None for lease in state.table.leases.values()}:
+            self._holders.setdefault(stage, {})[worker] = None
+        self.at_work = set[WorkerId]().union(*self._holders.values())
+        self._found: dict[str, tuple[dict[WorkerId, None], list[str]]] = {}
+        self._upstream_of: dict[str, tuple[WorkerId, ...]] = {}
+        self._named: dict[str, tuple[WorkerId, ...]] = {}
 
     # ---- what a request is blocked on
 
@@ -212,11 +225,19 @@ class WaitGraphBuilder:
 
         Empty if an earlier stage has ready slots that no worker has ever pulled.
         """
-        found, unpulled = self._search_upstream(stage)
-        return tuple(found) if found or unpulled else tuple(self._state.requests.offerers)
+        if stage not in self._upstream_of:
+            found, unpulled = self._search_upstream(stage)
+            workers = found if found or unpulled else self._state.requests.offerers
+            self._upstream_of[stage] = tuple(workers)
+        return self._upstream_of[stage]
 
     def _search_upstream(self, stage: str) -> tuple[dict[WorkerId, None], list[str]]:
         """Workers that make or could make what is missing, and stages with ready slots that no worker ever pulled."""
+        if stage not in self._found:
+            self._found[stage] = self._searched(stage)
+        return self._found[stage]
+
+    def _searched(self, stage: str) -> tuple[dict[WorkerId, None], list[str]]:
         table = self._state.table
         found: dict[WorkerId, None] = {}
         pending = [stage]
@@ -240,17 +261,23 @@ class WaitGraphBuilder:
 
     def _workers_of(self, stage: str) -> tuple[WorkerId, ...]:
         """The workers that hold leases of a stage; if there are none, those that have pulled it."""
-        return tuple(self._holders.get(stage) or self._state.requests.pullers[stage]) if stage else ()
+        if stage and stage not in self._named:
+            self._named[stage] = tuple(self._holders.get(stage) or self._state.requests.pullers[stage])
+        return self._named[stage] if stage else ()
 
     # ---- what is listed
 
-    def edges(self, request_timeout_s: float) -> list[Edge]:
-        """Waits that the controller knows of: the oldest parked requests, and weight transfers in flight."""
-        parked = heapq.nsmallest(MAX_WAITS, self._state.requests.all(), key=attrgetter("since_s"))
-        edges = [self._edge(one, request_timeout_s) for one in parked]
-        for versions in self._state.models.of.values():
-            edges += self._fetches(versions)
-        return edges
+    def requests(self, request_timeout_s: float) -> list[Edge]:
+        """The oldest parked requests."""
+        return [self._edge(one, request_timeout_s) for one in self._state.requests.oldest(MAX_WAITS)]
+
+    def fetches(self) -> list[Edge]:
+        """The first weight transfers of each model that are in flight."""
+        return [edge for versions in self._state.models.of.values() for edge in self._fetches(versions)]
+
+    def fetching(self) -> set[WorkerId]:
+        """The workers that receive weights."""
+        return set[WorkerId]().union(*(versions.fetching for versions in self._state.models.of.values()))
 
     def reported_edges(self) -> list[Edge]:
         """Waits that the workers report: tensors on a lane, other ranks."""
@@ -284,7 +311,7 @@ class WaitGraphBuilder:
 
     def _fetches(self, versions: VersionTable) -> list[Edge]:
         found = []
-        for worker, fetch in versions.fetching.items():
+        for worker, fetch in islice(versions.fetching.items(), MAX_WAITS):
             what = f"version {fetch.weights.version} of {versions.model}"
             since_s = self._state.models.ordered_s(versions.model, worker)
             found.append(
@@ -299,22 +326,50 @@ class WaitGraphBuilder:
             )
         return found
 
-    def worker_state(self, member: Member, waiting: set[str]) -> WorkerState:
-        held = self.held.get(member.id)
-        state = "idle"
-        if held:
-            state = "at work"
-        elif member.id in waiting:
-            state = "waiting"
-        elif member.finished:
-            state = "finished"
-        holds = ", ".join(f"{count} slots of {stage}" for stage, count in (held or {}).items())
-        left_s = self._ends_s.get(member.id, float("inf")) - self._now
-        if left_s < float("inf"):
+    def worker_states(self, members: Sequence[Member], waiting: Collection[str]) -> list[WorkerState]:
+        """These workers, with what they hold."""
+        chosen = {member.id for member in members}
+        held: dict[WorkerId, dict[str, int]] = {}
+        ends_s: dict[WorkerId, float] = {}
+        for lease in self._state.table.leases.values():
+            if (worker := lease.worker) in chosen:
+                stages = held.setdefault(worker, {})
+                stages[lease.stage] = stages.get(lease.stage, 0) + len(lease.slots)
+                ends_s[worker] = min(ends_s.get(worker, float("inf")), lease.deadline_s)
+        return [
+            self._worker_state(one, held.get(one.id, {}), ends_s.get(one.id, float("inf")), waiting) for one in members
+        ]
+
+    def _worker_state(
+        self, member: Member, held: Mapping[str, int], ends_s: float, waiting: Collection[str]
+    ) -> WorkerState:
+        holds = ", ".join(f"{count} slots of {stage}" for stage, count in held.items())
+        if (left_s := ends_s - self._now) < float("inf"):
             holds += f" (a lease ends in {left_s:.0f} s)"
         return WorkerState(
-            worker=member.id, role=member.role, state=state, silent_s=self._now - member.seen_s, holds=holds
+            worker=member.id,
+            role=member.role,
+            state=self.state_of(member, waiting),
+            silent_s=self._now - member.seen_s,
+            holds=holds,
         )
+
+    def counts(self, members: Iterable[Member], waiting: Collection[str]) -> dict[tuple[str, str], int]:
+        """Number of workers by role and state."""
+        at_work = self.at_work
+        of = Counter((one.role, one.id in at_work, one.id in waiting, one.finished) for one in members)
+        found: Counter[tuple[str, str]] = Counter()
+        for (role, *facts), count in of.items():
+            found[role, _state(*facts)] += count
+        return found
+
+    def state_of(self, member: Member, waiting: Collection[str]) -> str:
+        """What a worker does, in a word."""
+        return _state(member.id in self.at_work, member.id in waiting, member.finished)
+
+
+def _state(is_at_work: bool, is_waiting: bool, is_finished: bool) -> str:
+    return "at work" if is_at_work else "waiting" if is_waiting else "finished" if is_finished else "idle"
 
 
 def unserved(state: State) -> list[str]:
@@ -327,20 +382,40 @@ def unserved(state: State) -> list[str]:
     return [stage for stage, count in ready.items() if count and not pullers[stage]]
 
 
-def wait_graph(state: State, env: Environment, now: float, request_timeout_s: float = float("inf")) -> WaitGraph:
-    """Build the graph at time ``now``; a worker waits at most ``request_timeout_s`` for an answer."""
+def wait_graph(
+    state: State,
+    env: Environment,
+    now: float,
+    request_timeout_s: float = float("inf"),
+    first: Collection[str] = (),
+) -> WaitGraph:
+    """Build the graph.
+
+    Args:
+        state: of the core.
+        env: what it runs with.
+        now: seconds on the run's clock.
+        request_timeout_s: how long a worker waits for an answer.
+        first: workers that are listed before others, after those whose wait is overdue, unsatisfiable or a deadlock.
+    """
     builder = WaitGraphBuilder(state, env, now)
-    known = builder.edges(request_timeout_s)
+    requests = builder.requests(request_timeout_s)
+    known, fetching = requests + builder.fetches(), builder.fetching()
     edges = sorted(known + builder.reported_edges(), key=attrgetter("age_s"), reverse=True)
-    waiting = {edge.who for edge in edges}
+    deadlocks = find_deadlocks(known, builder.at_work | fetching)
+    waiting = {edge.who for edge in edges} | fetching | state.requests.waiting()
     members = [member for member in state.membership.members() if member.role != OBSERVER]
-    workers = [builder.worker_state(member, waiting) for member in members[:MAX_WORKERS]]
-    parked = sum(1 for _ in state.requests.all())
-    more = max(len(edges) - MAX_WAITS, 0) + max(parked - MAX_WAITS, 0)
+    alarming = {edge.who for edge in edges if edge.overdue or not edge.blocked_on}.union(first, *deadlocks)
+    listed = members
+    if len(members) > MAX_WORKERS:
+        listed = [one for one in members if one.id in alarming] + [one for one in members if one.id not in alarming]
+    unlisted = max(len(state.requests) - MAX_WAITS, 0) + max(len(fetching) - MAX_WAITS, 0)
     return WaitGraph(
-        workers=tuple(workers),
+        workers=tuple(builder.worker_states(listed[:MAX_WORKERS], waiting)),
         waits=tuple(edges[:MAX_WAITS]),
-        deadlocks=find_deadlocks(known, builder.held),
-        more=more,
+        deadlocks=deadlocks,
+        more=max(len(edges) - MAX_WAITS, 0) + unlisted,
         others=max(len(members) - MAX_WORKERS, 0),
+        requests=tuple(requests),
+        counts=builder.counts(members, waiting),
     )

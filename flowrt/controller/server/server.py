@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.controller.core import Core
-from flowrt.controller.diagnostics.status import status
+from flowrt.controller.diagnostics.status import brief_text, followed, status
 from flowrt.controller.events import (
     Command,
     Dismiss,
@@ -35,6 +35,7 @@ from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -44,12 +45,15 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.records import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
+from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
+MAX_FOLLOWED = 4096
+"""Workers that one observer may follow."""
 MAX_DISMISSED = 10_000
 """Dismissed workers whose reason is kept, in case they reconnect."""
 STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
@@ -86,6 +90,7 @@ class Server:
             renewable=core.renewable,
             config=config,
             position=Position(),
+            clock=clock_name() if clock is None or isinstance(clock, MonotonicClock) else "",
         )
         position = core.settings.position
         lines = self.ledger.step_lines(position.step)
@@ -98,16 +103,21 @@ class Server:
             evaluations=self.ledger.evaluation_lines(),
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
-        self._recorder = RunRecorder(self.ledger, self.metrics, self.events)
+        now = self._clock.now()
+        self.times = TimeRecorder(run_dir, now, self.metrics.start_s, position.step, heartbeat_s)
+        self._recorder = RunRecorder(self.ledger, self.metrics, self.events, self.times)
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
+        self._followed: dict[WorkerId, tuple[str, ...]] = {}
+        """By observer: the workers of which it is told in each status."""
         self._dismissed: dict[str, str] = {}
         """Why workers were dismissed: a connection that closes under load may lose the message that says so."""
         self._link = ServerLink(
             self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
         )
         self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
+        self._connections.on_removed = lambda worker: self.times.account.gone(worker, self._clock.now())
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
         self._guard_command = GuardCommand(run_dir, self.warn)
@@ -166,12 +176,14 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
-        self._recorder.write_samples(run_ended=True)
+        self._recorder.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
         await self._guard_command.finish()
         self.events.close()
+        self.times.add_waits(self._core.waits.take())
+        self.times.close(self._clock.now(), self._core.waits.open_waits(self._clock.now()))
         self._connections.close()
         self._link.close()
         return self._core.ended or ended
@@ -190,7 +202,11 @@ class Server:
     def summary(self, bound: int) -> dict[str, Any]:
         """The summary of the run so far; ``bound`` is the maximum staleness in versions."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
-        return self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now())
+        return {
+            **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
+            "busy_fraction": self.times.busy(),
+            "time": self.times.shares(),
+        }
 
     async def _tick(self) -> None:
         while True:
@@ -198,26 +214,39 @@ class Server:
             for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
+            self._flush_recording()
             self._link.guard.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
-            self._recorder.write_samples()
-            self._flush_recording()
+            self._recorder.write_samples(self._core.state.window.step, self._clock.now())
+            self._write_times()
 
     def _flush_recording(self) -> None:
         if self._recording is None:
             return
         self._recording.flush()
         if reason := self._recording.stopped():
-            log.warning("the recording for flowrt replay has stopped, and the run goes on: %s", reason)
+            text = f"the recording for flowrt replay has stopped, and the run goes on: {reason}"
+            log.warning("%s", text)
+            self.events.add("recorder", text, self._core.state.window.step, self._clock.now())
+
+    def _write_times(self) -> None:
+        now = self._clock.now()
+        self.times.add_waits(self._core.waits.take())
+        self.times.write(now, self._core.waits.open_waits(now))
 
     # ---- in
 
     def _receive(self, peer: bytes, message: m.Message) -> None:
         data = self._link.latest  # of this message: others may be received before this one is handled
         self._connections.flush_if_late()
-        if (worker := self._connections.name(peer)) is not None and not isinstance(message, HANDLED_BY_SERVER):
+        worker = self._connections.name(peer)
+        if worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
+            self._followed[worker] = message.workers[:MAX_FOLLOWED]
+        elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
+            if type(message) is m.Heartbeat:
+                self.times.account.heard(worker, min(message.reported_s, self._clock.now()))
             self._handle(MessageReceived(worker, message), data)
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
@@ -229,9 +258,7 @@ class Server:
             self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Report):
-                self._recorder.record_report(
-                    worker, self._connections.role(worker), message, self._core.state.window.step
-                )
+                self._recorder.record_report(worker, message, self._core.state.window.step)
             self._handle(MessageReceived(worker, message), data)
             if isinstance(message, m.Leave):
                 self._connections.remove(worker)
@@ -298,6 +325,8 @@ class Server:
 
     def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
         self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
+        if hello.role != OBSERVER:
+            self.times.account.joined(hello.worker, hello.role, self._clock.now())
         log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
@@ -452,13 +481,18 @@ class Server:
     # ---- observers
 
     def _send_status(self) -> None:
-        if observers := self._connections.workers(OBSERVER):
-            text = json.dumps(self.status())
+        """Send the brief status to all observers; without one none is made."""
+        observers = self._connections.workers(OBSERVER)
+        self._followed = {worker: names for worker, names in self._followed.items() if worker in observers}
+        if observers:
+            text = brief_text(self.status(brief=True))
             for worker in observers:
-                self._connections.send(worker, m.Status(text))
+                names = self._followed.get(worker)
+                own = "" if names is None else f', "followed": {json.dumps(followed(self._core, names))}}}'
+                self._connections.send(worker, m.Status(f"{text[:-1]}{own}" if own else text))
 
-    def status(self) -> dict[str, Any]:
-        """The content of a Status message: progress, workers, and the wait-for graph."""
+    def status(self, *, brief: bool = False) -> dict[str, Any]:
+        """The content of a Status message: progress, workers, and the wait-for graph; ``brief``: a bounded part."""
         return status(
             core=self._core,
             now=self._clock.now(),
@@ -466,5 +500,7 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            time=self.times.latest,
             evaluated=self.metrics.evaluation_summary(),
-        )
+            brief=brief,
+        ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}

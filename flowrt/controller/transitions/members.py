@@ -117,8 +117,8 @@ def role_completed(
 
 
 def heartbeat(state: State, env: Environment, worker: WorkerId, message: m.Heartbeat, now: float) -> list[Command]:
-    """Answer a sign of life."""
-    return [Send(worker, message)]
+    """Answer a sign of life with the controller's time, from which the sender finds the offset of its own clock."""
+    return [Send(worker, m.Heartbeat(message.sent_s, message.reported_s, now))]
 
 
 def report(state: State, env: Environment, worker: WorkerId, message: m.Report, now: float) -> list[Command]:

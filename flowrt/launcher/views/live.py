@@ -1,6 +1,7 @@
 """Terminal view of a local run: a live display while it runs, and the table of its summary."""
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,6 +14,8 @@ from flowrt.launcher.terminal import printable_tree
 
 HISTORY = 60
 """Steps in the reward bars."""
+MIN_SHARE = 0.005
+"""Share of a role's time below which it is not shown."""
 PRINT_EVERY = 10
 """Steps between lines without a terminal."""
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -128,11 +131,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             f"{summary['staleness_mean']:.2f} ({summary['staleness_max']}, {summary['staleness_bound']})"
         ),
         "prompts lost, trained twice": f"{summary['prompts_lost']}, {summary['prompts_trained_twice']}",
-        "busy": "  ".join(f"{role} {share:.0%}" for role, share in summary["busy_fraction"].items()),
+        **{f"time of {role}": _times(of) for role, of in summary.get("time", {}).items()},
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _times(shares: Mapping[str, float]) -> str:
+    """What a role's time went to, the largest share first."""
+    shown = sorted(shares.items(), key=itemgetter(1), reverse=True)
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in shown if share >= MIN_SHARE) or "-"
 
 
 def _steps(count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.runtime.timeline import is_span, is_step, read_lines
 
 log = logging.getLogger(__name__)
@@ -26,14 +27,14 @@ WINDOW = 10
 
 
 def draw(run_dir: Path) -> Path:
-    """Draw run.png from metrics.jsonl and timeline.jsonl; returns its path."""
+    """Draw run.png from metrics.jsonl and the timeline; returns its path."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     steps = _lines(run_dir / "metrics.jsonl", is_step)
-    spans = _lines(run_dir / "timeline.jsonl", is_span)
+    spans = [line for line in read_timeline(run_dir) if is_span(line)]
     start_s = min((span["start_s"] for span in spans), default=0.0)
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 7), height_ratios=(3, 2), layout="constrained")
     _draw_reward(above, steps)

@@ -12,6 +12,7 @@ from rich.text import Text
 from flowrt.errors import EXIT_OK
 from flowrt.launcher.observer import fetch_status, find_keys, locate
 from flowrt.launcher.terminal import printable_tree
+from flowrt.observability.attribution import add_up
 
 RED = "bold red"
 
@@ -67,9 +68,18 @@ def draw(status: Mapping[str, Any]) -> Group:
     title = f"step {status['step']} of {status['steps']}, {status['live_groups']} groups live"
     tables = [_workers(graph["workers"], title), _waits(graph["waits"], graph["deadlocks"])]
     omitted = graph["more"] + graph["others"]
-    notes = [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
+    notes = [Text(text, style="dim") for text in _times(status.get("time"))]
+    notes += [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
     notes += [Text(f"step {step}: {text}", style="dim") for step, text in status["guards"]["log"]]
     return Group(*alarms, *tables, *notes)
+
+
+def _times(line: Mapping[str, Any] | None) -> list[str]:
+    """Where the time of the last step went."""
+    if not line:
+        return []
+    times = add_up([line])
+    return [f"step {line['step']}: {times.sentence(role)}" for role in times.roles]
 
 
 def _workers(workers: Sequence[Sequence[Any]], title: str) -> Table:

@@ -256,7 +256,7 @@ const near = new IntersectionObserver((seen) => {
     chart.seen = isIntersecting;
     if (isIntersecting && chart.stale) chart.draw();
   }
-}, { rootMargin: "250px" });
+}, { rootMargin: "100px" });
 
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
@@ -304,12 +304,13 @@ function curve(card, spec) {
   const ink = (i) => colour(`s${i % 6}`);
   card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
   const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
+  const isSmoothed = () => view.smooth && !spec.points;
   const chart = { spec, card, seen: false, stale: true, u: null };
 
   function data() {
     const n = run.steps.length, column = (name) => run.columns[name] || new Array(n).fill(null);
     const rows = [xs()];
-    for (const name of spec.lines) rows.push(column(name), view.smooth && !spec.points ? smoothed(column(name), view.smooth) : new Array(n).fill(null));
+    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), view.smooth)] : []));
     for (const name of bands()) rows.push(column(name));
     return rows;
   }
@@ -377,9 +378,9 @@ function curve(card, spec) {
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
     const series = [{}];
     spec.lines.forEach((name, i) => {
-      const raw = () => (view.smooth && !spec.points ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
-      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || undefined, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
-      series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+      const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
+      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
     });
     const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
     const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
@@ -670,6 +671,7 @@ function timeline() {
   [lanes.t0, lanes.t1] = lanes.whole;
   timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
   timeline.tick = tick;
+  timeline.ask = ask;
   body.replaceChildren(el("p", { class: "note" }, "The timeline is read."));
   return ask();
 }
@@ -730,7 +732,7 @@ function samples() {
     el("label", {}, "steps ", el("input", { name: "from", type: "number", min: 0, "aria-label": "first step" }), " to ", el("input", { name: "to", type: "number", min: 0, "aria-label": "last step" })),
     sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
-  let offset = 0, rows = [];
+  let offset = 0;
   const more = el("div", { class: "tools" });
 
   async function ask() {
@@ -742,11 +744,13 @@ function samples() {
       if (!total && query.size <= 3 && (run.info.files["samples.sqlite"] !== "present" || config("samples.per_step") === 0)) return body.replaceChildren(el("p", { class: "note" }, why("samples", "samples.sqlite", "samples.per_step")));
       if (!form.isConnected) body.replaceChildren(form, place, more, opened);
       count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No sample is like that.");
-      rows = found;
       const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
       more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
-      place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
+      list(found);
     } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(el("p", { class: "note" }, error.message)); }
+  }
+  function list(found) {
+    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
   }
   function row(s) {
     const act = () => { for (const one of place.querySelectorAll("tr.chosen")) one.classList.remove("chosen"); line.classList.add("chosen"); open(s.id); };
@@ -808,6 +812,7 @@ function samples() {
     paint("logprob");
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
   }
+  samples.list = list;
   samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
   return ask();
 }
@@ -909,17 +914,21 @@ async function catchUp() {
 
 async function start() {
   try {
-    const [info, series, log, attribution] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0"), get("api/attribution?from=0")]);
-    run.info = info; run.events = log.events; run.next = log.next; run.attribution = attribution.lines;
+    const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
+    run.info = info; run.events = log.events; run.next = log.next;
     addSeries(series);
   } catch (error) {
     $("#alarms").replaceChildren(el("p", { class: "alarm" }, `The run cannot be shown: ${error.message}`));
     return;
   }
-  header(); curves(); shares(); waits(); events();
-  requestAnimationFrame(() => performance.mark("drawn"));
+  header();
+  curves();
+  for (const chart of charts.values()) if (chart.stale && chart.card.getBoundingClientRect().top < innerHeight) chart.draw();
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // curves are seen before the rest is made
+  performance.mark("drawn");
+  waits(); events();
   if (!embedded) live();
-  await Promise.all([timeline(), samples(), prompts(), files()]);
+  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 

@@ -1,0 +1,207 @@
+"""The page in a real Chromium, on a drawn run: what it shows and requests, hostile texts, and how long it takes."""
+
+import asyncio
+import base64
+import gzip
+import json
+import statistics
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from common.chromium import Browser, Tab
+from common.drawn_run import DrawnRun, DrawnServer, document, serving
+from seeing_parts.page import HOSTILE, MAX_PAINT_MS, MAX_REDRAW_MS, effects, hostile_strings, paints, redraws_ms
+
+from flowrt.observability.page.single_file import page
+
+pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
+
+COMPLETE = "performance.getEntriesByName('complete').length"
+RED_LINES = """(() => {
+  const plot = document.querySelector('#curves canvas'), c = plot.getContext('2d');
+  const red = getComputedStyle(document.documentElement).getPropertyValue('--red').trim();
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(red.slice(at, at + 2), 16));
+  const { data, width } = c.getImageData(0, Math.floor(plot.height / 2), plot.width, 1);
+  let found = 0;
+  for (let x = 0; x < width; x++) {
+    found += Math.abs(data[4 * x] - r) + Math.abs(data[4 * x + 1] - g) + Math.abs(data[4 * x + 2] - b) < 60;
+  }
+  return found;
+})()"""
+"""Pixels of the colour of faults in the middle row of the first curve."""
+
+
+async def shown(tab: Tab, server: DrawnServer) -> None:
+    """Open the page; returns when all of its panels are there."""
+    await tab.open(server.url)
+    await tab.until(COMPLETE)
+
+
+async def test_page_has_all_panels_no_error_and_no_foreign_request(tab: Tab) -> None:
+    async with serving(DrawnRun()) as server:
+        await shown(tab, server)
+        assert tab.problems == []
+        assert {urlsplit(url).netloc for url in tab.requests} == {f"127.0.0.1:{server.port}"}
+        assert await tab.evaluate("document.title") == "arithmetic-0042 · flowrt"
+        text = await tab.evaluate("document.querySelector('main').innerText")
+        for said in ("because of trainer (66 % of that)", "rollout-1 (rollout on host 'n2') is gone", "reward timeout"):
+            assert said in text
+        assert await tab.evaluate("document.querySelectorAll('#curves > .grid > .card').length") == 15
+        assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 844)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_page_fits_the_window_in_both_schemes(tab: Tab, width: int, height: int, scheme: str) -> None:
+    async with serving(DrawnRun(state="live")) as server:
+        await tab.emulate(width=width, height=height, scheme=scheme)
+        await shown(tab, server)
+        assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+        dark = await tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(18, 21, 26)") == (scheme == "dark")
+        assert tab.problems == []
+
+
+async def test_axis_shows_negative_rewards_and_says_when_it_does_not_start_at_zero(tab: Tab) -> None:
+    async with serving(DrawnRun(low=-10, high=5)) as server:
+        await shown(tab, server)
+        card = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
+        low, high = await tab.evaluate(f"(({{min, max}}) => [min, max])({card}.u.scales.y)")
+        assert low < -9
+        assert high > 2
+        length = "[...charts.values()].find((chart) => chart.spec.title === 'Response length')"
+        assert await tab.evaluate(f"{length}.u.scales.y.min") == 0
+        await tab.evaluate(
+            "document.querySelector('[name=y]').value = 'fit';"
+            "document.querySelector('#view').dispatchEvent(new Event('change'))"
+        )
+        assert "axis from" in await tab.evaluate(f"{length}.card.innerText")
+
+
+async def test_panels_without_data_say_why(tab: Tab) -> None:
+    run = DrawnRun(steps=20)
+    run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}
+    about = run.answer("api/run", {})
+    about["config"] |= {"eval": {"interval": 0}, "samples": {"per_step": 0}}
+    about["files"] |= {"timeline": "missing", "attribution.jsonl": "its line 3 is damaged"}
+    run.instead = {
+        "api/run": about,
+        "api/samples": {"samples": [], "total": 0},
+        "api/attribution": {"lines": []},
+        "api/timeline": run.answer("api/timeline", {}) | {"lanes": [], "spans": [], "waits": []},
+    }
+    async with serving(run) as server:
+        await shown(tab, server)
+        text = await tab.evaluate("document.body.innerText")
+        for said in (
+            "No evaluations: eval.interval is 0.",
+            "No samples: samples.per_step is 0.",
+            "No timeline: timeline is missing in the run directory.",
+            "No attribution: attribution.jsonl: its line 3 is damaged.",
+        ):
+            assert said in text
+
+
+async def test_filters_of_samples_ask_for_what_they_say(tab: Tab) -> None:
+    async with serving(DrawnRun()) as server:
+        await shown(tab, server)
+        rewards = (
+            "[...document.querySelectorAll('#samples tbody tr td:nth-child(3)')].map((cell) => Number(cell.innerText))"
+        )
+        for order, sign in (("worst", 1), ("best", -1)):
+            await choose(tab, "order", order)
+            await tab.until(f"(([first, ...more]) => more.every((one) => {sign} * (one - first) >= 0))({rewards})")
+        await choose(tab, "reason", "timeout")
+        ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
+        await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
+        await choose(tab, "reason", "")
+        await tab.evaluate("document.querySelector('#samples [name=grep]').value = 'no sample says this'")
+        await tab.evaluate("document.querySelector('#samples form').requestSubmit()")
+        await tab.until("document.querySelector('#samples').innerText.includes('No sample is like that.')")
+        assert tab.problems == []
+
+
+async def choose(tab: Tab, name: str, value: str) -> None:
+    await tab.evaluate(
+        f"(() => {{ const choice = document.querySelector('#samples [name={name}]'); choice.value = '{value}';"
+        "choice.dispatchEvent(new Event('change', { bubbles: true })); })()"
+    )
+
+
+async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
+    async with serving(DrawnRun()) as server:
+        await shown(tab, server)
+        await tab.evaluate("document.querySelector('#samples tr.open').focus()")
+        for kind in ("keyDown", "keyUp"):
+            await tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
+        await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
+        await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of its prompt')")
+        tokens = "document.querySelectorAll('#samples .opened pre span')"
+        assert await tab.evaluate(f"{tokens}.length") > 10
+        assert await tab.evaluate(f"new Set([...{tokens}].map((one) => one.className)).size") >= 4
+        await tab.evaluate(f"{tokens}[3].dispatchEvent(new Event('pointerover', {{ bubbles: true }}))")
+        said = await tab.evaluate("document.querySelector('#samples .opened p.readout').innerText")
+        assert "of the trainer · version" in said
+
+
+async def test_kill_is_a_red_line_and_the_page_goes_on_after_a_restart(tab: Tab) -> None:
+    run = DrawnRun(state="live", steps=40)
+    run.events = run.events[:2]
+    async with serving(run) as server:
+        await shown(tab, server)
+        await tab.until("live.opened")
+        assert await tab.evaluate(RED_LINES) == 0
+        line = run.add_event("gone", "rollout-0 (rollout on host 'n1') is gone: killed", 20, 50.0)
+        began = asyncio.get_running_loop().time()
+        server.push("event", line)
+        await tab.until(RED_LINES, timeout_s=10)
+        assert asyncio.get_running_loop().time() - began <= 1.5
+        assert "is gone: killed" in await tab.evaluate("document.querySelector('#events tr.fault').innerText")
+
+        await server.stop()
+        await tab.until("document.querySelector('#state').innerText === 'connection lost'")
+        longer = DrawnRun(state="live", steps=60)
+        run.series, run.steps = longer.series, 60
+        await server.start()
+        await tab.until("run.steps.length === 60 && document.querySelector('#state').innerText === 'live'")
+
+        server.push("rewound", {"step": 30})
+        await tab.until("run.steps.length === 30 && run.old[0].steps[0] === 30")
+        server.push("step", run.line(30))
+        await tab.until("run.steps.length === 31 && run.columns.reward.length === 31")
+        assert [problem for problem in tab.problems if "ERR_" not in problem] == []
+
+
+async def test_ten_thousand_hostile_strings_have_no_effect(browser: Browser) -> None:
+    assert len(HOSTILE) >= 20
+    assert await effects(browser, hostile_strings(10_000)) == []
+
+
+async def test_page_in_one_file_works_without_a_server(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    file.write_text(page(document(DrawnRun())))
+    await tab.open(file.as_uri())
+    await tab.until(COMPLETE)
+    assert tab.problems == []
+    assert tab.requests == [file.as_uri()]
+    assert await tab.evaluate("document.querySelectorAll('#curves > .grid > .card').length") == 15
+    await choose(tab, "reason", "timeout")
+    ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
+    await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
+    await tab.evaluate("document.querySelector('#samples tr.open').click()")
+    await tab.until("document.querySelectorAll('#samples .opened pre span').length")
+    assert await tab.evaluate("document.title") == "arithmetic-0042 · flowrt"
+
+
+async def test_first_paint_and_redraw_at_4096_workers_and_10000_steps(browser: Browser) -> None:
+    run = DrawnRun(workers=4096, steps=10_000)
+    # CPU time of the page's thread: other processes do not count in it.
+    assert min(cpu for _, cpu in await paints(browser, run, 5)) <= MAX_PAINT_MS
+    assert statistics.median(await redraws_ms(browser, run)) <= MAX_REDRAW_MS
+
+
+def test_document_of_one_file_is_data_alone() -> None:
+    text = page(document(DrawnRun(steps=20, texts=HOSTILE[:20])))
+    packed = text.split('id="data" type="application/octet-stream">')[1].split("</script>")[0]
+    assert json.loads(gzip.decompress(base64.b64decode(packed)))["api/run"]["steps"] == 20
