@@ -192,7 +192,7 @@ class TimeAccount:
     def close_step(self, step: int, now: float) -> None:
         """A step ends, and the next one begins."""
         last = self._parts[-1]
-        last.step, last.end_s = step, now
+        last.step, last.end_s, last.is_training = step, now, True
         self._parts.append(StepAccount(step + 1, now))
 
     # ---- what is complete

@@ -90,7 +90,7 @@ def sweep(spans: Iterable[Interval], waits: Iterable[Wait], start_s: float, end_
         elif rank < BUSY:
             found[BY_PRECEDENCE[rank].value, ""] += length_s
         else:
-            wait = next((item.number for item in present if item.rank == WAIT), -1)
+            wait = min((item.number for item in present if item.rank == WAIT), default=-1)
             if rank == FETCHING:
                 found[Kind.SAMPLES.value, ""] += length_s
                 continue

@@ -108,14 +108,12 @@ class TimeRecorder:
         """Write everything and close the files; the step in progress ends now."""
         self.add_waits(open_waits)
         self._write(self.account.finish(now))
-        if self._is_broken:
-            return
-        try:
-            self._timeline.close()
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            self._fail(error)
+        for file in (self._timeline, self._file):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:
+                self._fail(error)
 
     def shares(self) -> dict[str, dict[str, float]]:
         """By role, the share of its time in training that each kind took, in complete steps of this controller."""
@@ -146,6 +144,8 @@ class TimeRecorder:
                 self._fail(error)
 
     def _fail(self, error: OSError) -> None:
+        if self._is_broken:
+            return
         self._is_broken = True
         log.warning("where the time goes is not written any more: %s; free the disk and resume the run", error)
 

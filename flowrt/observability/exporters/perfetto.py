@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from flowrt.errors import ConfigError
 from flowrt.observability.run_reader import EVENTS, METRICS, TIMELINE
-from flowrt.observability.tails import GzipTail, JsonTail, parse_object
+from flowrt.observability.tails import GzipTail, JsonTail, parse_line
 from flowrt.runtime.files import partial_path
 from flowrt.runtime.timeline import is_step
 
@@ -78,8 +78,8 @@ def write_trace(
     Raises ConfigError if there is nothing to write, or no such steps.
     """
     metrics, events = JsonTail(run_dir / METRICS), JsonTail(run_dir / EVENTS)
-    steps = [line for line in metrics.poll()[0] if is_step(line)]
-    happened = [line for line in events.poll()[0] if _is_event(line)]
+    steps = [line for line in metrics.read_new()[0] if is_step(line)]
+    happened = [line for line in events.read_new()[0] if _is_event(line)]
     from_ns, to_ns = _window(steps, first, last)
     workers, problems = _read(run_dir / TIMELINE)
     problems += [tail.state for tail in (metrics, events) if tail.state not in ("present", "missing")]
@@ -225,8 +225,8 @@ def _read(directory: Path) -> tuple[list[_Worker], list[str]]:
     damaged = 0
     for path in sorted(directory.glob("*.jsonl.gz")):
         tail = GzipTail(path)
-        for text in tail.poll().lines:
-            line = parse_object(text)
+        for text in tail.read_new().lines:
+            line = parse_line(text)
             if line is None or not _is_span(line):
                 damaged += bool(text.strip())
                 continue
@@ -312,6 +312,5 @@ def _opened(path: Path) -> Iterator[TextIO]:
                 with text:
                     yield text
         partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)  # it is still there if the block has failed

@@ -43,10 +43,10 @@ def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
     """Pass on what there is and, if the run is followed, what comes, until its end or ``stop``."""
     while is_live:
         is_over = feed.is_over(monotonic())
-        feed.poll()
+        feed.read_new()
         if is_over or stop.wait(POLL_S):
             break
-    feed.poll(is_last=True)
+    feed.read_new(is_last=True)
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
