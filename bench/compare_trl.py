@@ -29,13 +29,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.report import Samples, write
 from end_to_end.task import make_data, make_model
 from rich.console import Console
 from rich.table import Table
 
+from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.engines.options import Dtype
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import RunConfig
@@ -102,16 +105,16 @@ def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[st
     samples = sum(line["samples"] for line in lines[1:])
     return {
         "samples_per_s": samples / (lines[-1]["wall_s"] - lines[0]["wall_s"]),
-        "bound_samples_per_s": samples / busiest_s(run_dir / "timeline.jsonl"),
+        "bound_samples_per_s": samples / busiest_s(list(read_timeline(run_dir))),
         "reward": statistics.fmean(line["reward"] for line in lines[-WINDOW:]),
     }
 
 
-def busiest_s(timeline: Path) -> float:
+def busiest_s(timeline: Sequence[Mapping[str, Any]]) -> float:
     """Seconds that the busier of the two roles worked, a worker's mean, from the end of the first step on."""
     spans: dict[str, dict[str, list[Span]]] = {"rollout": {}, "trainer": {}}
-    for one in map(json.loads, timeline.read_text().splitlines()):
-        if one["role"] in spans:
+    for one in timeline:
+        if one["role"] in spans and "kind" in one:
             span = Span(one["kind"], one["start_s"], one["end_s"])
             spans[one["role"]].setdefault(one["worker"], []).append(span)
     ends_s = sorted(span.end_s for one in spans["trainer"].values() for span in one if span.kind == "step")

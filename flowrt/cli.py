@@ -196,6 +196,57 @@ def _replay(arguments: argparse.Namespace) -> int:
     return show(arguments.run_dir, options, console())
 
 
+def _samples_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", type=_whole_number, metavar="N", help="of this step (with --eval: version)")
+    steps.add_argument("--steps", type=_range, metavar="A:B", help="of steps A to B")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--worst", type=_count, metavar="K", help="the K samples with the lowest rewards")
+    which.add_argument("--best", type=_count, metavar="K", help="the K samples with the highest rewards")
+    which.add_argument("--random", type=_count, metavar="K", help="K samples at random, the same ones each time")
+    which.add_argument("--newest", type=_count, metavar="K", help="the K samples of the last steps (default: 8)")
+    parser.add_argument("--prompt", type=_prompt, metavar="N", help="of this prompt, or NAME:ROW")
+    parser.add_argument(
+        "--reason",
+        default="",
+        metavar="WORD",
+        help="whose reward failed so, or that were dropped so: timeout, filtered",
+    )
+    parser.add_argument("--grep", default="", metavar="REGEX", help="whose prompt or completion contains this")
+    parser.add_argument("--eval", default="", metavar="NAME", help="answers of evaluations on this data set")
+    parser.add_argument("--tokens", action="store_true", help="each token with its log-probabilities and version")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--jsonl", type=Path, metavar="FILE", help="write JSON Lines instead; -: to standard output")
+    files.add_argument("--parquet", type=Path, metavar="FILE", help="write Parquet instead")
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.samples import SampleOptions, show
+    from flowrt.observability.samples import Order
+
+    counts: dict[Order, int | None] = {
+        "worst": arguments.worst,
+        "best": arguments.best,
+        "random": arguments.random,
+        "newest": arguments.newest,
+    }
+    order: Order = next((one for one, count in counts.items() if count is not None), "newest")
+    options = SampleOptions(
+        steps=arguments.steps if arguments.step is None else (arguments.step, arguments.step),
+        order=order,
+        limit=counts[order],
+        prompt=arguments.prompt or "",
+        reason=arguments.reason,
+        grep=arguments.grep,
+        eval_name=arguments.eval,
+        tokens=arguments.tokens,
+        jsonl=arguments.jsonl,
+        parquet=arguments.parquet,
+    )
+    return show(arguments.run_dir, options, console())
+
+
 def _run_clock(text: str) -> float:
     """Seconds since the start of a run."""
     try:
@@ -205,6 +256,36 @@ def _run_clock(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
     return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    """The ends of A:B."""
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two step numbers of which A is not the larger one")
+    return _whole_number(first), _whole_number(last)
+
+
+def _count(text: str) -> int:
+    if not _whole_number(text):
+        raise argparse.ArgumentTypeError("0 samples are none; give at least 1")
+    return int(text)
+
+
+def _time_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument(
+        "--steps", "--step", default="", metavar="A:B", help="only from step A to before step B, or of one step"
+    )
+    parser.add_argument("--worker", default="", metavar="W", help="of this worker alone, from the timeline")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def _time(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.views.time import show
+
+    show(arguments.run_dir, arguments.steps, arguments.worker, console(), as_json=arguments.json)
+    return EXIT_OK
 
 
 def _worker(arguments: argparse.Namespace) -> int:
@@ -256,6 +337,39 @@ def _watch(arguments: argparse.Namespace) -> int:
         with_parent=arguments.with_parent,
     )
     return watch(options, console())
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, going on or not")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write TensorBoard files to this directory")
+    parser.add_argument("--wandb", action="store_true", help="log to W&B; offline unless a key is set")
+    parser.add_argument("--wandb-dir", type=Path, metavar="DIR", help="directory of its files (default: RUN/wandb)")
+    parser.add_argument("--prometheus", metavar="FILE", help="write Prometheus text to this file; -: to the terminal")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run as one file")
+    parser.add_argument("--exporter", default="", metavar="FILE.py:CLASS", help="an exporter of your own")
+    parser.add_argument("--steps", default="", metavar="A:B", help="only these steps")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends (tensorboard, wandb, exporter)")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from flowrt.launcher.export import ExportOptions, export
+
+    options = ExportOptions(
+        run_dir=arguments.run_dir,
+        perfetto=arguments.perfetto,
+        tensorboard=arguments.tensorboard,
+        wandb=arguments.wandb,
+        wandb_dir=arguments.wandb_dir,
+        prometheus=arguments.prometheus,
+        html=arguments.html,
+        exporter=arguments.exporter,
+        steps=arguments.steps,
+        follow=arguments.follow,
+    )
+    return export(options, console())
 
 
 def _drain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -439,7 +553,10 @@ COMMANDS: Mapping[str, Subcommand] = {
     "status": Subcommand("print the workers and the wait-for graph of a running job", _status, _status_arguments),
     "watch": Subcommand("serve the page of a run: curves, timeline, samples, status", _watch, _watch_arguments),
     "ledger": Subcommand("print how many prompts are in each state, or the history of one", _ledger, _ledger_arguments),
+    "export": Subcommand("export a run: Perfetto, TensorBoard, W&B, Prometheus, HTML", _export, _export_arguments),
     "replay": Subcommand("show the controller's state at any moment of a run", _replay, _replay_arguments),
+    "samples": Subcommand("print stored samples: texts, rewards, tokens", _samples, _samples_arguments),
+    "time": Subcommand("print where the time of a run went, by role and cause", _time, _time_arguments),
     "worker": Subcommand("join a running job: flowrt worker ROLE --controller RUN", _worker),
     "drain": Subcommand("remove a worker from a running job without losing a sample", _drain, _drain_arguments),
     "keys": Subcommand("make keys for the controller and the workers", _keys, _keys_arguments),

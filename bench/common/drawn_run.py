@@ -18,6 +18,8 @@ import numpy as np
 from aiohttp import web
 
 import flowrt.observability.page
+from flowrt.observability.run_reader import MAX_SHARES
+from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
 POLICY = (
@@ -157,7 +159,8 @@ class DrawnRun:
                 columns = {name: column[first:] for name, column in self.series.items()}
                 return {"steps": list(range(first, len(self.series["wall_s"]))), "columns": columns}
             case ["attribution"]:
-                return {"lines": [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]}
+                shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
+                return {"lines": merged(shares, MAX_SHARES)}
             case ["events"]:
                 return {"events": self.events[int(query.get("from", 0)) :], "next": len(self.events)}
             case ["timeline"]:

@@ -137,11 +137,11 @@ class Connection:
         if self._link is not None and not self.is_away and not self._inbox:
             self._link.spin_wait(for_s)
 
-    async def heartbeat(self) -> None:
-        """Send a heartbeat, wait until the next one is due, and check that the controller still answers."""
+    async def heartbeat(self, message: m.Heartbeat) -> None:
+        """Send this heartbeat, wait until the next one is due, and check that the controller still answers."""
         interval_s = self.welcome.heartbeat_s
         sent_s = self._loop.time()
-        self.send(m.Heartbeat())
+        self.send(message)
         await pause(interval_s)
         # Only heartbeats sent on time count: the controller is not to blame when this loop was blocked.
         timely = self._loop.time() - sent_s < 2 * interval_s

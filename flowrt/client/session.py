@@ -18,6 +18,7 @@ import torch
 
 from flowrt.client.batch import Batch, Columns, Numbers
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
+from flowrt.client.controller_clock import STOPPED, STOPS, ControllerClock
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable
 from flowrt.client.resync import ResyncState, resync_messages
@@ -28,6 +29,7 @@ from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
+from flowrt.runtime.host import clock_name
 from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
     CONTROLLER,
@@ -72,6 +74,11 @@ class Session:
         welcome = connection.welcome
         self.worker = worker
         self.timeline = Timeline(MonotonicClock())
+        self._clock = ControllerClock(is_shared=welcome.clock == clock_name())
+        self._reported_s = 0.0
+        """Up to this time of the controller's clock what this worker did is reported."""
+        STOPS.start()
+        self._stops_reported = STOPS.count()
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
         self._connection = connection
         self._loop = asyncio.get_running_loop()
@@ -160,13 +167,15 @@ class Session:
                 self._requests.set_leaving()
             case m.Stop(reason, code):
                 self.end(Stopped(reason, code))
-            case m.Heartbeat():
-                pass
+            case m.Heartbeat(sent_s, _, answered_s):
+                if sent_s and answered_s:
+                    self._on_exchange(sent_s, answered_s)
             # the connection itself
             case ConnectionLost():
                 # Opening a lane needs the controller, and a restarted one does not know those that are open.
                 self._lanes.drop_all("the controller has gone")
             case Reconnected():
+                self._clock.reset(is_shared=self.welcome.clock == clock_name())
                 for message in resync_messages(self._resync, self._requests, self.params, self.store):
                     self.send(message)
             case _:
@@ -286,7 +295,8 @@ class Session:
             try:
                 if grant.parts and self.store.missing(grant.parts):
                     senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
-                    await self.unless_ended(self.store.wait_for(grant.parts, senders))
+                    with self.timeline.busy("fetch"):
+                        await self.unless_ended(self.store.wait_for(grant.parts, senders))
             except TransferError as error:
                 reason = str(error)
             except asyncio.CancelledError:
@@ -386,11 +396,34 @@ class Session:
         self._resync.reported(named)
         if self._connection.is_away:
             return
-        spans = tuple(BusySpan(kind, start_s, end_s) for kind, start_s, end_s in self.timeline.drain())
+        spans = self._take_spans()
         waits = reported_waits()
         if spans or named or waits or self._last_waits:
             self.send(m.Report(spans, tuple(named.items()), waits))
         self._last_waits = waits
+
+    def _take_spans(self) -> tuple[BusySpan, ...]:
+        """The spans since the last report, on the controller's clock; none while the offset of that is unknown."""
+        offset_s = self._clock.offset_s
+        if offset_s is None:
+            return ()
+        spans = [*self.timeline.drain(), *STOPS.since(self._stops_reported)]
+        self._stops_reported = STOPS.count()
+        self._reported_s = monotonic() + offset_s
+        return tuple(
+            BusySpan(one.kind, one.start_s + offset_s, one.end_s + offset_s, one.worked_s, one.rows) for one in spans
+        )
+
+    def _on_exchange(self, sent_s: float, answered_s: float) -> None:
+        """A heartbeat was answered."""
+        now = monotonic()
+        jump_s = self._clock.add(sent_s, answered_s, now)
+        if not jump_s:
+            return
+        log.warning("the clock of the controller and that of this host differ by %+.3f s more than before", jump_s)
+        if jump_s > 0:  # this host was suspended, and its clock stood still
+            end_s = now + (self._clock.offset_s or 0.0)
+            self.send(m.Report((BusySpan(STOPPED, end_s - jump_s, end_s),), (), ()))
 
     def evaluated(self, name: str, version: int, numbers: Mapping[str, float]) -> None:
         """Report the results of an evaluation; the trainers are told.
@@ -455,7 +488,7 @@ class Session:
         """Send heartbeats and reports until the session is closed."""
         while True:
             self.report()
-            await self._connection.heartbeat()
+            await self._connection.heartbeat(m.Heartbeat(monotonic(), self._reported_s))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` as a background task of the session."""
@@ -538,6 +571,7 @@ async def connect(address: str, worker: str, role: str, deadline_s: float, keys:
         host=socket.gethostname(),
         pid=os.getpid(),
         lanes=available_transports(),
+        clock=clock_name(),
     )
     connection = Connection(address, hello, keys)
     await connection.open(deadline_s)

@@ -10,6 +10,7 @@
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from flowrt.controller.attribution.waits import OF_ALL, OF_ONE, WaitLog
 from flowrt.controller.diagnostics.invariants import audit
 from flowrt.controller.diagnostics.wait_graph import WaitGraph, unserved, wait_graph
 from flowrt.controller.environment import Environment
@@ -45,6 +46,8 @@ from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, VIOLATION, RemoteP
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 
+CHANGES_WAITS = OF_ONE | OF_ALL
+"""Messages after which a wait may have another cause; each is progress."""
 MAX_STALL_LINES = 12
 """Lines of the wait-for graph in the reason of a stall; the log has all of them."""
 
@@ -73,12 +76,13 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.Heartbeat: members.heartbeat,
     m.Report: members.report,
     m.RendezvousKey: members.rendezvous_key,
+    m.Notice: members.notice,
 }
 """Every message that a worker may send, and the transition that handles it."""
 NO_PROGRESS: frozenset[type[m.Message]] = frozenset(
     (
         *(m.Pull, m.Offer, m.Heartbeat, m.Report, m.CancelRequest),
-        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey),
+        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey, m.Notice),
     )
 )
 """Messages after which a run in which nothing else happens still counts as stalled; a pull that completes a lease is
@@ -113,6 +117,9 @@ class Core:
         if recovered is not None:
             rejoin.recover(self.state, self.env, recovered)
         self.state.history.restore(outcomes, self.state.window.step)
+        self.waits = WaitLog()
+        """Why workers wait, and have waited. Output of the core, like its commands: no decision depends on it."""
+        self._event_s = 0.0  # time of the latest event
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Apply one event; returns the commands to execute, in order.
@@ -130,11 +137,16 @@ class Core:
         """As `handle`, but raises RemoteProtocolError for a protocol violation; the state is then unchanged."""
         if self.state.progress_s is None:
             self.state.begin(now)
+        if now >= self.waits.check_s:  # what earlier events have changed; this one is not applied yet
+            self.waits.classify(self.state, self.env, now, self._event_s)
+        self._event_s = now
         if type(event) is MessageReceived:  # most events
             commands = self._receive(event.worker, event.message, now)
         else:
             commands = self._apply(event, now)
         commands += self._follow_up(now)
+        if self.state.requests.changed:
+            self.waits.after_event(self.state, self.env, now)
         return commands
 
     def _receive(self, worker: WorkerId, message: m.Message, now: float) -> list[Command]:
@@ -147,6 +159,8 @@ class Core:
         commands = handler(state, self.env, worker, message, now)
         if kind not in NO_PROGRESS or (isinstance(message, m.Pull) and message.done):
             state.note_progress(now)
+            if kind in CHANGES_WAITS:
+                self.waits.note_message(worker, kind, now)
         return commands
 
     def _apply(self, event: Event, now: float) -> list[Command]:

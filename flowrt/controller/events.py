@@ -193,7 +193,7 @@ class LogEvent:
     step: int
     text: str
     worker: WorkerId | None = None
-    numbers: tuple[tuple[str, int | float], ...] = ()
+    fields: tuple[tuple[str, int | float | str], ...] = ()
     """Further fields of the line."""
 
 

@@ -85,10 +85,12 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         ledger=ledger,
         keys=keys,
     )
+    server.tell_of_guards(config.guards.command)
     if config.samples.per_step:
         server.store_samples(sample_store(config))
     if config.recorder.mb:
         server.record(EventRecording(run_dir, inputs, config.recorder.mb * 1_000_000))
+    server.times.limit_timeline(config.timeline.mb)
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know. The address to bind may differ from the one that they connect to.

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from flowrt.ids import OBSERVER, TRAINER
 from flowrt.launcher.accelerators import environments
 from flowrt.launcher.commands import check_machine, check_programs, worker_commands
 from flowrt.launcher.device_check import check_devices_here
+from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.own_algorithm import with_own_needs
 from flowrt.launcher.processes import Child, Children
@@ -44,6 +46,7 @@ from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.zmq_socket import check_free
+from flowrt.observability.exporters.names import own_path
 from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
@@ -115,6 +118,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         eval=dataclasses.replace(
             config.eval, data=tuple(f"{name}={_absolute(path)}" for name, path in eval_paths(config).items())
         ),
+        exporters=tuple(_exporter(name) for name in config.exporters),
+        guards=dataclasses.replace(config.guards, command=_command(config.guards.command)),
         controller=dataclasses.replace(config.controller, keys=_absolute(config.controller.keys)),
         trainer=dataclasses.replace(config.trainer, final_dir=_absolute(config.trainer.final_dir)),
     )
@@ -129,6 +134,24 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path else ""
+
+
+def _exporter(name: str) -> str:
+    path = own_path(name)
+    return f"{_absolute(path)}{name.removeprefix(path)}" if path else name
+
+
+def _command(text: str) -> str:
+    """A command line with the path of a program that is a file here made absolute. Raises ConfigError if it is none."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"guards.command {text!r:.80} is no command line: {error}") from error
+    if words and Path(words[0]).is_file():
+        words[0] = _absolute(words[0])
+    if words and shutil.which(words[0]) is None:
+        raise ConfigError(f"guards.command names {words[0]!r:.80}, and there is no such program; correct it")
+    return shlex.join(words)
 
 
 def _template(name: str) -> str:
@@ -156,6 +179,7 @@ def check_and_run(
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
     check_programs(config)
+    check_exporters(config)
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -169,7 +193,7 @@ async def _show_log(path: Path, view: LiveView) -> None:
     """Show the last line of the log of a process that prepares the run, until cancelled."""
     tail = LineTail(path)
     while True:
-        lines = [line for line in tail.poll().lines if line.strip()]
+        lines = [line for line in tail.read_new().lines if line.strip()]
         if lines:
             view.prepare(lines[-1].decode(errors="replace"))
         await pause(PROGRESS_S)
@@ -350,6 +374,10 @@ class LocalRun:
             follow=[name for command in commands for name in command.workers],
         )
         view.report(f"controller at {address}")
+        exporters = ExporterProcesses(
+            self._children, self._run_dir, self._config.exporters, view.report, observer.log_event
+        )
+        exporters.start()
         supervisor = Supervisor(
             self._children,
             self._config.supervisor,
@@ -373,25 +401,38 @@ class LocalRun:
                 self._signal_controller(signal.SIGTERM)  # the signal may have reached only its predecessor
             code, hang = await self._await_controller(self._controller, observer)
         self._end_reason = observer.end_reason
+        exporters.stop()
         if self._rendezvous is not None and self._rendezvous.process.returncode is None:
             self._rendezvous.process.terminate()
         if code >= 0:  # a controller that was killed has stopped no worker
             await self._children.wait_all(WORKERS_EXIT_S)
+        await exporters.finish()
         for watcher in watchers:
             watcher.cancel()
         observer.close()
-        if code < 0:
-            summary = read_summary(self._run_dir)
-            if summary is not None:
-                code = summary["exit_code"]  # killed after the end of the run
-            else:
-                self._failure = hang or controller.log_tail()
-                code = EXIT_FAILED
-        elif code != EXIT_OK and not self._failure and read_summary(self._run_dir) is None:
-            end = self._end_reason or "the run has ended"
-            self._failure = f"{end}, but without a summary: {self._controller.log_tail()}"
-            self._failure += f"; fix this, then flowrt resume {self._run_dir}"
+        code = self._judge(code, hang or controller.log_tail(), self._controller)
         return code, None if trainer is None else trainer.process.returncode
+
+    def _judge(self, code: int, death: str, controller: Child) -> int:
+        """The exit code of the run, given that of its controller; notes a failure.
+
+        Args:
+            code: of the last controller.
+            death: why it was killed, if it was.
+            controller: the last one.
+        """
+        summary = read_summary(self._run_dir)
+        if code < 0:
+            if summary is not None:
+                code = int(summary["exit_code"])  # killed after the end of the run
+            else:
+                self._failure = death
+                code = EXIT_FAILED
+        elif code != EXIT_OK and not self._failure and summary is None:
+            end = self._end_reason or "the run has ended"
+            self._failure = f"{end}, but without a summary: {controller.log_tail()}"
+            self._failure += f"; fix this, then flowrt resume {self._run_dir}"
+        return code
 
     async def _restart_controller(self) -> Child:
         """Start a controller that recovers the run with its workers. Raises FlowError if none can be started."""

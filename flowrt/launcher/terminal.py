@@ -18,7 +18,10 @@ from rich.text import Text
 
 CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)
 """Errors of a write to a closed pipe or terminal."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+"""Characters that a terminal acts on or does not show: controls, directions of text, of no width, half characters."""
 _TAB_OR_LINE_END = str.maketrans("\t\n", "  ")
 
 

@@ -38,6 +38,8 @@ class Extent:
     """Why nothing after the last event can be read; empty if that is all there is."""
     stopped: str
     """Why the recording was stopped during the run; empty if it was not."""
+    is_complete: bool
+    """Whether the controller has ended the recording; otherwise it is running, or was killed."""
 
 
 class TermRecording:
@@ -55,6 +57,7 @@ class TermRecording:
         self.header = self._read_header()
         self.damage = ""
         self.stopped = ""
+        self.is_complete = False
 
     @property
     def paths(self) -> list[Path]:
@@ -79,6 +82,7 @@ class TermRecording:
     def blocks(self) -> Iterator[EventBlock]:
         """The blocks of events, up to the last one that is whole; then ``damage`` and ``stopped`` say why no more."""
         self.damage = self.stopped = ""
+        self.is_complete = False
         expected = 0
         for number in range(max(self._segments) + 1):
             path = self._segments.get(number)
@@ -94,7 +98,7 @@ class TermRecording:
             except (*MALFORMED, OSError) as error:
                 self.damage = str(error)
                 return
-            if self.stopped:
+            if self.is_complete or self.stopped:
                 return
 
     def _segment(self, path: Path) -> Iterator[EventBlock]:
@@ -105,6 +109,7 @@ class TermRecording:
                     yield EventBlock.unpack(content)
                 elif content[0] == END:
                     self.stopped = str(content[1])
+                    self.is_complete = not self.stopped
         finally:
             reader.close()
 
@@ -118,7 +123,7 @@ class TermRecording:
                 first_s = block.times[0] - self.header.start_s
             events += len(block.times)
             last_s = block.times[-1] - self.header.start_s
-        return Extent(events, first_s, last_s, self.damage, self.stopped)
+        return Extent(events, first_s, last_s, self.damage, self.stopped, self.is_complete)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,21 @@ from urllib.parse import quote
 
 from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION
 from flowrt.errors import ConfigError, FlowError
+from flowrt.protocol.records import LARGEST_PROMPT
 from flowrt.protocol.sample_records import unpack_text
 
-Order = Literal["newest", "worst", "best", "random"]
+Order = Literal["newest", "oldest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
 """As the name of an evaluation: samples of all of them."""
 BUSY_TIMEOUT_S = 5.0
+_ROLLED_BACK = "EXISTS (SELECT 1 FROM lives WHERE lives.life > samples.life AND lives.step <= samples.step)"
 _ROW = (
     "id, step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, version_min, "
-    "version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, "
-    "EXISTS (SELECT 1 FROM lives WHERE lives.life > samples.life AND lives.step <= samples.step)"
+    f"version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
 )
 _ORDERS: Mapping[Order, str] = {
     "newest": "step DESC, epoch DESC, prompt, life DESC, member, id",
+    "oldest": "step, epoch, prompt, life, member, id",
     "worst": "reward IS NULL, reward, step DESC, id",
     "best": "reward DESC, step DESC, id",
     "random": "(id * 2654435761 + ?) % 4294967291, id",
@@ -118,6 +120,8 @@ class SampleFilter:
     """A regular expression that the prompt or the completion contains."""
     eval_name: str = ""
     """Data set of evaluations, `ANY_EVALUATION`; empty: samples of training."""
+    with_rolled_back: bool = True
+    """Also those of steps that the run has gone back to before."""
 
     def conditions(self) -> tuple[str, list[Any]]:
         """The WHERE clause, but for ``grep``, and its values."""
@@ -132,10 +136,12 @@ class SampleFilter:
         ]
         found = [(clause, value) for clause, value in columns if value is not None]
         clauses += [clause for clause, _ in found]
-        values += [value for _, value in found]
+        values += [min(value, LARGEST_PROMPT) if isinstance(value, int) else value for _, value in found]
         if self.reason:
             clauses.append("(reason = ? OR substr(reason, 1, ?) = ?)")
             values += [self.reason, len(self.reason) + 1, f"{self.reason}:"]
+        if not self.with_rolled_back:
+            clauses.append(f"NOT {_ROLLED_BACK}")
         return " AND ".join(clauses), values
 
     def pattern(self) -> re.Pattern[str] | None:
@@ -211,7 +217,7 @@ class SampleReader:
 
         Args:
             wanted: the filter; None: all samples of training.
-            order: newest, worst or best (by reward) first, or random.
+            order: newest, oldest, worst or best (by reward) first, or random.
             limit: the most samples to return.
             offset: samples to leave out before the first.
             seed: of the random order.
@@ -235,6 +241,29 @@ class SampleReader:
                 if pattern.search(one.completion) or pattern.search(one.prompt_text)
             ]
         return SamplePage(tuple(matching[offset : offset + limit]), len(matching))
+
+    def each(
+        self, wanted: SampleFilter, order: Order = "oldest", limit: int | None = None, seed: int = 0
+    ) -> Iterator[SampleRow]:
+        """Samples that a filter lets through, one by one; arguments as of `query`. ``limit`` None: all of them."""
+        pattern = wanted.pattern()
+        where, values = wanted.conditions()
+        statement = _select("id", where, "ORDER BY", _ORDERS[order])
+        with self._database() as database:
+            ids = database.execute(statement, [*values, *([seed] if order == "random" else [])]).fetchall()
+            left = len(ids) if limit is None else limit
+            for (one,) in ids:
+                if not left:
+                    break
+                for row in map(_row, database.execute(_select(_ROW, "id = ?"), [one])):
+                    if pattern is None or pattern.search(row.completion) or pattern.search(row.prompt_text):
+                        left -= 1
+                        yield row
+
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of reward functions, and of their parts; empty for a run whose reward has no name."""
+        rows = self._rows("SELECT DISTINCT key FROM samples, json_each(samples.parts) ORDER BY key")
+        return tuple(str(name) for (name,) in rows)
 
     def get(self, sample: int) -> Sample | None:
         """A sample by its id; None if there is none."""

@@ -37,6 +37,7 @@ class Hello:
         str, ...
     ]  # supported transports, best first: "gloo", or "shm:PLACE" for one that only works within a place
     term: int = 0  # of the controller that the worker was connected to before; 0: new worker
+    clock: str = ""  # which monotonic clock the worker reads: equal names, equal clocks
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Welcome:
     renewable: tuple[str, ...]  # stages whose leases can be renewed after a restart of the controller
     config: str  # the run's resolved configuration, TOML
     position: Position  # where the run continues; consumed prompts are only sent to sources
+    clock: str = ""  # which monotonic clock the controller reads
 
 
 @dataclass(slots=True)
@@ -101,7 +103,11 @@ PERMANENT = -1
 
 @dataclass(slots=True)
 class Heartbeat:
-    """worker, observer: its event loop runs; the controller answers with the same message."""
+    """worker, observer: its event loop runs; the controller answers with the same message and its own time."""
+
+    sent_s: float = 0.0  # on the sender's monotonic clock; 0: not said
+    reported_s: float = 0.0  # the sender has reported its work up to this time of the controller's clock
+    answered_s: float = 0.0  # on the controller's clock; 0 in what the controller does not answer
 
 
 @dataclass(slots=True)
@@ -390,6 +396,14 @@ class Follow:
     workers: tuple[str, ...]
 
 
+@dataclass(slots=True)
+class Notice:
+    """observer: write this to events.jsonl; of a kind that the controller knows nothing of (exporter, warning)."""
+
+    kind: str
+    text: str
+
+
 Message = (
     Hello
     | Welcome
@@ -429,6 +443,7 @@ Message = (
     | VersionLost
     | Evaluated
     | SampleRecords
+    | Notice
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 11

@@ -150,11 +150,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class BusySpan:
-    """An interval of work, in seconds of the host's monotonic clock."""
+    """An interval of work, in seconds of the controller's clock."""
 
     kind: str
     start_s: float
     end_s: float
+    worked_s: float = -1.0  # seconds of it that were work, the rest gaps between merged spans; -1: all of it
+    rows: float = -1.0  # mean number of occupied rows of the engine; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)

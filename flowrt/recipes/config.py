@@ -587,6 +587,14 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
+class TimelineConfig:
+    """The timeline: what each worker did when, and what it waited for."""
+
+    mb: Annotated[int, Interval(ge=32, le=100_000_000)] = 512
+    """Size of the timeline on disk, in MB; over it the oldest parts are removed, but for the first."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where `flowrt run` starts workers: each option is a command prefix, for example srun and its flags.
 
@@ -691,6 +699,14 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True)
+class GuardsConfig:
+    """Guards in general; the rules are `[[guard]]`."""
+
+    command: str = ""
+    """Program and arguments, run when a guard fires, with the event as JSON on its input; it has 10 s."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
@@ -725,6 +741,10 @@ class RunConfig:
     """Which worker gets which ready samples."""
     guard: tuple[GuardConfig, ...] = ()
     """Guards, in addition to those that every run has: tables `[[guard]]`, or flags `--guard "METRIC above VALUE"`."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """What is done when a guard fires."""
+    exporters: tuple[str, ...] = ()
+    """Exporters that `flowrt run` starts, each a process of its own: tensorboard, wandb, FILE.py:CLASS."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -753,6 +773,8 @@ class RunConfig:
     """The controller."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     """Recording for `flowrt replay`."""
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    """What each worker did when."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """Restart of workers."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

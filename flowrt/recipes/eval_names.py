@@ -1,5 +1,6 @@
 """Names and paths of the data sets of evaluations (``eval.data``)."""
 
+import hashlib
 import re
 
 from flowrt.errors import ConfigError
@@ -7,6 +8,9 @@ from flowrt.recipes.config import RunConfig
 
 HELD_OUT = "held_out"
 """The name of the held-out rows of the task."""
+NAME_BITS = 40
+ROW_BITS = 22
+"""The number of a prompt of an evaluation is a hash of the data set's name, then the row."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -28,3 +32,24 @@ def eval_paths(config: RunConfig) -> dict[str, str]:
 def eval_names(config: RunConfig) -> list[str]:
     """The names of the data sets that are evaluated."""
     return list(eval_paths(config)) or ([HELD_OUT] if config.data.eval_prompts else [])
+
+
+def first_number(name: str) -> int:
+    """The number of the first prompt of a data set of evaluations."""
+    digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
+    return int.from_bytes(digest, "little") << ROW_BITS
+
+
+def evaluated_row(number: int) -> int:
+    """The row of a prompt of an evaluation."""
+    return number & (1 << ROW_BITS) - 1
+
+
+def evaluated_sets(config: RunConfig) -> dict[int, str]:
+    """The names of the data sets that are evaluated, by the first number of their prompts."""
+    return {first_number(name): name for name in eval_names(config)}
+
+
+def first_number_of(number: int) -> int:
+    """The first number of the data set of a prompt of an evaluation."""
+    return number - evaluated_row(number)

@@ -7,7 +7,6 @@
 """
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from flowrt.client.batch import Batch
 from flowrt.client.session import Session
 from flowrt.errors import RemoteProtocolError, WaitExpired
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.eval_names import first_number
 from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.metric_names import pass_ks
 from flowrt.recipes.tasks.base import Example
@@ -32,17 +32,9 @@ LATEST = -1
 PULL_SLOTS = 4096
 MAX_WAITING = 2
 """Evaluations that wait for another one, with ``eval.overlap`` wait: the trainer keeps the version of each."""
-NAME_BITS = 40
-PROMPT_BITS = 22
 SESSION = BoundedElsewhere("the end of the session")
 CANCEL_S = 30.0
 Columns = dict[str, torch.Tensor]
-
-
-def first_number(name: str) -> int:
-    """The number of the first prompt of a data set of this name."""
-    digest = hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest()
-    return int.from_bytes(digest, "little") << PROMPT_BITS
 
 
 @dataclass(frozen=True, slots=True)

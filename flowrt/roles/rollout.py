@@ -114,7 +114,7 @@ class RolloutLoop:
         in_flight = self._may_swap_in_flight
         if (staged and in_flight) or (not staged and self._pull is not None and self._pull.done()):
             return
-        with self._session.timeline.busy("generate"):
+        with self._session.timeline.busy("generate", rows=len(self._running)):
             run = asyncio.to_thread(self._engine.run, self._interrupt)
             finished = await (self._interrupt_when_staged(run) if in_flight else run)
         if finished:

@@ -24,10 +24,9 @@ from flowrt.protocol.sample_records import (
     pack_text,
 )
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.eval_names import eval_names
+from flowrt.recipes.eval_names import evaluated_sets, first_number_of
 from flowrt.recipes.grpo import EVAL, TRAIN
 from flowrt.rewards.scoring import REWARD
-from flowrt.roles.evaluation import PROMPT_BITS, first_number
 
 MAX_SINGLES = 8
 """Truncated samples of a version of the weights that a worker sends although their group is not chosen."""
@@ -62,7 +61,7 @@ class ScoredSamples:
         self._session = session
         self._stop = stop
         self._is_chosen = group_choice(config)
-        self._eval_names = {first_number(name) >> PROMPT_BITS: name for name in eval_names(config)}
+        self._eval_names = evaluated_sets(config)
         self._prompts: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._singles_of, self._singles = -1, 0
 
@@ -102,7 +101,7 @@ class ScoredSamples:
         number = grant.prompts[row]
         return ScoredSample(
             flow=EVAL if is_eval else TRAIN,
-            eval_name=self._eval_names.get(number >> PROMPT_BITS, "") if is_eval else "",
+            eval_name=self._eval_names.get(first_number_of(number), "") if is_eval else "",
             epoch=grant.epochs[row],
             prompt=number,
             member=grant.members[row],

@@ -103,6 +103,11 @@ def network_namespace() -> str:
     return _namespace("net", "")
 
 
+def clock_name() -> str:
+    """Identifies the monotonic clock that this process reads: boot and time namespace."""
+    return _namespace("time", "")
+
+
 def _namespace(kind: str, prefix: str) -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from flowrt.runtime.clock import Clock
 NONFINITE = "nonfinite"
 """Field of a line of metrics.jsonl with the names of the metrics that are NaN or infinite in that step."""
 MERGE_GAP_S = 0.005
+MIN_GAP_S = 1e-9
 MAX_INTEGER_BITS = 64
 """A larger integer in a file of JSON lines is not a measurement, and cannot be converted to float."""
 
@@ -26,6 +28,22 @@ class Span(NamedTuple):
     kind: str
     start_s: float
     end_s: float
+    worked_s: float = -1.0
+    """Seconds of it that were work, the others gaps between spans that were merged; -1: all of it."""
+    rows: float = -1.0
+    """Mean number of rows of the engine that were occupied while it worked; -1: unknown."""
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of work."""
+        return self.end_s - self.start_s if self.worked_s < 0 else self.worked_s
+
+
+@dataclass(slots=True, eq=False)
+class _OpenSpan:
+    kind: str
+    start_s: float
+    rows: float
 
 
 class Timeline:
@@ -34,27 +52,54 @@ class Timeline:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._spans: list[Span] = []
+        self._last: dict[str, int] = {}  # index of the last span of each kind
+        self._open: list[_OpenSpan] = []
 
     @contextmanager
-    def busy(self, kind: str) -> Iterator[None]:
-        """Record the time spent in the block under ``kind``."""
-        start_s = self._clock.now()
+    def busy(self, kind: str, rows: float = -1.0) -> Iterator[None]:
+        """Record the time spent in the block under ``kind``, with the number of occupied rows."""
+        span = _OpenSpan(kind, self._clock.now(), rows)
+        self._open.append(span)
         try:
             yield
         finally:
-            self.add(Span(kind, start_s, self._clock.now()))
+            self._open.remove(span)
+            self.add(Span(kind, span.start_s, self._clock.now(), rows=rows))
 
     def add(self, span: Span) -> None:
-        last = self._spans[-1] if self._spans else None
-        if last is not None and last.kind == span.kind and span.start_s - last.end_s < MERGE_GAP_S:
-            self._spans[-1] = Span(span.kind, last.start_s, span.end_s)
+        index = self._last.get(span.kind)
+        last = None if index is None else self._spans[index]
+        if (
+            index is not None
+            and last is not None
+            and (last.rows < 0) == (span.rows < 0)
+            and span.start_s - last.end_s < MERGE_GAP_S
+        ):
+            self._spans[index] = _merged(last, span)
         else:
+            self._last[span.kind] = len(self._spans)
             self._spans.append(span)
 
     def drain(self) -> list[Span]:
-        """Return the spans recorded since the last call."""
+        """Return the spans recorded since the last call; of work that lasts, the part up to now."""
+        now = self._clock.now()
+        for one in self._open:
+            if now > one.start_s:
+                self.add(Span(one.kind, one.start_s, now, rows=one.rows))
+                one.start_s = now
         spans, self._spans = self._spans, []
+        self._last.clear()
         return spans
+
+
+def _merged(first: Span, second: Span) -> Span:
+    worked_s = first.work_s + second.work_s
+    rows = first.rows
+    if rows >= 0 and worked_s > 0:
+        rows = (first.rows * first.work_s + second.rows * second.work_s) / worked_s
+    end_s = max(first.end_s, second.end_s)
+    has_gap = end_s - first.start_s - worked_s > MIN_GAP_S
+    return Span(first.kind, first.start_s, end_s, worked_s if has_gap else -1.0, rows)
 
 
 def busy_fraction(spans: list[Span], start_s: float, end_s: float) -> float:
@@ -95,7 +140,7 @@ def read_lines(
 
 
 def is_span(line: dict[str, Any]) -> bool:
-    """Whether this is a line of timeline.jsonl."""
+    """Whether this is a span of work in a file of the timeline."""
     words, times = ("worker", "role", "kind"), ("start_s", "end_s")
     return all(isinstance(line.get(name), str) for name in words) and all(_is_number(line.get(name)) for name in times)
 

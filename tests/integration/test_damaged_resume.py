@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowrt.controller.storage.timeline_file import segments
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 from tests.integration.conftest import Launch
@@ -55,8 +56,10 @@ def test_metrics_are_written_anew_and_the_steps_counted_right(
     metrics = run_dir / "metrics.jsonl"
     metrics.write_bytes(b"\xff\xfe{}\n[1,2]\n" + metrics.read_bytes()[300:])
     (run_dir / "summary.json").write_text("{half")
-    with (run_dir / "timeline.jsonl").open("ab") as timeline:
+    with segments(run_dir)[-1].open("ab") as timeline:
         timeline.write(b"\x00\xff noise\n{}\n")
+    with (run_dir / "attribution.jsonl").open("ab") as attribution:
+        attribution.write(b"\x00\xff noise\n{}\n[1]\n")
     run = launch("--steps", str(last), resume=run_dir)
     assert run.wait(120.0) == 0, run.output
     assert "Traceback" not in run.output

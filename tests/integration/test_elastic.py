@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import EXIT_DISMISSED
 from tests.integration.conftest import FLOWRT, wait_until
 
@@ -50,9 +51,7 @@ def start(run: Any, tmp_path: Path) -> Iterator[Start]:
 
 def generators(run: Any) -> set[str]:
     """Whoever has generated something, by the timeline."""
-    path = run.run_dir / "timeline.jsonl"
-    spans = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {span["worker"] for span in spans if span["kind"] == "generate"}
+    return {span["worker"] for span in read_timeline(run.run_dir) if span.get("kind") == "generate"}
 
 
 def steps(run: Any) -> int:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flowrt.controller.storage.timeline_file import read_timeline
+
 STEPS, PROMPTS, MEMBERS = 2, 4, 4
 MORE_STEPS = 6
 """Of the run with adapters: several versions."""
@@ -79,7 +81,7 @@ def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: A
     assert run.wait(120.0) == 0, run.output + run.log("trainer") + run.log("rollout-0")
     run.assert_gone(10.0)
     assert_trained(run, MORE_STEPS)
-    swaps = sum(span["kind"] == "swap" for span in lines(run.run_dir / "timeline.jsonl"))
+    swaps = sum(span.get("kind") == "swap" for span in read_timeline(run.run_dir))
     metrics = lines(run.run_dir / "metrics.jsonl")
     assert swaps >= MORE_STEPS - 1
     assert [line["staleness_max"] for line in metrics] == [0] * MORE_STEPS

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from flowrt.controller.storage.timeline_file import read_timeline
+
 pytestmark = pytest.mark.long
 COMMAND = [sys.executable, "-m", "flowrt.cli", "run", "--seed", "0"]
 
@@ -45,11 +47,7 @@ def test_two_trainer_ranks_learn_the_same(tmp_path: Path) -> None:
     assert summary["reward_first"] <= 0.4
     assert summary["reward_last"] >= 0.7
     assert summary["prompts_lost"] == summary["prompts_trained_twice"] == 0
-    trainers = {
-        json.loads(line)["worker"]
-        for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()
-        if json.loads(line)["kind"] == "train"
-    }
+    trainers = {line["worker"] for line in read_timeline(tmp_path / "run") if line.get("kind") == "train"}
     assert trainers == {"trainer-0", "trainer-1"}  # both ranks had work
 
 

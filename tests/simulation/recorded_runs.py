@@ -5,6 +5,7 @@ A run is named by a number: `scenario` makes it again in another process, polici
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ STRIDE = 40
 """Events between two states that are compared."""
 MAX_STEP_S = 1e-3
 LIMIT_BYTES = 1 << 30
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def state_digest(core: Core, now: float) -> str:
     """Of the whole state, and of what the controller says of its waits."""
     state = snapshot(core) + repr(core.wait_graph(now).sentences(100))
-    return hashlib.sha256(state.encode()).hexdigest()
+    return hashlib.sha256(_ADDRESS.sub("", state).encode()).hexdigest()
 
 
 class RecordedCore:
@@ -78,7 +80,7 @@ class RecordedCluster(SimulatedCluster):
 
     def __init__(self, number: int, run_dir: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self._number = number
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._limit_bytes = limit_bytes
         self._times = random.Random(number)
         self.recording: EventRecording | None = None
@@ -90,7 +92,7 @@ class RecordedCluster(SimulatedCluster):
             self.recording.close()
         inputs = CoreInputs(str(self._number), term, position or Position(), recovered, tuple(self._outcomes))
         core = super()._make_core(position, term, recovered)
-        self.recording = EventRecording(self._run_dir, inputs, self._limit_bytes)
+        self.recording = EventRecording(self.run_dir, inputs, self._limit_bytes)
         self.recording.begin(0.0)
         RecordedCore(core, self.recording, self.states, term)
         return core

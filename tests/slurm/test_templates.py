@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from flowrt.controller.storage.reader import LedgerReader
+from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.recipes.run_dir import checkpoint_steps
 
@@ -98,8 +99,8 @@ def test_one_node_and_workers_that_join_from_an_array(cluster: Any, tmp_path: Pa
     site.finish_default(number)
     for task in range(2):
         assert cluster.wait_for(f"{array}_{task}", 30.0, lambda: site.log(array)) == "0:0", site.log(array)
-    timeline = (site.job(number) / "run" / "timeline.jsonl").read_text().splitlines()
-    generated = {span["worker"] for span in map(json.loads, timeline) if span["kind"] == "generate"}
+    spans = read_timeline(site.job(number) / "run")
+    generated = {span["worker"] for span in spans if span.get("kind") == "generate"}
     assert generated == {"rollout-0", "rollout-1", f"extra-{array}-0", f"extra-{array}-1"}
     assert not (site.job(number) / "run" / "address").exists()
     assert (site.job(number) / "keys").stat().st_mode & 0o777 == 0o700

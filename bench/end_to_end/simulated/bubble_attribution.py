@@ -20,6 +20,8 @@ from typing import Any
 
 from end_to_end.simulated.modes import Play
 
+from flowrt.controller.storage.timeline_file import read_timeline
+
 Intervals = list[tuple[float, float]]
 BUSY = {"generate", "reference", "reward", "train", "step"}
 STALL = {"swap", "snapshot"}
@@ -99,8 +101,9 @@ Spans = dict[str, list[tuple[str, float, float]]]
 
 def _spans(run_dir: Path) -> dict[str, Spans]:
     spans: dict[str, Spans] = defaultdict(lambda: defaultdict(list))
-    for text in (run_dir / "timeline.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    for line in read_timeline(run_dir):
+        if "kind" not in line:
+            continue
         spans[line["role"]][line["worker"]].append((line["kind"], line["start_s"], line["end_s"]))
     return spans
 

@@ -56,6 +56,8 @@ class Connections:
         self._disconnected: dict[WorkerId, None] = {}  # found gone; some of their messages may be unread
         self._is_processing_scheduled = False
         self._changed = asyncio.Event()
+        self.on_removed: Callable[[WorkerId], None] = lambda _: None
+        """Called with each worker that is removed."""
 
     def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
         """Add a worker whose hello came over the connection with the descriptor ``source``."""
@@ -119,6 +121,7 @@ class Connections:
         self._disconnected.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
+            self.on_removed(worker)
         self._changed.set()
 
     async def shutdown(self, stop: Message, excluded_role: str) -> None:

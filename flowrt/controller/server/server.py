@@ -27,6 +27,7 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
+from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
@@ -34,6 +35,7 @@ from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -43,6 +45,7 @@ from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.records import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
+from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ class Server:
             renewable=core.renewable,
             config=config,
             position=Position(),
+            clock=clock_name() if clock is None or isinstance(clock, MonotonicClock) else "",
         )
         position = core.settings.position
         lines = self.ledger.step_lines(position.step)
@@ -99,7 +103,9 @@ class Server:
             evaluations=self.ledger.evaluation_lines(),
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
-        self._recorder = RunRecorder(self.ledger, self.metrics, self.events)
+        now = self._clock.now()
+        self.times = TimeRecorder(run_dir, now, self.metrics.start_s, position.step, heartbeat_s)
+        self._recorder = RunRecorder(self.ledger, self.metrics, self.events, self.times)
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
@@ -111,8 +117,10 @@ class Server:
             self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
         )
         self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
+        self._connections.on_removed = lambda worker: self.times.account.gone(worker, self._clock.now())
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
+        self._guard_command = GuardCommand(run_dir, self.warn)
         self._log_start()
 
     def store_samples(self, samples: SampleStore) -> None:
@@ -139,6 +147,10 @@ class Server:
         """Record all events from the first one on; called before `run`."""
         self._recording = recording
 
+    def tell_of_guards(self, command: str) -> None:
+        """Run this command of the user for each guard that fires."""
+        self._guard_command.command = command
+
     def bind(self, address: str) -> str:
         """Listen; returns the address with its actual port. Raises ConfigError if the address cannot be used."""
         return self._link.bind(address)
@@ -164,11 +176,14 @@ class Server:
         while not self._commit(SHUTDOWN_TIMEOUT_S):
             await pause(TICK_S)
         self._recorder.compact(run_ended=True)
-        self._recorder.write_samples(run_ended=True)
+        self._recorder.write_samples(self._core.state.window.step, self._clock.now(), run_ended=True)
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
+        await self._guard_command.finish()
         self.events.close()
+        self.times.add_waits(self._core.waits.take())
+        self.times.close(self._clock.now(), self._core.waits.open_waits(self._clock.now()))
         self._connections.close()
         self._link.close()
         return self._core.ended or ended
@@ -187,7 +202,11 @@ class Server:
     def summary(self, bound: int) -> dict[str, Any]:
         """The summary of the run so far; ``bound`` is the maximum staleness in versions."""
         account = self.ledger.account((one.epoch, one.prompt) for one in self._core.state.table.groups.values())
-        return self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now())
+        return {
+            **self.metrics.summary(account, bound, self._core.state.dropped, self._clock.now()),
+            "busy_fraction": self.times.busy(),
+            "time": self.times.shares(),
+        }
 
     async def _tick(self) -> None:
         while True:
@@ -195,19 +214,27 @@ class Server:
             for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
+            self._flush_recording()
             self._link.guard.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
-            self._recorder.write_samples()
-            self._flush_recording()
+            self._recorder.write_samples(self._core.state.window.step, self._clock.now())
+            self._write_times()
 
     def _flush_recording(self) -> None:
         if self._recording is None:
             return
         self._recording.flush()
         if reason := self._recording.stopped():
-            log.warning("the recording for flowrt replay has stopped, and the run goes on: %s", reason)
+            text = f"the recording for flowrt replay has stopped, and the run goes on: {reason}"
+            log.warning("%s", text)
+            self.events.add("recorder", text, self._core.state.window.step, self._clock.now())
+
+    def _write_times(self) -> None:
+        now = self._clock.now()
+        self.times.add_waits(self._core.waits.take())
+        self.times.write(now, self._core.waits.open_waits(now))
 
     # ---- in
 
@@ -218,6 +245,8 @@ class Server:
         if worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
             self._followed[worker] = message.workers[:MAX_FOLLOWED]
         elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
+            if type(message) is m.Heartbeat:
+                self.times.account.heard(worker, min(message.reported_s, self._clock.now()))
             self._handle(MessageReceived(worker, message), data)
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
@@ -229,9 +258,7 @@ class Server:
             self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
             if isinstance(message, m.Report):
-                self._recorder.record_report(
-                    worker, self._connections.role(worker), message, self._core.state.window.step
-                )
+                self._recorder.record_report(worker, message, self._core.state.window.step)
             self._handle(MessageReceived(worker, message), data)
             if isinstance(message, m.Leave):
                 self._connections.remove(worker)
@@ -298,6 +325,8 @@ class Server:
 
     def _admit(self, peer: bytes, hello: m.Hello, source: int) -> None:
         self._connections.add(peer, WorkerId(hello.worker), hello.role, source)
+        if hello.role != OBSERVER:
+            self.times.account.joined(hello.worker, hello.role, self._clock.now())
         log.info("%s joined (%s on %r, pid %d)", hello.worker, hello.role, hello.host, hello.pid)
 
     def _send_welcome(self, worker: WorkerId, passed: tuple[Passed, ...]) -> None:
@@ -374,10 +403,12 @@ class Server:
             case Persist(worker, request):
                 self._persist_requests.append((worker, request))
                 self._commit(LOCKED_TIMEOUT_S)
-            case LogEvent(kind, step, text, about, numbers):
+            case LogEvent(kind, step, text, about, fields):
                 if kind in ("guard", "warning"):
                     log.warning("step %d: %s", step, text)
-                self.events.add(kind, text, step, now, about, **dict(numbers))
+                event = self.events.add(kind, text, step, now, about, **dict(fields))
+                if kind == "guard":
+                    self._guard_command.tell(event)
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
                 self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)
@@ -387,6 +418,10 @@ class Server:
                 self._ended.set()
             case _:
                 self._recorder.record(command, now)
+
+    def warn(self, text: str) -> None:
+        """Warn in the log and in events.jsonl."""
+        self._execute(LogEvent("warning", self._core.state.window.step, text), self._clock.now())
 
     def _log_start(self) -> None:
         """Write how this controller begins to events.jsonl."""
@@ -465,6 +500,7 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            time=self.times.latest,
             evaluated=self.metrics.evaluation_summary(),
             brief=brief,
         ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}

@@ -39,6 +39,8 @@ class ParkedRequests:
         self.pullers: dict[str, dict[WorkerId, None]] = {stage: {} for stage in stages}  # that have ever pulled
         self.offerers: dict[WorkerId, None] = {}  # workers that have ever offered
         self._of: dict[WorkerId, dict[int, ParkedRequest[Pull] | ParkedRequest[Offer]]] = defaultdict(dict)
+        self.changed: dict[WorkerId, None] = {}
+        """Workers whose parked requests have changed since `take_changed`. An attribute: every event reads it."""
 
     def is_full(self, worker: WorkerId) -> bool:
         """Whether no further request of this worker may be parked."""
@@ -65,16 +67,19 @@ class ParkedRequests:
     def park_pull(self, parked: ParkedRequest[Pull]) -> None:
         self._pulls[parked.request.stage][parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
+        self.changed[parked.worker] = None
 
     def park_offer(self, parked: ParkedRequest[Offer]) -> None:
         self._offers[parked.worker, parked.request.request] = parked
         self._of[parked.worker][parked.request.request] = parked
+        self.changed[parked.worker] = None
 
     def take_out(self, worker: WorkerId, request: int) -> ParkedRequest[Pull] | ParkedRequest[Offer] | None:
         """Remove a request, if it is still parked."""
         parked = self._of[worker].pop(request, None)
         if parked is None:
             return None
+        self.changed[worker] = None
         if isinstance(parked.request, Pull):
             del self._pulls[parked.request.stage][worker, request]
         else:
@@ -142,6 +147,31 @@ class ParkedRequests:
         del self._of[worker]
         for asked in (self.offerers, *self.pullers.values()):
             asked.pop(worker, None)
+
+    def first(self, worker: WorkerId) -> ParkedRequest[Pull] | ParkedRequest[Offer] | None:
+        """The request of a worker that has been parked for the longest time; None if it has none."""
+        requests = self._of.get(worker)
+        return next(iter(requests.values())) if requests else None
+
+    def waiting_pullers(self) -> Iterator[tuple[str, list[WorkerId]]]:
+        """The stages with parked pulls, and the workers of these; a worker may be named more than once."""
+        for stage, pulls in self._pulls.items():
+            if pulls:
+                yield stage, [worker for worker, _ in pulls]
+
+    def waiting_offerers(self) -> list[WorkerId]:
+        """The workers that offer prompts and have parked requests."""
+        return [worker for worker in self.offerers if self._of.get(worker)]
+
+    def is_offer_parked(self, flow: str) -> bool:
+        """Whether an offer to this flow waits."""
+        return any(parked.request.flow == flow for parked in self._offers.values())
+
+    def take_changed(self) -> list[WorkerId]:
+        """Workers whose parked requests have changed since the last call."""
+        changed = list(self.changed)
+        self.changed.clear()
+        return changed
 
     def all(self) -> Iterator[ParkedRequest[Pull] | ParkedRequest[Offer]]:
         """All parked requests."""

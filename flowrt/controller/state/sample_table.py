@@ -53,6 +53,11 @@ class SampleTable:
         """Number groups, slots and leases from here on, above all numbers of earlier controllers."""
         self._next_group = self._next_slot = self._next_lease = self.first_lease = number
 
+    @property
+    def leases_granted(self) -> int:
+        """The number of the next lease, which counts those of this run."""
+        return self._next_lease
+
     def count_ready(self, stage: str) -> int:
         """Slots that are ready for the stage; for one that takes whole groups, groups."""
         return len(self.ready[stage]) if stage in self.ready else len(self.ready_groups[stage])

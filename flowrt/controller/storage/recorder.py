@@ -7,7 +7,8 @@ from flowrt.controller.events import AppendLedger, AppendReplay, Command, Evalua
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.sample_store import Outcome, SampleStore
+from flowrt.controller.storage.sample_store import GroupEnd, SampleStore
+from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import FlowError
 from flowrt.net.connection_guard import RateLimitedLog
 from flowrt.protocol.messages import Report, SampleRecords
@@ -18,12 +19,16 @@ log = logging.getLogger(__name__)
 class RunRecorder:
     """Buffers what happens in a run; ``write`` makes it durable. A locked ledger is retried, a failed disk is final."""
 
-    def __init__(self, ledger: Ledger, metrics: RunMetrics, events: EventLog | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, metrics: RunMetrics, events: EventLog | None = None, times: TimeRecorder | None = None
+    ) -> None:
+        """Record into these; ``times``: None if nothing attributes the time of the workers."""
         self._ledger = ledger
         self._metrics = metrics
+        self._events = events
+        self._times = times
         self.samples: SampleStore | None = None
         """Where samples are stored; None: they are not."""
-        self._events = events
         self._busy_since_s: float | None = None
         self._warnings = RateLimitedLog()
         self._ledger_error = ""  # why the ledger file cannot be relied on any more
@@ -35,14 +40,18 @@ class RunRecorder:
                 self._ledger.add(command, now)
                 if command.state == "in_flight":
                     self._metrics.on_training_started(now)
+                    if self._times is not None:
+                        self._times.account.training_started(now)
                 elif self.samples is not None and command.state in ("trained", "dropped"):
-                    self.samples.ended(Outcome(command.epoch, command.prompt, command.step, command.reason))
+                    self.samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
             case AppendReplay(entry):
                 self._ledger.append_replay(entry)
             case StepClosed():
                 if invalid := describe_non_finite((*command.inline_means, *command.metrics)):
                     self._warnings.warn("left out of the metrics of step %s: %s", command.step, invalid)
                 self._ledger.add_step(command.step, self._metrics.write_step(command, now))
+                if self._times is not None:
+                    self._times.account.close_step(command.step, now)
             case EvaluationClosed(name, version) if not self._metrics.is_evaluated(name, version):
                 self._ledger.add_evaluation(name, version, self._metrics.write_evaluation(command, now))
                 if self._events is not None:
@@ -50,7 +59,7 @@ class RunRecorder:
                     text = f"evaluation of version {version} on {name}: {results}"
                     self._events.add("evaluation", text, command.version, now, name=name, version=version)
 
-    def record_report(self, worker: str, role: str, report: Report, step: int) -> None:
+    def record_report(self, worker: str, report: Report, step: int) -> None:
         """Store a worker's report; its numbers are kept for a run resumed after ``step``."""
         numbers = report.numbers
         if invalid := validate_names(numbers, self._metrics.numbers):
@@ -59,7 +68,9 @@ class RunRecorder:
         if invalid := describe_non_finite(numbers):
             self._warnings.warn("left out of the numbers that %s has reported: %s", worker, invalid)
             numbers = tuple(finite(numbers))
-        self._metrics.write_report(worker, role, report.spans, numbers)
+        self._metrics.add_numbers(numbers)
+        if self._times is not None:
+            self._times.add_spans(worker, report.spans)
         for name, value in numbers:
             self._ledger.add_summary_value(name, value, step)
 
@@ -68,11 +79,13 @@ class RunRecorder:
         if self.samples is not None:
             self.samples.add(message.records, step, now)
 
-    def write_samples(self, run_ended: bool = False) -> None:
-        """Hand over what has come to the thread that writes samples, and log what it has to say."""
+    def write_samples(self, step: int, now: float, run_ended: bool = False) -> None:
+        """Hand over what has come to the thread that writes samples; its notices are logged, and are events."""
         if self.samples is not None:
             for notice in self.samples.close() if run_ended else self.samples.tick():
                 log.warning("%s", notice)
+                if self._events is not None:
+                    self._events.add("samples", notice, step, now)
 
     def compact(self, run_ended: bool = False) -> None:
         """Delete what a restarted controller would not need: all of the replay log once the run has ended."""

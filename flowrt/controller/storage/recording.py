@@ -225,8 +225,10 @@ class _SegmentWriter:
             self._fail(f"there is a bug in flowrt ({error!r}), see the log")
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the end, and close the file."""
         try:
+            if self._fd >= 0:
+                self._append(self._packer.pack([END, ""]), reserve=0)
             self._close()
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")

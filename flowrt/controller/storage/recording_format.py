@@ -8,7 +8,8 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
     content   MessagePack array, the first item is its kind:
               [BEGIN, term, segment, first event, header or None]   the first of each segment; a header in segment 0
               [EVENTS, first event, names, columns..., digest]      see `EventBlock`
-              [END, reason]                                         nothing follows, because the recording was stopped
+              [END, reason]                                         nothing follows: the controller has ended, or with a
+                                                                    reason, the recording was stopped
 
 Messages are kept as the bytes that came from the socket, and times as exact float64: rounded to microseconds, a replay
 takes another course. The content of a block is stored by columns, which compress better than records and cost less time

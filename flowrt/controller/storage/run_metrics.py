@@ -1,4 +1,4 @@
-"""Run metrics: metrics.jsonl, evaluations.jsonl, timeline.jsonl, and the numbers of summary.json.
+"""Run metrics: metrics.jsonl, evaluations.jsonl, and the numbers of summary.json.
 
 A resumed run continues in the same files: the lines of steps that were rolled back are removed, and the summary counts
 the whole run.
@@ -6,7 +6,6 @@ the whole run.
 
 import contextlib
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +17,9 @@ from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
 from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError
-from flowrt.protocol.records import BusySpan, Evaluation, Position
+from flowrt.protocol.records import Evaluation, Position
 from flowrt.runtime.files import atomic_write
-from flowrt.runtime.timeline import NONFINITE, Span, busy_fraction, is_span, is_step, read_lines
+from flowrt.runtime.timeline import NONFINITE, is_step, read_lines
 
 RESERVED_FIELDS = frozenset(
     (
@@ -67,7 +66,7 @@ class RunMetrics:
                 them.
         """
         position = position or Position()
-        metrics, timeline = run_dir / "metrics.jsonl", run_dir / "timeline.jsonl"
+        metrics = run_dir / "metrics.jsonl"
         self.evaluations: dict[tuple[str, int], dict[str, Any]] = {
             key: json.loads(line) for key, line in (evaluations or {}).items()
         }
@@ -76,18 +75,14 @@ class RunMetrics:
         evaluated = run_dir / "evaluations.jsonl"
         if evaluated.exists() or self.evaluations:
             atomic_write(evaluated, "".join(json.dumps(line) + "\n" for line in self.evaluations.values()))
-        self._run_dir = run_dir
         self.start_s = start_s - elapsed_s
         """Start of the run on this controller's clock, over all its resumes: zero of the run clock."""
         self._first_step = position.step if resumed_from is None else resumed_from
-        _truncate_partial_line(timeline)
-        for path in (metrics, timeline, evaluated):
+        for path in (metrics, evaluated):
             path.touch(mode=0o600)  # the run directory may be readable for all users
         self._metrics: TextIO = metrics.open("a", buffering=1)
         self._evaluations: TextIO = evaluated.open("a", buffering=1)
         self._new_results: dict[str, float] = {}  # of evaluations since the last line of a step
-        self._timeline: TextIO = timeline.open("a", buffering=1)
-        self._timeline_start = self._timeline.tell()  # an earlier controller may have had another clock
         self._training_start_s: float | None = None  # in this attempt of the run
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=MAX_WINDOW_STEPS)
@@ -189,15 +184,8 @@ class RunMetrics:
                 self._first.append(line["reward"])
             self._last.append(line["reward"])
 
-    def write_report(
-        self, worker: str, role: str, spans: Iterable[BusySpan], numbers: Iterable[tuple[str, float]]
-    ) -> None:
-        """Write a worker's busy spans to the timeline; keep its numbers for the summary."""
-        for span in spans:
-            if not (math.isfinite(span.start_s) and math.isfinite(span.end_s)):
-                continue
-            line = {"worker": worker, "role": role, "kind": span.kind, "start_s": span.start_s, "end_s": span.end_s}
-            self._write(self._timeline, line)
+    def add_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
+        """Keep numbers that a worker has reported for the summary."""
         self.numbers.update(numbers)
 
     def _write(self, file: TextIO, line: Mapping[str, Any]) -> str:
@@ -220,7 +208,7 @@ class RunMetrics:
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        for file in (self._metrics, self._timeline, self._evaluations):
+        for file in (self._metrics, self._evaluations):
             # Closing retries a failed write, which fails again.
             with contextlib.suppress(OSError):
                 file.close()
@@ -260,7 +248,6 @@ class RunMetrics:
             "prompts_trained_twice": account.trained_twice,
             "prompts": account.states,
             "dropped": dict(dropped),
-            "busy_fraction": self._busy_fraction(training_start_s, self._train_end_s),
         }
 
     def evaluation_summary(self) -> dict[str, Any]:
@@ -273,34 +260,9 @@ class RunMetrics:
             found[name] = {"evaluations": len(versions), "version": last, **results}
         return found
 
-    def _busy_fraction(self, start_s: float, end_s: float) -> dict[str, float]:
-        """Per role, the mean over its workers of the busy fraction of this attempt's training time."""
-        spans: dict[str, dict[str, list[Span]]] = {}
-        try:
-            lines, _ = read_lines(self._run_dir / "timeline.jsonl", is_span, self._timeline_start)
-        except OSError:
-            lines = []  # removed during the run
-        for line in lines:
-            workers = spans.setdefault(line["role"], {})
-            workers.setdefault(line["worker"], []).append(Span(line["kind"], line["start_s"], line["end_s"]))
-        return {
-            role: round(
-                sum(busy_fraction(of_worker, start_s, end_s) for of_worker in workers.values()) / len(workers), 4
-            )
-            for role, workers in sorted(spans.items())
-        }
-
 
 def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 6) if values else None
-
-
-def _truncate_partial_line(path: Path) -> None:
-    """Remove a partial last line, left by a full disk, so that the next line does not continue it."""
-    if path.is_file():
-        lines, newline, partial = path.read_bytes().rpartition(b"\n")
-        if partial:
-            os.truncate(path, len(lines) + len(newline))
 
 
 def _results(line: Mapping[str, Any]) -> dict[str, float]:

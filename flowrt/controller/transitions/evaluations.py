@@ -49,7 +49,7 @@ def _drop(state: State, env: Environment, version: int) -> list[Command]:
         state.dropped.count(LOST_VERSION)
     commands = rollback.close(state, env, groups)
     text = f"no worker has version {version} any more: its evaluation with {len(groups)} prompts is dropped"
-    commands.append(LogEvent("version_lost", state.window.step, text, numbers=(("version", version),)))
+    commands.append(LogEvent("version_lost", state.window.step, text, fields=(("version", version),)))
     return commands + [Send(worker, VersionLost(version)) for worker in sorted(owners & state.requests.offerers.keys())]
 
 

@@ -38,16 +38,16 @@ def show(run_dir: Path, prompt: str, epoch: int | None, console: Console) -> Non
     with LedgerReader(run_dir / LEDGER) as ledger:
         if missing := missing_steps(ledger.last_step(), max(checkpoint_steps(run_dir), default=0)):
             raise ConfigError(f"ledger {run_dir / LEDGER} {missing}")
-        names = _set_names(run_dir)
+        names = set_names_of(run_dir)
         if prompt:
-            console.print(history(ledger, _number(prompt, names), epoch, names))
+            console.print(history(ledger, number_of(prompt, names), epoch, names))
         elif epoch is not None:
             raise ConfigError("flowrt ledger takes --epoch together with --prompt")
         else:
             console.print(states_table(ledger, run_dir, names))
 
 
-def _set_names(run_dir: Path) -> tuple[str, ...]:
+def set_names_of(run_dir: Path) -> tuple[str, ...]:
     """The names of the run's data sets; none if its configuration cannot be read."""
     try:
         return set_names(from_file(run_dir / CONFIG).data)
@@ -55,7 +55,7 @@ def _set_names(run_dir: Path) -> tuple[str, ...]:
         return ()
 
 
-def _number(prompt: str, names: tuple[str, ...]) -> int:
+def number_of(prompt: str, names: tuple[str, ...]) -> int:
     """The number of a prompt that is given as such, or as NAME:ROW. Raises ConfigError if it is neither."""
     name, colon, row = prompt.rpartition(":")
     if not (row.isascii() and row.isdecimal() and int(row) <= LARGEST_PROMPT):

@@ -1,6 +1,7 @@
 """Terminal view of a local run: a live display while it runs, and the table of its summary."""
 
 from collections.abc import Mapping
+from operator import itemgetter
 from time import monotonic
 from typing import Any
 
@@ -15,6 +16,8 @@ from flowrt.launcher.views.waits import duration, grouped
 
 HISTORY = 60
 """Steps in the reward bars."""
+MIN_SHARE = 0.005
+"""Share of a role's time below which it is not shown."""
 PRINT_EVERY = 10
 """Steps between lines without a terminal."""
 PREPARE_EVERY_S = 30.0
@@ -157,11 +160,17 @@ def summary_table(summary: Mapping[str, Any], prepared_s: float | None = None) -
             f"{summary['staleness_mean']:.2f} ({summary['staleness_max']}, {summary['staleness_bound']})"
         ),
         "prompts lost, trained twice": f"{summary['prompts_lost']}, {summary['prompts_trained_twice']}",
-        "busy": "  ".join(f"{role} {share:.0%}" for role, share in summary["busy_fraction"].items()),
+        **{f"time of {role}": _times(of) for role, of in summary.get("time", {}).items()},
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _times(shares: Mapping[str, float]) -> str:
+    """What a role's time went to, the largest share first."""
+    shown = sorted(shares.items(), key=itemgetter(1), reverse=True)
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in shown if share >= MIN_SHARE) or "-"
 
 
 def _steps(count: int) -> str:

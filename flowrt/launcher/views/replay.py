@@ -122,6 +122,7 @@ def _described(recording: TermRecording) -> dict[str, Any]:
         "to_s": round(extent.last_s, 6),
         "damage": extent.damage,
         "stopped": extent.stopped,
+        "complete": extent.is_complete,
     }
 
 
@@ -151,17 +152,23 @@ def _print(
         + ("; every invariant holds after every event" if options.check else "")
     )
     console.print(draw(status))
+    causes = Table("worker", "cause", "root", "since", title="what each worker that waits is held up by")
+    for worker, cause, root, since_s in status["causes"]:
+        causes.add_row(Text(printable(worker)), cause, Text(printable(root)), f"{since_s:.3f} s")
+    console.print(causes)
     console.print(_leases_table(replay, status))
     if status["ended"] is not None:
         console.print(f"the run has ended (exit code {status['ended'][1]}): {printable(status['ended'][0])}")
 
 
 def _terms_table(recordings: Recordings, terms: list[dict[str, Any]]) -> Table:
-    table = Table("term", "events", "from", "to", title="recorded controllers of the run")
+    table = Table("term", "events", "from", "to", "end", title="recorded controllers of the run")
     for one in terms:
-        table.add_row(str(one["term"]), str(one["events"]), f"{one['from_s']:.3f} s", f"{one['to_s']:.3f} s")
+        cut = "damaged" if one["damage"] else "stopped" if one["stopped"] else "running, or killed"
+        end = "ended" if one["complete"] else cut
+        table.add_row(str(one["term"]), str(one["events"]), f"{one['from_s']:.3f} s", f"{one['to_s']:.3f} s", end)
     for term, why in recordings.unreadable.items():
-        table.add_row(str(term), "-", Text(printable(why), style=RED), "-")
+        table.add_row(str(term), "-", "-", "-", Text(printable(why), style=RED))
     return table
 
 

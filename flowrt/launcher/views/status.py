@@ -14,6 +14,7 @@ from flowrt.launcher.observer import fetch_status, find_keys, locate
 from flowrt.launcher.terminal import printable_tree
 from flowrt.launcher.views.live import evaluation_text
 from flowrt.launcher.views.waits import duration, grouped
+from flowrt.observability.attribution import add_up
 
 RED = "bold red"
 
@@ -71,10 +72,19 @@ def draw(status: Mapping[str, Any]) -> Group:
         title += f", {duration(status['eta_s'])} left"
     tables = [_workers(graph["workers"], title), _waits(graph["waits"], graph["deadlocks"])]
     omitted = graph["more"] + graph["others"]
-    notes = [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
+    notes = [Text(text, style="dim") for text in _times(status.get("time"))]
+    notes += [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
     notes += [Text(f"step {step}: {text}", style="dim") for step, text in status["guards"]["log"]]
     evaluated = [Text(evaluation_text(name, of), style="magenta") for name, of in status.get("evaluated", {}).items()]
     return Group(*alarms, *tables, *evaluated, *notes)
+
+
+def _times(line: Mapping[str, Any] | None) -> list[str]:
+    """Where the time of the last step went."""
+    if not line:
+        return []
+    times = add_up([line])
+    return [f"step {line['step']}: {times.sentence(role)}" for role in times.roles]
 
 
 def _workers(workers: Sequence[Sequence[Any]], title: str) -> Table:

@@ -104,7 +104,7 @@ class PageServer:
     async def follow(self) -> None:
         """Send what is new to all pages, until cancelled."""
         while True:
-            self._stream.add(await self._in_thread(self._files, self._reader.poll))
+            self._stream.add(await self._in_thread(self._files, self._reader.read_new))
             await pause(POLL_S)
 
     def show(self, status: Status | None) -> None:

@@ -1,6 +1,5 @@
 """The bound that bench/compare_trl.py states, of a timeline made by hand: the busier role counts, a worker's mean."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,5 @@ def test_the_busier_role_counts_from_the_end_of_the_first_step(
 ) -> None:
     spans = [*TRAINERS, *OTHERS, *(("rollout", name, "generate", *times) for name, *times in rollouts)]
     names = ("role", "worker", "kind", "start_s", "end_s")
-    path = tmp_path / "timeline.jsonl"
-    path.write_text("".join(json.dumps(dict(zip(names, span, strict=True))) + "\n" for span in spans))
-    assert busiest_s_of(path) == pytest.approx(busiest_s)
+    lines = [dict(zip(names, span, strict=True)) for span in spans]
+    assert busiest_s_of(lines) == pytest.approx(busiest_s)

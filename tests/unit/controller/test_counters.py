@@ -15,6 +15,8 @@ from flowrt.controller.diagnostics.counters import (
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.time_recorder import TimeRecorder
+from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
 from flowrt.protocol.records import BusySpan
@@ -66,17 +68,20 @@ def test_names_of_numbers_are_bounded() -> None:
 def test_what_is_left_out_of_a_report_is_its_numbers_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = RunMetrics(tmp_path, 0.0)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    books = RunRecorder(ledger, journal)
+    times = TimeRecorder(tmp_path, 0.0, 0.0, 0, 1.0)
+    times.account.joined("rollout-0", "rollout", 0.0)
+    books = RunRecorder(ledger, journal, times=times)
     span = BusySpan("train", 0.0, 1.0)
     with caplog.at_level(logging.WARNING):
-        books.record_report("rollout-0", "rollout", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)
+        books.record_report("rollout-0", m.Report((span,), (("x" * 1000, 1.0),), ()), 0)
     assert "left out the numbers that rollout-0 has reported: a number's name has 1000 characters" in caplog.text
     assert journal.numbers == {}
-    books.record_report("rollout-0", "rollout", m.Report((span,), (("eval", 1.0),), ()), 0)
+    books.record_report("rollout-0", m.Report((span,), (("eval", 1.0),), ()), 0)
     assert journal.numbers == {"eval": 1.0}
     journal.close()
     ledger.close()
-    assert len((tmp_path / "timeline.jsonl").read_text().splitlines()) == 2
+    times.close(1.0, ())
+    assert len(list(read_timeline(tmp_path))) == 2
 
 
 def test_a_step_with_too_many_numbers_is_refused_and_changes_nothing() -> None:

@@ -40,7 +40,7 @@ async def test_what_a_controller_writes_into_a_directory_that_others_may_read_is
     run_dir.mkdir(mode=0o755)
     async with api.controller(FLOW, api.Settings(), POLICIES, run_dir):
         during = modes(run_dir)
-    assert {"ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "timeline.jsonl"} <= set(during)
+    assert {"ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "attribution.jsonl"} <= set(during)
     assert set((during | modes(run_dir)).values()) == {0o600}
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755, "it is not ours"
 
@@ -48,7 +48,7 @@ async def test_what_a_controller_writes_into_a_directory_that_others_may_read_is
 def test_metrics_that_were_cut_back_are_still_not_for_others(tmp_path: Path) -> None:
     RunMetrics(tmp_path, 0.0).close()
     RunMetrics(tmp_path, 0.0, Position(1), lines=[LINE]).close()
-    assert modes(tmp_path) == {"evaluations.jsonl": 0o600, "metrics.jsonl": 0o600, "timeline.jsonl": 0o600}
+    assert modes(tmp_path) == {"evaluations.jsonl": 0o600, "metrics.jsonl": 0o600}
 
 
 def test_a_new_directory_is_closed_to_others_and_one_that_was_there_keeps_its_rights(tmp_path: Path) -> None:

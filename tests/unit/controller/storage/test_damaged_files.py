@@ -16,6 +16,7 @@ from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
+from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
@@ -126,10 +127,12 @@ def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, fl
         path = run_dir / "ledger.sqlite"
         for _ in range(2):
             ledger, run_metrics = Ledger(path), RunMetrics(run_dir, 0.0)
+            times = TimeRecorder(run_dir, 0.0, 0.0, 0, 1.0)
+            times.account.joined("mine", "mine", 0.0)
             ledger.resume(0, 0.0)
-            recorder = RunRecorder(ledger, run_metrics)
+            recorder = RunRecorder(ledger, run_metrics, times=times)
             spans = tuple(BusySpan("train", value, value) for value in metrics)
-            recorder.record_report("mine", "mine", Report(spans, tuple(numbers), ()), 0)
+            recorder.record_report("mine", Report(spans, tuple(numbers), ()), 0)
             named = tuple((f"metric{index}", value) for index, value in enumerate(metrics))
             recorder.record(
                 StepClosed(
@@ -144,6 +147,7 @@ def test_whatever_is_reported_the_ledger_opens_again(numbers: list[tuple[str, fl
                 1.0,
             )
             assert recorder.write(0.0, 1.0)
+            times.close(2.0, ())
             ledger.close()  # what was added is pending, as after a kill
             run_metrics.close()
         with LedgerReader(path) as reader:

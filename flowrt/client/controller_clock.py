@@ -1,0 +1,129 @@
+"""The controller's clock as a worker sees it: the offset of its own clock, and stops of its process.
+
+- Processes of one host share the monotonic clock (Linux), so the offset is 0 if both say the same clock.
+- Otherwise it is estimated from heartbeats, which are answered with the controller's time: the middle of the exchange
+  with the least round trip of the last `WINDOW`, as in NTP (RFC 5905, section 8). The error is at most half of that
+  round trip, and the drift of the clocks meanwhile.
+- A host that was suspended, or a virtual machine that was moved, has another offset afterwards.
+"""
+
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+from flowrt.runtime.timeline import Span
+
+WINDOW = 16
+"""Exchanges among which that with the least round trip is chosen."""
+MAX_JUMP_S = 0.1
+"""Change of the offset that is more than drift: one of the hosts has been suspended."""
+STOPPED = "stopped"
+"""Kind of the span in which a process or host did not run."""
+POLL_S = 0.2
+MIN_STOP_S = 1.0
+MAX_STOPS = 10_000
+MAX_STOPPED_CPU = 0.5
+"""Processor seconds a second above which a process that is late was busy, not stopped."""
+
+
+class Exchange(NamedTuple):
+    """One heartbeat and its answer."""
+
+    round_trip_s: float
+    offset_s: float
+    """The controller's time minus the worker's."""
+
+
+class ControllerClock:
+    """Converts the times of this process to the controller's clock."""
+
+    def __init__(self, is_shared: bool) -> None:
+        """``is_shared``: the controller reads the same clock."""
+        self._is_shared = is_shared
+        self._exchanges: deque[Exchange] = deque(maxlen=WINDOW)
+
+    @property
+    def offset_s(self) -> float | None:
+        """The controller's time minus that of this process; None while it is unknown."""
+        if self._is_shared:
+            return 0.0
+        return min(self._exchanges).offset_s if self._exchanges else None
+
+    @property
+    def error_s(self) -> float:
+        """Bound on the error of the offset, without drift; infinite while it is unknown."""
+        if self._is_shared:
+            return 0.0
+        return min(self._exchanges).round_trip_s / 2 if self._exchanges else float("inf")
+
+    def add(self, sent_s: float, answered_s: float, received_s: float) -> float:
+        """Take an answered heartbeat.
+
+        Args:
+            sent_s: when it was sent, on the clock of this process.
+            answered_s: when it was answered, on the controller's clock.
+            received_s: when the answer came, on the clock of this process.
+
+        Returns:
+            By how many seconds the controller's clock has jumped ahead of this one since the last exchange (less than
+            0: has fallen behind); 0 for what drift and round trips explain.
+        """
+        if self._is_shared or received_s < sent_s:
+            return 0.0
+        new = Exchange(received_s - sent_s, answered_s - (sent_s + received_s) / 2)
+        jump_s = 0.0
+        if self._exchanges:
+            change_s = new.offset_s - min(self._exchanges).offset_s
+            if abs(change_s) > MAX_JUMP_S + new.round_trip_s / 2 + self.error_s:
+                jump_s = change_s
+                self._exchanges.clear()
+        self._exchanges.append(new)
+        return jump_s
+
+    def reset(self, is_shared: bool) -> None:
+        """Another controller: its clock may be another one."""
+        self._is_shared = is_shared
+        self._exchanges.clear()
+
+
+class StopWatcher:
+    """A thread that notices when this process has not run: it was stopped, or its machine paused.
+
+    A process that computes without letting this thread run is told apart by the processor time that it used.
+    """
+
+    def __init__(self) -> None:
+        self._stops: list[Span] = []
+        self._is_started = False
+
+    def start(self) -> None:
+        """Start the thread, if it does not run yet."""
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._watch, name="flowrt stops", daemon=True).start()
+
+    def count(self) -> int:
+        """The number of stops so far."""
+        return len(self._stops)
+
+    def since(self, count: int) -> list[Span]:
+        """The stops after the first ``count``, on the clock of this process."""
+        return self._stops[count:]
+
+    def note(self, last_s: float, now: float, cpu_s: float) -> None:
+        """The thread ran at ``last_s`` and next at ``now``; the process used ``cpu_s`` seconds of processors."""
+        if now - last_s > MIN_STOP_S and cpu_s < MAX_STOPPED_CPU * (now - last_s) and len(self._stops) < MAX_STOPS:
+            self._stops.append(Span(STOPPED, last_s, now))
+
+    def _watch(self) -> None:
+        last_s, last_cpu_s = time.monotonic(), time.process_time()
+        while True:
+            time.sleep(POLL_S)
+            now, cpu_s = time.monotonic(), time.process_time()
+            self.note(last_s, now, cpu_s - last_cpu_s)
+            last_s, last_cpu_s = now, cpu_s
+
+
+STOPS = StopWatcher()
+"""Of this process; sessions start it."""

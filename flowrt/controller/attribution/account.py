@@ -1,0 +1,258 @@
+"""Account of time by optimiser step: which role spent how many seconds on what, and because of whom.
+
+A step reaches from the end of the one before it to its own. Its seconds are attributed as soon as a worker has reported
+what it did, and its account is complete when every worker has, or at most ``patience_s`` after its end: a worker that
+was not heard of for so long counts as away, and what it reports later is not counted. Memory does not grow with the
+length of a step.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from flowrt.controller.attribution.causes import KINDS, Interval, Kind, Wait
+from flowrt.controller.attribution.sweep import STOPPED, sweep
+
+Key = TypeVar("Key", bound=Hashable)
+MAX_WORST = 8
+"""Workers that are named for each kind of time, the worst first."""
+MIN_ROOT_SHARE = 0.01
+"""Share of a role's time below which a root is left out."""
+MIN_SWEEP_S = 0.2
+"""Seconds of a worker that are attributed at once, except at the end of a step."""
+
+
+class Sums(defaultdict[Key, float]):
+    """Seconds by key; 0 for a key that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def add(self, other: Mapping[Key, float]) -> None:
+        """Add the seconds of each key."""
+        for key, seconds in other.items():
+            self[key] += seconds
+
+    def total(self) -> float:
+        """Seconds of all keys."""
+        return sum(self.values())
+
+    def largest(self, count: int | None = None) -> list[tuple[Key, float]]:
+        """Keys with the most seconds first, equal ones in the order in which they came."""
+        return sorted(self.items(), key=itemgetter(1), reverse=True)[:count]
+
+
+@dataclass(slots=True)
+class StepAccount:
+    """The seconds of one step so far."""
+
+    step: int
+    start_s: float
+    end_s: float = float("inf")
+    is_training: bool = True
+    """Whether it belongs to the time in which the run trains, which the summary is about."""
+    seconds: dict[str, Sums[str]] = field(default_factory=lambda: defaultdict(Sums))  # by role
+    roots: Sums[tuple[str, str, str]] = field(default_factory=Sums)  # by role, cause and root
+    of_workers: dict[str, Sums[str]] = field(default_factory=lambda: defaultdict(Sums))  # by kind
+    workers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by role
+
+    def add(self, worker: str, role: str, seconds: dict[tuple[str, str], float]) -> None:
+        """Add seconds of a worker."""
+        self.workers[role].add(worker)
+        of_role = self.seconds[role]
+        for (kind, root), length_s in seconds.items():
+            of_role[kind] += length_s
+            if root:
+                self.roots[role, kind, root] += length_s
+            if kind != Kind.BUSY.value:
+                self.of_workers[kind][worker] += length_s
+
+    def merge(self, other: "StepAccount") -> None:
+        """Add the seconds of a part of the same step."""
+        for role, counts in other.seconds.items():
+            self.seconds[role].add(counts)
+            self.workers[role] |= other.workers[role]
+        self.roots.add(other.roots)
+        for kind, workers in other.of_workers.items():
+            self.of_workers[kind].add(workers)
+        self.start_s = min(self.start_s, other.start_s)
+
+    def as_json(self, origin_s: float) -> dict[str, Any]:
+        """The line of attribution.jsonl; times count from ``origin_s``."""
+        return {
+            "step": self.step,
+            "from_s": round(self.start_s - origin_s, 6),
+            "to_s": round(self.end_s - origin_s, 6),
+            "roles": {
+                role: {"workers": len(self.workers[role]), **{kind: round(counts[kind], 6) for kind in KINDS}}
+                for role, counts in sorted(self.seconds.items())
+            },
+            "roots": [
+                [role, cause, root, round(length_s, 6)]
+                for (role, cause, root), length_s in self.roots.largest()
+                if length_s >= MIN_ROOT_SHARE * self.seconds[role].total()
+            ],
+            "worst": {
+                kind: [[worker, round(length_s, 6)] for worker, length_s in self.of_workers[kind].largest(MAX_WORST)]
+                for kind in KINDS
+                if self.of_workers.get(kind)
+            },
+        }
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One worker while it is in the run."""
+
+    worker: str
+    role: str
+    swept_s: float
+    """Its time is attributed up to here."""
+    heard_s: float
+    """It has reported what it did up to here."""
+    gone_s: float = float("inf")
+    spans: list[Interval] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+
+class TimeAccount:
+    """Attributes the time of all workers to steps."""
+
+    def __init__(self, start_s: float, step: int, patience_s: float) -> None:
+        """Begin with ``step`` at ``start_s``, in seconds of the controller's clock.
+
+        Args:
+            start_s: when this controller started.
+            step: the first step that it closes.
+            patience_s: how long the account of a step waits for reports.
+        """
+        self.patience_s = patience_s
+        self.late_s = 0.0
+        """Seconds of spans that were reported too late to be counted."""
+        self.totals: dict[str, Sums[str]] = {}
+        """Seconds by role and kind in the time in which the run trains, of complete steps."""
+        self._lanes: dict[str, _Lane] = {}
+        self._left: list[_Lane] = []  # gone, and not yet attributed up to there
+        self._parts = [StepAccount(step, start_s, is_training=False)]
+        self._before: StepAccount | None = None  # the time before training, which counts to the first step
+
+    # ---- what happens
+
+    def joined(self, worker: str, role: str, now: float) -> None:
+        """A worker is in the run from now on."""
+        self.gone(worker, now)
+        self._lanes[worker] = _Lane(worker, role, swept_s=now, heard_s=now)
+
+    def gone(self, worker: str, now: float) -> None:
+        """A worker is not in the run any more."""
+        lane = self._lanes.pop(worker, None)
+        if lane is not None:
+            lane.gone_s = now
+            self._left.append(lane)
+
+    def role(self, worker: str) -> str:
+        """The role of a worker that is in the run; empty for any other."""
+        lane = self._lanes.get(worker)
+        return lane.role if lane else ""
+
+    def add_spans(self, worker: str, spans: Iterable[Interval]) -> None:
+        """What a worker has reported."""
+        lane = self._lanes.get(worker)
+        if lane is None:
+            return
+        for span in spans:
+            if span.end_s > lane.swept_s:
+                lane.spans.append(span)
+            self.late_s += max(min(span.end_s, lane.swept_s) - span.start_s, 0.0)
+
+    def add_waits(self, waits: Iterable[Wait]) -> None:
+        """Waits that have ended, of any workers."""
+        for wait in waits:
+            lane = self._lanes.get(wait.worker)
+            lanes = [lane] if lane else [one for one in self._left if one.worker == wait.worker]
+            for one in lanes:
+                if wait.end_s > one.swept_s:
+                    one.waits.append(wait)
+
+    def heard(self, worker: str, until_s: float) -> None:
+        """A worker has reported everything that it did up to this time."""
+        lane = self._lanes.get(worker)
+        if lane is not None:
+            lane.heard_s = max(lane.heard_s, until_s)
+
+    def training_started(self, now: float) -> None:
+        """The run trains from now on."""
+        if not self._parts[-1].is_training and len(self._parts) == 1:
+            last = self._parts[-1]
+            last.end_s = now
+            self._parts.append(StepAccount(last.step, now))
+
+    def close_step(self, step: int, now: float) -> None:
+        """A step ends, and the next one begins."""
+        last = self._parts[-1]
+        last.step, last.end_s, last.is_training = step, now, True
+        self._parts.append(StepAccount(step + 1, now))
+
+    # ---- what is complete
+
+    def advance(self, now: float, open_waits: Iterable[Wait] = ()) -> list[StepAccount]:
+        """Attribute what is known by now; returns the steps that are complete, in order.
+
+        Args:
+            now: seconds on the controller's clock.
+            open_waits: the waits that last at ``now``.
+        """
+        waits: dict[str, list[Wait]] = defaultdict(list)
+        for wait in open_waits:
+            waits[wait.worker].append(wait)
+        for lane in [*self._lanes.values(), *self._left]:
+            limit_s = min(max(lane.heard_s, now - self.patience_s), now)
+            if lane.gone_s <= now:
+                limit_s = lane.gone_s
+            if limit_s - lane.swept_s >= MIN_SWEEP_S or lane.gone_s <= now or lane.swept_s < self._parts[0].end_s < now:
+                self._sweep(lane, limit_s, now, waits.get(lane.worker, ()))
+        self._left = [lane for lane in self._left if lane.swept_s < lane.gone_s]
+        return self._take_complete()
+
+    def finish(self, now: float, open_waits: Iterable[Wait] = ()) -> list[StepAccount]:
+        """As `advance`, without waiting for any report; the step in progress ends now."""
+        self._parts[-1].end_s = now
+        self._parts[-1].is_training = False
+        for lane in self._lanes.values():
+            lane.heard_s = now
+        return self.advance(now, open_waits)
+
+    def _sweep(self, lane: _Lane, limit_s: float, now: float, open_waits: Iterable[Wait]) -> None:
+        known = [*lane.waits, *open_waits]
+        silent_s = max(lane.heard_s, lane.swept_s)
+        is_silent = limit_s > silent_s and (min(lane.gone_s, now) - lane.heard_s > self.patience_s)
+        if is_silent:  # its link is cut, or it was stopped
+            lane.spans.append(Interval(STOPPED, silent_s, limit_s, 0.0))
+        for part in self._parts:
+            end_s = min(part.end_s, limit_s)
+            if end_s > lane.swept_s:
+                part.add(lane.worker, lane.role, sweep(lane.spans, known, lane.swept_s, end_s))
+                lane.swept_s = end_s
+        lane.spans = [span for span in lane.spans if span.end_s > lane.swept_s]
+        lane.waits = [wait for wait in lane.waits if wait.end_s > lane.swept_s]
+
+    def _take_complete(self) -> list[StepAccount]:
+        behind_s = min((lane.swept_s for lane in (*self._lanes.values(), *self._left)), default=float("inf"))
+        complete: list[StepAccount] = []
+        while self._parts and self._parts[0].end_s <= behind_s:
+            if len(self._parts) == 1 and self._parts[0].end_s == float("inf"):
+                break
+            part = self._parts.pop(0)
+            if part.is_training and part.end_s < float("inf"):
+                for role, counts in part.seconds.items():
+                    self.totals.setdefault(role, Sums()).add(counts)
+            if not part.is_training and self._parts:
+                self._before = part
+                continue
+            if self._before is not None:
+                part.merge(self._before)
+                self._before = None
+            complete.append(part)
+        return complete

@@ -1,0 +1,164 @@
+"""Recorder of time: attribution.jsonl, a line a step, and the timeline, of spans and waits.
+
+A failed disk ends neither the run nor its account: one warning, and nothing more is written. A resumed or restarted run
+continues the files; the lines of steps that were rolled back are removed, as in metrics.jsonl.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from flowrt.controller.attribution.account import StepAccount, TimeAccount
+from flowrt.controller.attribution.causes import KINDS, Interval, Kind, Wait
+from flowrt.controller.storage.timeline_file import TimelineFile
+from flowrt.protocol.records import BusySpan
+from flowrt.runtime.files import atomic_write
+from flowrt.runtime.timeline import read_lines
+
+log = logging.getLogger(__name__)
+ATTRIBUTION = "attribution.jsonl"
+PATIENCE_HEARTBEATS = 3
+MIN_WAIT_S = 0.001
+"""Waits shorter than this are attributed, but not written to the timeline."""
+MAX_KIND_CHARS = 100
+
+
+def is_attribution(line: dict[str, Any]) -> bool:
+    """Whether this is a line of attribution.jsonl."""
+    times = (line.get("from_s"), line.get("to_s"))
+    if type(line.get("step")) is not int or not all(_is_number(value) for value in times):
+        return False
+    roles = line.get("roles")
+    return (
+        isinstance(roles, dict)
+        and all(isinstance(of, dict) and all(_is_number(of.get(kind)) for kind in KINDS) for of in roles.values())
+        and isinstance(line.get("roots"), list)
+        and isinstance(line.get("worst"), dict)
+    )
+
+
+class TimeRecorder:
+    """Attributes the time of a run's workers and writes its files."""
+
+    def __init__(self, run_dir: Path, now: float, origin_s: float, step: int, heartbeat_s: float) -> None:
+        """Continue the files of the run, or begin them.
+
+        Args:
+            run_dir: the run directory.
+            now: when this controller started, on its clock.
+            origin_s: start of the run on that clock, from which all times in the files count.
+            step: the first step that is closed; lines of it and of later ones are removed.
+            heartbeat_s: seconds between heartbeats of a worker.
+        """
+        self.account = TimeAccount(now, step, PATIENCE_HEARTBEATS * heartbeat_s)
+        self.latest: dict[str, Any] | None = None
+        """The line of the last complete step."""
+        self._origin_s = origin_s
+        self._is_broken = False
+        self._file: TextIO | None = None
+        self._timeline = TimelineFile(run_dir)
+        try:
+            self._file = _open(run_dir / ATTRIBUTION, step)
+        except OSError as error:
+            self._fail(error)
+
+    def limit_timeline(self, max_mb: int) -> None:
+        """Let the timeline take up to ``max_mb`` MB on disk."""
+        self._timeline.max_bytes = max_mb * 1_000_000
+
+    # ---- what happens
+
+    def add_spans(self, worker: str, spans: Iterable[BusySpan]) -> None:
+        """Spans that a worker has reported; those that are no intervals are left out."""
+        role = self.account.role(worker)
+        found = []
+        for span in spans:
+            if not (math.isfinite(span.start_s) and math.isfinite(span.end_s)) or span.end_s < span.start_s:
+                continue
+            length_s = span.end_s - span.start_s
+            worked_s = span.worked_s if 0 <= span.worked_s <= length_s else length_s
+            found.append(Interval(span.kind[:MAX_KIND_CHARS], span.start_s, span.end_s, worked_s, span.rows))
+        self.account.add_spans(worker, found)
+        for one in () if self._is_broken else found:
+            line = {"worker": worker, "role": role, "kind": one.kind, **self._times(one.start_s, one.end_s)}
+            if one.worked_s < one.end_s - one.start_s:
+                line["worked_s"] = round(one.worked_s, 6)
+            if 0 <= one.rows < math.inf:
+                line["rows"] = round(one.rows, 2)
+            self._timeline.add(line)
+
+    def add_waits(self, waits: Iterable[Wait]) -> None:
+        """Waits that have ended."""
+        found = list(waits)
+        for wait in () if self._is_broken else found:
+            role = self.account.role(wait.worker)
+            if role and wait.end_s - wait.start_s >= MIN_WAIT_S:
+                line = {"worker": wait.worker, "role": role, "wait": wait.cause.value, "root": wait.root}
+                self._timeline.add({**line, **self._times(wait.start_s, wait.end_s)})
+        self.account.add_waits(found)
+
+    def write(self, now: float, open_waits: Iterable[Wait]) -> None:
+        """Write the steps that are complete; called at each tick."""
+        self._write(self.account.advance(now, open_waits))
+
+    def close(self, now: float, open_waits: Iterable[Wait]) -> None:
+        """Write everything and close the files; the step in progress ends now."""
+        self.add_waits(open_waits)
+        self._write(self.account.finish(now))
+        for file in (self._timeline, self._file):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:
+                self._fail(error)
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """By role, the share of its time in training that each kind took, in complete steps of this controller."""
+        return {
+            role: {kind: round(counts[kind] / max(counts.total(), 1e-9), 4) for kind in KINDS}
+            for role, counts in sorted(self.account.totals.items())
+        }
+
+    def busy(self) -> dict[str, float]:
+        """By role, the share of its time in training in which it worked."""
+        return {role: of[Kind.BUSY.value] for role, of in self.shares().items()}
+
+    def _times(self, start_s: float, end_s: float) -> dict[str, Any]:
+        return {"start_s": round(start_s - self._origin_s, 6), "end_s": round(end_s - self._origin_s, 6)}
+
+    def _write(self, steps: Iterable[StepAccount]) -> None:
+        for step in steps:
+            self.latest = step.as_json(self._origin_s)
+            if not self._is_broken and self._file is not None:
+                try:
+                    self._file.write(json.dumps(self.latest, allow_nan=False) + "\n")
+                except OSError as error:
+                    self._fail(error)
+        if not self._is_broken:
+            try:
+                self._timeline.flush()
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if self._is_broken:
+            return
+        self._is_broken = True
+        log.warning("where the time goes is not written any more: %s; free the disk and resume the run", error)
+
+
+def _open(path: Path, step: int) -> TextIO:
+    """Open attribution.jsonl for appending, without the lines of ``step`` and later ones."""
+    if path.is_file():
+        lines, _ = read_lines(path, is_attribution)
+        kept = {line["step"]: line for line in lines if line["step"] < step}
+        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept.values()))
+    path.touch(mode=0o600)
+    return path.open("a", buffering=1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,138 @@
+"""``flowrt export``: a run in the formats of other tools, once, or until the run ends.
+
+TensorBoard, W&B and exporters of the user are processes of their own, so that one that hangs is ended by its deadline.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from flowrt.launcher.terminal import printable
+from flowrt.observability.exporters.names import TENSORBOARD, WANDB, check_exporter, target_of
+from flowrt.observability.exporters.perfetto import write_trace
+from flowrt.observability.exporters.process import CLOSE_S, parse_steps
+from flowrt.observability.exporters.prometheus import prometheus_text
+from flowrt.observability.run_reader import RunReader
+from flowrt.runtime.files import atomic_write
+from flowrt.runtime.parent_death import die_with_parent
+
+HTML = "flowrt.observability.page.single_file"
+MODULE = "flowrt.observability.exporters.process"
+GRACE_S = CLOSE_S + 10.0
+"""Time for an exporter's process to end after Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The arguments of `flowrt export`."""
+
+    run_dir: Path
+    perfetto: Path | None = None
+    tensorboard: Path | None = None
+    wandb: bool = False
+    wandb_dir: Path | None = None
+    prometheus: str | None = None
+    html: Path | None = None
+    exporter: str = ""
+    steps: str = ""
+    follow: bool = False
+
+    def processes(self) -> list[tuple[str, Path]]:
+        """The exporters that are processes: name and where their files go."""
+        found: list[tuple[str, Path]] = []
+        if self.tensorboard is not None:
+            found.append((TENSORBOARD, self.tensorboard))
+        if self.wandb:
+            found.append((WANDB, self.wandb_dir or target_of(WANDB, self.run_dir)))
+        if self.exporter:
+            found.append((self.exporter, self.run_dir))
+        return found
+
+
+def export(options: ExportOptions, console: Console) -> int:
+    """Export a run; returns the exit code. Raises ConfigError for bad input, with nothing written."""
+    reader = RunReader(options.run_dir)
+    first, last = _check(options)
+    if options.perfetto is not None:
+        trace = write_trace(options.run_dir, options.perfetto, first, last)
+        left = (
+            f"; {trace.left_out:,} later ones are left out, choose fewer steps with --steps" if trace.left_out else ""
+        )
+        console.print(f"{options.perfetto}: {trace.slices:,} slices{left}", soft_wrap=True, highlight=False)
+        for problem in trace.problems:
+            console.print(printable(problem), soft_wrap=True, highlight=False)
+    if options.prometheus is not None:
+        text = prometheus_text(reader)
+        if options.prometheus == "-":
+            sys.stdout.write(text)
+        else:
+            atomic_write(Path(options.prometheus), text)
+            console.print(options.prometheus, soft_wrap=True, highlight=False)
+    if options.html is not None:
+        importlib.import_module(HTML).write(options.run_dir, options.html)
+        console.print(str(options.html), soft_wrap=True, highlight=False)
+    return _run_processes(options)
+
+
+def _check(options: ExportOptions) -> tuple[int, int | None]:
+    """The wanted steps. Raises ConfigError for options that cannot act."""
+    found = parse_steps(options.steps)
+    processes = options.processes()
+    if not processes and options.perfetto is None and options.prometheus is None and options.html is None:
+        raise ConfigError(
+            "flowrt export needs a format: --perfetto FILE, --tensorboard DIR, --wandb, --prometheus FILE, --html FILE "
+            "or --exporter FILE.py:CLASS"
+        )
+    if options.follow and not processes:
+        raise ConfigError("--follow changes nothing without --tensorboard, --wandb or --exporter; leave it out")
+    if options.wandb_dir is not None and not options.wandb:
+        raise ConfigError("--wandb-dir changes nothing without --wandb; leave it out")
+    if options.steps and not processes and options.perfetto is None:
+        raise ConfigError("--steps changes nothing for --prometheus and --html; leave it out")
+    for name, _ in processes:
+        check_exporter(name)
+    for path in (options.perfetto, options.html, Path(options.prometheus or "-")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} is a directory; name a file")
+    if options.html is not None and importlib.util.find_spec(HTML) is None:
+        raise ConfigError("this flowrt cannot write a run as one HTML file")
+    return found
+
+
+def _run_processes(options: ExportOptions) -> int:
+    """Run the exporters that are processes to their end; returns the first exit code that is not 0."""
+    running: list[subprocess.Popen[bytes]] = []
+    for name, target in options.processes():
+        words = [sys.executable, "-m", MODULE, "--run", str(options.run_dir), "--to", name, "--target", str(target)]
+        words += ["--steps", options.steps] if options.steps else []
+        words += ["--follow"] if options.follow else []
+        running.append(
+            subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+        )
+    codes: list[int] = []
+    try:
+        codes += [one.wait() for one in running]
+    except KeyboardInterrupt:
+        for one in running:
+            one.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for one in running:
+                one.wait(GRACE_S)
+        return EXIT_INTERRUPTED
+    finally:
+        for one in running:  # with what they have started
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(one.pid, signal.SIGKILL)
+    code = next((code for code in codes if code), EXIT_OK)
+    return code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILED

@@ -1,0 +1,208 @@
+"""``flowrt samples``: stored samples with their texts and tokens, in the terminal or in a file."""
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.launcher.views.ledger import number_of, set_names_of
+from flowrt.observability.completions_table import STDOUT, write_jsonl, write_parquet
+from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
+from flowrt.observability.token_texts import TokenTexts
+from flowrt.protocol.prompt_numbers import prompt_name
+from flowrt.recipes.eval_names import evaluated_row
+from flowrt.recipes.run_dir import CONFIG
+
+DEFAULT_LIMIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """What ``flowrt samples`` is asked for. Empty, or None: anything."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step; of an evaluation, versions."""
+    order: Order = "newest"
+    limit: int | None = None
+    """The most samples; None: 8, or all of them in a file."""
+    prompt: str = ""
+    """Number, or NAME:ROW."""
+    reason: str = ""
+    grep: str = ""
+    eval_name: str = ""
+    tokens: bool = False
+    jsonl: Path | None = None
+    parquet: Path | None = None
+    seed: int = 0
+    """Of a random choice."""
+
+
+def show(run_dir: Path, options: SampleOptions, console: Console) -> int:
+    """Print samples of a run, or write them to a file; returns the exit code. Raises ConfigError for bad input."""
+    if options.tokens and (options.jsonl or options.parquet):
+        raise ConfigError("flowrt samples takes --tokens without --jsonl and --parquet, whose tables have no tokens")
+    reader = SampleReader(run_dir)
+    names = set_names_of(run_dir)
+    wanted = _wanted(reader, options, names)
+    if options.jsonl or options.parquet:
+        return _write(reader, wanted, options, console)
+    page = reader.query(wanted, options.order, options.limit or DEFAULT_LIMIT, seed=options.seed)
+    if page.samples:
+        title = f"{len(page.samples)} of {page.total} samples of {run_dir.absolute().name}"
+        console.print(_table(page.samples, names, title))
+        texts = TokenTexts(model_dirs(run_dir)) if options.tokens else None
+        for row in page.samples:
+            _print_sample(row, names, console)
+            if texts is not None and (sample := reader.get(row.id)) is not None:
+                console.print(_token_table(sample, texts))
+    else:
+        console.print(_nothing(reader, options))
+    if left_out := reader.left_out():
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        console.print(f"samples that are not there: {counts}", soft_wrap=True)
+    return EXIT_OK
+
+
+def _write(reader: SampleReader, wanted: SampleFilter, options: SampleOptions, console: Console) -> int:
+    """Write a file; without an order all samples, oldest first."""
+    wanted = dataclasses.replace(wanted, with_rolled_back=False)
+    order: Order = "oldest" if options.order == "newest" and options.limit is None else options.order
+    rows, rewards = reader.each(wanted, order, options.limit, options.seed), reader.reward_names()
+    if options.parquet is not None:
+        console.print(f"{write_parquet(rows, rewards, options.parquet)} samples: {options.parquet}")
+    elif options.jsonl is not None:
+        count = write_jsonl(rows, rewards, options.jsonl)
+        if options.jsonl != STDOUT:
+            console.print(f"{count} samples: {options.jsonl}")
+    return EXIT_OK
+
+
+def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]) -> SampleFilter:
+    """The filter. Raises ConfigError for a step, prompt, reason or evaluation of which there is no sample."""
+    evaluated = reader.evaluations()
+    if options.eval_name and options.eval_name not in evaluated:
+        there = f"there are answers on {', '.join(evaluated)}" if evaluated else "there is none of any evaluation"
+        raise ConfigError(f"no answer of an evaluation on {options.eval_name!r:.80} is stored; {there}")
+    first, last = options.steps or (None, None)
+    prompt = number_of(options.prompt, names) if options.prompt else None
+    flow = SampleFilter(eval_name=options.eval_name)
+    wanted = dataclasses.replace(
+        flow, first_step=first, last_step=last, prompt=prompt, reason=options.reason, grep=options.grep
+    )
+    wanted.pattern()
+    bounds = reader.steps(options.eval_name)
+    if bounds is None:
+        return wanted
+    if options.steps and not _any(reader, dataclasses.replace(flow, first_step=first, last_step=last)):
+        raise ConfigError(_no_step(reader, flow, options.steps, bounds))
+    if options.reason and not _any(reader, dataclasses.replace(flow, reason=options.reason)):
+        reasons = ", ".join(f"{word} ({count})" for word, count in reader.reasons().items()) or "none at all"
+        raise ConfigError(f"no stored sample has the reason {options.reason!r:.80}; there is {reasons}")
+    if prompt is not None and not _any(reader, dataclasses.replace(flow, prompt=prompt)):
+        raise ConfigError(f"no sample of prompt {options.prompt} is stored; flowrt ledger shows what became of it")
+    return wanted
+
+
+def _any(reader: SampleReader, wanted: SampleFilter) -> bool:
+    return reader.query(wanted, limit=1).total > 0
+
+
+def _no_step(reader: SampleReader, flow: SampleFilter, steps: tuple[int, int], bounds: tuple[int, int]) -> str:
+    """That there is no sample of these steps, which there are, and the stored steps next to them."""
+    what = "version" if flow.eval_name else "step"
+    asked = f"{what} {steps[0]}" if steps[0] == steps[1] else f"{what}s {steps[0]} to {steps[1]}"
+    text = f"no sample of {asked} is stored; stored are some of {what}s {bounds[0]} to {bounds[1]}"
+    before = reader.query(dataclasses.replace(flow, last_step=steps[0] - 1), "newest", 1).samples
+    after = reader.query(dataclasses.replace(flow, first_step=steps[1] + 1), "oldest", 1).samples
+    return f"{text}, the nearest of {before[0].step} and {after[0].step}" if before and after else text
+
+
+def _nothing(reader: SampleReader, options: SampleOptions) -> str:
+    bounds = reader.steps(options.eval_name)
+    if bounds is None:
+        return "no samples are stored yet"
+    what = "versions" if options.eval_name else "steps"
+    return f"no sample matches; samples of {what} {bounds[0]} to {bounds[1]} are stored"
+
+
+def model_dirs(run_dir: Path) -> list[Path]:
+    """Where the model of a run, with its tokenizer, may be."""
+    named: list[Path] = []
+    with suppress(OSError, ValueError):
+        model = tomllib.loads((run_dir / CONFIG).read_text()).get("model")
+        named = [Path(model)] if isinstance(model, str) and model else []
+    return [run_dir / "model", run_dir / "start", *named, run_dir / "final"]
+
+
+def _table(rows: Sequence[SampleRow], names: tuple[str, ...], title: str) -> Table:
+    table = Table(title=title, box=SIMPLE, title_style="", header_style="")
+    for name in ("sample", "step", "prompt", "reward", "adv.", "tokens", "stale"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name in ("finish", "reason"):
+        table.add_column(name, overflow="fold")
+    for one in rows:
+        table.add_row(
+            *(str(one.id), _step(one), _prompt(one, names), _number(one.reward), _number(one.advantage)),
+            *(str(one.tokens), "" if one.staleness is None else str(one.staleness), one.finish),
+            one.reason.partition(":")[0],
+        )
+    return table
+
+
+def _print_sample(row: SampleRow, names: tuple[str, ...], console: Console) -> None:
+    where = f"evaluation of version {_step(row)}" if row.flow == "eval" else f"step {_step(row)}"
+    facts = [f"reward {_number(row.reward)}", *(f"{name} {_number(value)}" for name, value in row.parts.items())]
+    facts += [f"advantage {_number(row.advantage)}"] if row.advantage is not None else []
+    versions = f"version {row.version_min}" + (f" to {row.version_max}" if row.version_max != row.version_min else "")
+    facts += [f"{row.tokens} tokens", f"finish {row.finish}", versions, f"epoch {row.epoch}", f"attempt {row.attempt}"]
+    lines = [f"sample {row.id}: {where}, prompt {_prompt(row, names)}, member {row.member}", ", ".join(facts)]
+    lines += [f"reason: {row.reason}"] if row.reason else []
+    lines += ["prompt:", row.prompt_text, "completion:", row.completion]
+    console.print()
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _token_table(sample: Sample, texts: TokenTexts) -> Table:
+    """Each token with both log-probabilities and its version."""
+    table = Table(box=SIMPLE, header_style="")
+    table.add_column("token", justify="right")
+    table.add_column("text")
+    for name in ("id", "log-prob, rollout", "log-prob, trainer", "version"):
+        table.add_column(name, justify="right")
+    shown = texts.of(sample.ids)
+    versions = sample.versions()
+    for at, token in enumerate(sample.ids):
+        version = versions[at] if at < len(versions) else None
+        table.add_row(
+            str(at),
+            "" if shown is None else _one_line(shown[at]),
+            str(token),
+            *(_number(column[at]) if at < len(column) else "" for column in (sample.logprobs, sample.trainer_logprobs)),
+            "" if version is None else str(version),
+        )
+    return table
+
+
+def _one_line(text: str) -> str:
+    r"""A token with its line ends and tabs as ``\n`` and ``\t``."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _step(row: SampleRow) -> str:
+    return f"{row.step} (life {row.life}, rolled back)" if row.rolled_back else str(row.step)
+
+
+def _prompt(row: SampleRow, names: tuple[str, ...]) -> str:
+    return f"{row.eval_name}:{evaluated_row(row.prompt)}" if row.flow == "eval" else prompt_name(row.prompt, names)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"

@@ -1,0 +1,153 @@
+"""Feed of an exporter: reads the files of a run, live or finished, and passes on what is new."""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.observability.exporters.sink import Line, Sink
+from flowrt.observability.run_reader import ATTRIBUTION, EVENTS, METRICS, SUMMARY, is_locked
+from flowrt.observability.samples import SampleFilter, SampleReader
+from flowrt.observability.tails import JsonTail
+from flowrt.runtime.timeline import is_step
+
+SAMPLES_LAG_S = 2.0
+"""Samples of a step may be stored this long after its line was written."""
+MAX_SAMPLES = 64
+"""Samples of one step, or of one evaluation, that an exporter is given."""
+GONE_S = 60.0
+"""A run whose controller is gone for longer, without an end, is not followed any further."""
+
+
+class Feed:
+    """Passes on the lines of a run to one exporter, each once."""
+
+    def __init__(self, run_dir: Path, sink: Sink, first: int = 0, last: int | None = None) -> None:
+        """Read nothing yet.
+
+        Args:
+            run_dir: the run directory.
+            sink: the exporter.
+            first: the first step that is wanted.
+            last: the last one; None: no limit.
+        """
+        self._run_dir = run_dir
+        self._sink = sink
+        self._first, self._last = first, last
+        self._metrics = JsonTail(run_dir / METRICS)
+        self._events = JsonTail(run_dir / EVENTS)
+        self._shares = JsonTail(run_dir / ATTRIBUTION)
+        self._steps, self._ends_s = array("q"), array("d")
+        self._event_count = 0
+        self._samples_due: dict[tuple[str, int], float] = {}
+        self._gone_since_s: float | None = None
+
+    def read_new(self, is_last: bool = False) -> int:
+        """Pass on what is new; returns the number of lines. ``is_last``: do not wait for samples."""
+        events = self._new_events()
+        steps = self._new_steps()
+        for line in events:
+            self._sink.event(line)
+            if line.get("kind") == "evaluation" and isinstance(line.get("name"), str):
+                self._samples_due.setdefault((line["name"], int(line.get("version", 0))), monotonic())
+        for line in steps:
+            self._sink.step(line)
+            self._samples_due.setdefault(("", line["step"]), monotonic())
+        found, _ = self._shares.read_new()
+        for line in found:
+            if self._is_wanted(line.get("step")):
+                self._sink.shares(line)
+        self._pass_samples(monotonic() - (0.0 if is_last else SAMPLES_LAG_S))
+        return len(events) + len(steps) + len(found)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the run has ended, or its controller is gone for a minute; ``now`` in seconds."""
+        if is_locked(self._run_dir):
+            self._gone_since_s = None
+            return False
+        if (self._run_dir / SUMMARY).exists():
+            return True
+        self._gone_since_s = now if self._gone_since_s is None else self._gone_since_s
+        return now - self._gone_since_s > GONE_S
+
+    def _is_wanted(self, step: object) -> bool:
+        return type(step) is int and self._first <= step and (self._last is None or step <= self._last)
+
+    def _new_steps(self) -> list[dict[str, Any]]:
+        found, is_replaced = self._metrics.read_new()
+        lines = [line for line in found if is_step(line)]
+        if is_replaced:  # rewritten after a resume
+            known = 0
+            for line in lines:
+                if known >= len(self._steps) or not self._is_known(known, line):
+                    break
+                known += 1
+            self._go_back(known)
+            lines = lines[known:]
+        new: list[dict[str, Any]] = []
+        for line in lines:
+            if self._steps and line["step"] <= self._steps[-1]:
+                self._go_back(next(at for at, step in enumerate(self._steps) if step >= line["step"]))
+                new = [one for one in new if one["step"] < line["step"]]
+            self._steps.append(line["step"])
+            self._ends_s.append(line["wall_s"])
+            if self._is_wanted(line["step"]):
+                new.append(line)
+        return new
+
+    def _is_known(self, at: int, line: Mapping[str, Any]) -> bool:
+        return bool(self._steps[at] == line["step"] and self._ends_s[at] == line["wall_s"])
+
+    def _go_back(self, count: int) -> None:
+        """Forget all steps but the first ``count``."""
+        if count < len(self._steps):
+            self._sink.rewound(max(self._steps[count], self._first))
+            del self._steps[count:], self._ends_s[count:]
+
+    def _new_events(self) -> list[dict[str, Any]]:
+        found, is_replaced = self._events.read_new()
+        lines = [line for line in found if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
+        if is_replaced:  # thinned: what was known is a part of it, up to the newest line that was
+            lines = [line for line in lines if _time(line) > self._last_event_s]
+        if lines:
+            self._last_event_s = max(self._last_event_s, *map(_time, lines))
+        return lines
+
+    _last_event_s = float("-inf")
+
+    def _pass_samples(self, until_s: float) -> None:
+        due = [key for key, since_s in self._samples_due.items() if since_s <= until_s]
+        if not due:
+            return
+        for key in due:
+            del self._samples_due[key]
+        try:
+            reader = SampleReader(self._run_dir)
+            for name, step in due:
+                chosen = SampleFilter(first_step=step, last_step=step, eval_name=name)
+                page = reader.query(chosen, order="worst", limit=MAX_SAMPLES)
+                if rows := [_sample(row) for row in page.samples]:
+                    self._sink.samples(rows)
+        except ConfigError:
+            return  # the run stores none, or the file is damaged: what reads it says so
+
+
+def _time(line: Mapping[str, Any]) -> float:
+    value = line.get("unix_s")
+    return float(value) if isinstance(value, int | float) else float("-inf")
+
+
+def _sample(row: Any) -> dict[str, Any]:
+    """A sample by column."""
+    names = ("id", "step", "eval_name", "epoch", "prompt", "member", "reward", "finish", "reason", "tokens")
+    found = {name: getattr(row, name) for name in (*names, "advantage", "prompt_text", "completion", "staleness")}
+    return {**found, "parts": dict(row.parts)}
+
+
+def numbers(line: Line) -> Iterable[tuple[str, float]]:
+    """The metrics of a step by name, without its number."""
+    for name, value in line.items():
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, float(value)

@@ -1,0 +1,41 @@
+"""Names of exporters, as in `exporters` of a configuration, and the check of them."""
+
+from pathlib import Path
+
+from flowrt.errors import ConfigError, suggested
+
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+NAMED = (TENSORBOARD, WANDB)
+
+
+def check_exporter(name: str) -> None:
+    """Raises ConfigError for an exporter that is not known, whose library is missing, or whose file is."""
+    if name == TENSORBOARD:
+        from flowrt.observability.exporters import tensorboard_files
+
+        tensorboard_files.check()
+    elif name == WANDB:
+        from flowrt.observability.exporters import wandb_run
+
+        wandb_run.check()
+    elif ".py:" not in name:
+        raise ConfigError(
+            f"exporters has {name!r}, which is neither {' nor '.join(NAMED)} nor FILE.py:CLASS{suggested(name, NAMED)}"
+        )
+    elif not Path(name.rpartition(":")[0]).is_file():
+        raise ConfigError(f"exporters has {name!r}, and there is no file {name.rpartition(':')[0]!r}; correct it")
+
+
+def own_path(name: str) -> str:
+    """The file of an exporter of the user; empty for one of flowrt."""
+    return name.rpartition(":")[0] if name not in NAMED else ""
+
+
+def log_name(name: str) -> str:
+    """The name of its process and log."""
+    return f"exporter-{name if name in NAMED else Path(own_path(name)).stem}"
+
+
+def target_of(name: str, run_dir: Path) -> Path:
+    """Where the files of an exporter of a run go."""
+    return run_dir / name if name in NAMED else run_dir

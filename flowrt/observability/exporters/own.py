@@ -1,0 +1,66 @@
+"""Exporters of the user: a class in a Python file, FILE.py:CLASS."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.observability.exporters.sink import Line, Sink
+
+METHODS = ("step", "samples", "close")
+
+
+class OwnExporter(Sink):
+    """Calls the methods of an object of the user's class."""
+
+    def __init__(self, spec: str) -> None:
+        """Load the class and make its object. Raises ConfigError if that fails or methods are missing."""
+        self._exporter = _load(spec)
+
+    def step(self, line: Line) -> None:
+        self._exporter.step(dict(line))
+
+    def samples(self, rows: Sequence[Line]) -> None:
+        self._exporter.samples([dict(row) for row in rows])
+
+    def event(self, line: Line) -> None:
+        self._call("event", dict(line))
+
+    def rewound(self, step: int) -> None:
+        self._call("rewound", step)
+
+    def close(self) -> str:
+        self._exporter.close()
+        return ""
+
+    def _call(self, name: str, value: object) -> None:
+        method: Callable[[object], None] | None = getattr(self._exporter, name, None)
+        if method is not None:
+            method(value)
+
+
+def _load(spec: str) -> Any:
+    path, _, name = spec.rpartition(":")
+    file = Path(path)
+    module_spec = importlib.util.spec_from_file_location(f"_exporter_{file.stem}", file)
+    if module_spec is None or module_spec.loader is None or not file.is_file():
+        raise ConfigError(f"exporters has {spec!r}, and there is no Python file {path!r}; correct it")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    sys.path.insert(0, str(file.parent.absolute()))
+    try:
+        module_spec.loader.exec_module(module)
+        kind = getattr(module, name, None)
+        if not inspect.isclass(kind):
+            raise ConfigError(f"exporters has {spec!r}, and {path} has no class {name}")
+        exporter = kind()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"exporter {spec} cannot be made: {type(error).__name__}: {error}") from error
+    if missing := [one for one in METHODS if not callable(getattr(exporter, one, None))]:
+        raise ConfigError(f"exporter {spec} has no method {missing[0]}; it needs {', '.join(METHODS)}")
+    return exporter

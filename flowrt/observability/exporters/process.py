@@ -1,0 +1,122 @@
+"""Process of one exporter: feeds it from the run directory until the run is over or SIGTERM comes.
+
+``python -m flowrt.observability.exporters.process --run RUN --to NAME [--target PATH] [--follow] [--steps A:B]``
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
+from flowrt.observability.exporters.feed import Feed
+from flowrt.observability.exporters.names import TENSORBOARD, WANDB
+from flowrt.observability.exporters.sink import Sink
+from flowrt.runtime.logs import log_to_stderr
+
+log = logging.getLogger("flowrt")
+POLL_S = 0.5
+CLOSE_S = 40.0
+"""Time for an exporter to end; afterwards its process is killed."""
+
+
+def make_sink(name: str, run_dir: Path, target: Path, first: int) -> Sink:
+    """The exporter of this name. Raises ConfigError if it cannot be made."""
+    if name == TENSORBOARD:
+        from flowrt.observability.exporters.tensorboard_files import TensorBoardFiles
+
+        return TensorBoardFiles(target, first)
+    if name == WANDB:
+        from flowrt.observability.exporters.wandb_run import WandbRun
+
+        return WandbRun(run_dir, target)
+    from flowrt.observability.exporters.own import OwnExporter
+
+    return OwnExporter(name)
+
+
+def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
+    """Pass on what there is and, if the run is followed, what comes, until its end or ``stop``."""
+    while is_live:
+        is_over = feed.is_over(monotonic())
+        feed.read_new()
+        if is_over or stop.wait(POLL_S):
+            break
+    feed.read_new(is_last=True)
+
+
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """The first and last step of A:B, A: or :B, and of a single number. Raises ConfigError."""
+    first, colon, last = text.partition(":")
+    last = last if colon else first
+    if not all(one == "" or (one.isascii() and one.isdecimal() and len(one) < 16) for one in (first, last)):
+        raise ConfigError(f"--steps takes A:B, two step numbers, not {text!r:.80}")
+    found = int(first or 0), int(last) if last else None
+    if found[1] is not None and found[1] < found[0]:
+        raise ConfigError(f"--steps {text}: the last step is before the first")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="process of one exporter")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--to", required=True)
+    parser.add_argument("--target", type=Path, default=Path())
+    parser.add_argument("--steps", default="")
+    parser.add_argument("--follow", action="store_true")
+    arguments = parser.parse_args()
+    log_to_stderr()
+    stop = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        first, last = parse_steps(arguments.steps)
+        sink = make_sink(arguments.to, arguments.run, arguments.target, first)
+        follow(Feed(arguments.run, sink, first, last), stop, is_live=arguments.follow)
+        text, code = _closed(sink)
+        if text:
+            log.info("%s", text)
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_BAD_INPUT
+    except Exception as error:  # noqa: BLE001 (of the user's class, and of libraries)
+        log.error("exporter %s failed: %s: %s", arguments.to, type(error).__name__, error)
+        return EXIT_FAILED
+    if code != EXIT_OK:
+        _leave(code)
+    return code
+
+
+def _closed(sink: Sink) -> tuple[str, int]:
+    """End the exporter; returns its last words and the exit code, without it if it hangs."""
+    said: list[str] = []
+    failed: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            said.append(sink.close())
+        except Exception as error:  # noqa: BLE001 (of the user's class, and of libraries)
+            failed.append(error)
+
+    closing = Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+    if failed:
+        return f"its end failed: {type(failed[0]).__name__}: {failed[0]}", EXIT_FAILED
+    if closing.is_alive():
+        return f"it did not end within {CLOSE_S:.0f} s and is left", EXIT_FAILED
+    return said[0], EXIT_OK
+
+
+def _leave(code: int) -> None:
+    """End at once, without waiting for threads that hang."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Files of a recording: exact, bounded, and readable up to the last whole block however they are cut or damaged."""
+
+import resource
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrt.controller.events import (
+    Event,
+    KernelAlive,
+    MessageReceived,
+    PreemptRun,
+    Shutdown,
+    Tick,
+    WorkerConnected,
+    WorkerDisconnected,
+)
+from flowrt.controller.state.replay import GroupsOpened, RecoveredState, StageCommitted
+from flowrt.controller.state.reward_history import Outcome
+from flowrt.controller.storage import recording
+from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage.recording_format import (
+    CoreInputs,
+    EventBlock,
+    event_data,
+    event_kind,
+    pack_header,
+    read_event,
+    unpack_header,
+)
+from flowrt.controller.storage.recording_format import Header as RecordingHeader
+from flowrt.errors import ConfigError
+from flowrt.ids import WorkerId
+from flowrt.observability.recordings import Recordings
+from flowrt.protocol import messages as m
+from flowrt.protocol.records import ColumnLengths, Part, Position, Values
+from tests.effort import examples
+from tests.simulation.recorded_runs import RecordedCluster, replayed_states
+
+WORKER = WorkerId("rollout-0")
+EVENTS: list[Event] = [
+    MessageReceived(WORKER, m.Pull(request=1, stage="rollout", slots=3, tokens=0, step=-1)),
+    WorkerConnected(worker=WORKER, role="rollout", host="höst", lanes=("gloo", "shm:1"), term=2),
+    WorkerDisconnected(WORKER, "killed \udcff"),
+    Tick(),
+    KernelAlive(WORKER, 0.1 + 0.2),
+    PreemptRun("terminated", 130, kept=4),
+    Shutdown("the disk is full", 1, even_if_complete=True),
+]
+NUMBER = 13
+"""A simulated run of several hundred events."""
+times = st.floats(allow_nan=False)
+
+
+@given(st.lists(times), st.data())
+def test_columns_read_back_exactly(instants: list[float], data: st.DataObject) -> None:
+    size = len(instants)
+    numbers = st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size)
+    block = EventBlock(
+        first=data.draw(st.integers(0, 2**60)),
+        names=["a", "b"],
+        kinds=data.draw(st.lists(st.integers(0, 6), min_size=size, max_size=size)),
+        workers=data.draw(numbers),
+        times=instants,
+        data=data.draw(st.lists(st.binary(max_size=20), min_size=size, max_size=size)),
+        counts=data.draw(numbers),
+        digest=b"0123456789abcdef",
+    )
+    read = EventBlock.unpack(block.pack())
+    assert read == block
+    assert [struct.pack("d", one) for one in read.times] == [struct.pack("d", one) for one in instants]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_every_kind_of_event_reads_back(event: Event) -> None:
+    assert read_event(event_kind(event), WORKER, event_data(event)) == event
+
+
+def test_a_header_reads_back() -> None:
+    offer = GroupsOpened(
+        owner="source",
+        request=1,
+        flow="train",
+        prompts=(3, 4),
+        epoch=0,
+        members=2,
+        at_least=0,
+        lengths=(ColumnLengths("prompt", (5, 6)),),
+        tags=(),
+        group=7,
+        slot=20,
+    )
+    commit = StageCommitted(
+        worker="rollout-0",
+        stage="rollout",
+        slots=(20,),
+        leases=(3,),
+        parts=(Part("response", (20,), (9,)),),
+        inline=(Values("truncated", (0.0,)),),
+        spans=((0, 9),),
+    )
+    recovered = RecoveredState({"step": 3}, {"rollout-0": "rollout"}, (offer, commit), {"too old": 2})
+    inputs = CoreInputs("recipe = 'x'", 2, Position(step=3), recovered, (Outcome(1, 0, 3, 0.1),))
+    header = RecordingHeader(inputs=inputs, start_s=1.5, unix_s=1e9, version="0", sources="ab")
+    read = unpack_header(pack_header(header))
+    assert read.inputs.recovered is not None
+    assert tuple(read.inputs.recovered.entries) == recovered.entries
+    assert (read.start_s, read.inputs.outcomes, read.inputs.position) == (1.5, inputs.outcomes, Position(step=3))
+    assert read.inputs.recovered.numbers == recovered.numbers
+
+
+# ---- bounds
+
+
+def size_of(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in (run_dir / "recording").iterdir())
+
+
+def test_a_recording_stops_at_its_bound_and_the_run_goes_on(tmp_path: Path) -> None:
+    limit = 6000
+    cluster = RecordedCluster(NUMBER, tmp_path, limit_bytes=limit).play()
+    assert cluster.core.ended is not None
+    assert cluster.recording is not None
+    assert "recorder.mb" in cluster.recording.stopped()
+    assert cluster.recording.stopped() == "", "a recording warns once"
+    assert size_of(tmp_path) <= limit
+    extent = Recordings.of(tmp_path).of_term(1).extent()
+    assert "recorder.mb" in extent.stopped
+    assert not extent.damage
+    assert extent.events > 0
+    states = dict(replayed_states(tmp_path))
+    assert states.items() <= cluster.states.items()
+    assert len(states) < len(cluster.states)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that has no room beyond this, for every file of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_stops_the_recording_at_a_whole_block(tmp_path: Path) -> None:
+    with files_of_at_most(4000):
+        cluster = RecordedCluster(NUMBER, tmp_path).play()
+    assert cluster.recording is not None
+    assert "cannot be written: File too large" in cluster.recording.stopped()
+    extent = Recordings.of(tmp_path).of_term(1).extent()
+    assert extent.events > 0
+    assert not extent.damage
+    assert dict(replayed_states(tmp_path)).items() <= cluster.states.items()
+
+
+def test_a_directory_that_cannot_be_made_stops_the_recording(tmp_path: Path) -> None:
+    (tmp_path / "recording").write_text("a file")
+    cluster = RecordedCluster(NUMBER, tmp_path).play()
+    assert cluster.recording is not None
+    assert "recording cannot be written" in cluster.recording.stopped()
+    assert (tmp_path / "recording").read_text() == "a file"
+
+
+def test_a_term_that_is_recorded_already_is_not_overwritten(tmp_path: Path) -> None:
+    states = RecordedCluster(NUMBER, tmp_path).play().states
+    again = RecordedCluster(NUMBER, tmp_path).play()
+    assert again.recording is not None
+    assert "File exists" in again.recording.stopped()
+    assert dict(replayed_states(tmp_path)) == states
+
+
+def test_nothing_is_written_before_the_first_event(tmp_path: Path) -> None:
+    one = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
+    one.begin(0.0)
+    one.flush()
+    one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_readable_for_their_owner_only(tmp_path: Path) -> None:
+    RecordedCluster(NUMBER, tmp_path).play()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "recording").iterdir()} == {0o600}
+    assert (tmp_path / "recording").stat().st_mode & 0o777 == 0o700
+
+
+# ---- damage
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedCluster:
+    """A run whose recording has several segments."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recording, "SEGMENT_BYTES", 800)
+        return RecordedCluster(NUMBER, tmp_path_factory.mktemp("recorded")).play()
+
+
+def copy_of(cluster: RecordedCluster, place: Path) -> list[Path]:
+    """The segments of a copy."""
+    shutil.rmtree(place / "recording", ignore_errors=True)
+    shutil.copytree(cluster.run_dir / "recording", place / "recording")
+    return sorted((place / "recording").iterdir())
+
+
+def assert_replays_up_to_the_damage(cluster: RecordedCluster, place: Path) -> None:
+    whole = Recordings.of(cluster.run_dir).of_term(1).extent()
+    assert whole.is_complete
+    try:
+        extent = Recordings.of(place).of_term(1).extent()
+    except ConfigError as error:
+        said = str(error)
+    else:
+        assert extent == whole or extent.damage or not extent.is_complete
+        assert extent.events <= whole.events
+        assert dict(replayed_states(place)).items() <= cluster.states.items()
+        return
+    assert "cannot be read" in said or "damaged" in said
+
+
+@settings(max_examples=examples(60))
+@given(st.data())
+def test_a_changed_byte_costs_what_follows(
+    recorded: RecordedCluster, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    place = tmp_path_factory.getbasetemp() / "changed"
+    path = data.draw(st.sampled_from(copy_of(recorded, place)))
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    assert_replays_up_to_the_damage(recorded, place)
+
+
+@settings(max_examples=examples(60))
+@given(st.data())
+def test_a_cut_file_costs_what_follows(
+    recorded: RecordedCluster, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    place = tmp_path_factory.getbasetemp() / "cut"
+    path = data.draw(st.sampled_from(copy_of(recorded, place)))
+    content = path.read_bytes()
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    assert_replays_up_to_the_damage(recorded, place)
+
+
+def test_a_missing_segment_is_named(recorded: RecordedCluster, tmp_path: Path) -> None:
+    segments = copy_of(recorded, tmp_path)
+    assert len(segments) > 2
+    segments[1].unlink()
+    extent = Recordings.of(tmp_path).of_term(1).extent()
+    assert "segment 1 of term 1 is missing" in extent.damage
+    assert extent.events > 0
+    segments[0].unlink()
+    with pytest.raises(ConfigError, match="the first segment of term 1 is missing"):
+        Recordings.of(tmp_path)

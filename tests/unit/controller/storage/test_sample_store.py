@@ -1,0 +1,398 @@
+"""The sample store: joins, lives, its size, and failures of the disk."""
+
+import sqlite3
+import stat
+import struct
+import threading
+import zlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowrt.controller.storage import sample_store
+from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import GroupEnd, SampleStore, SampleWriter
+from flowrt.errors import FlowError
+from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
+from flowrt.protocol.sample_records import (
+    MAX_MESSAGE_RECORD_BYTES,
+    GroupChoice,
+    ScoredSample,
+    TrainedSample,
+    decode_record,
+    encode_record,
+    messages,
+    pack_text,
+)
+
+TOKENS = 3
+
+
+def scored(
+    prompt: int = 1,
+    member: int = 0,
+    *,
+    flow: str = "train",
+    version: int = 0,
+    reason: str = "",
+    is_single: bool = False,
+    completion: str = "an answer",
+    reward: float = 0.5,
+) -> ScoredSample:
+    return ScoredSample(
+        flow=flow,
+        eval_name="held_out" if flow == "eval" else "",
+        epoch=0,
+        prompt=prompt,
+        member=member,
+        attempt=0,
+        reward=reward,
+        parts=(("exact", reward),),
+        finish="length" if is_single else "stop",
+        reason=reason,
+        is_single=is_single,
+        spans=(version, TOKENS),
+        reward_s=0.01,
+        data=(pack_text("a prompt"), pack_text(completion), struct.pack("<3i", 4, 5, 6)),
+    )
+
+
+def trained(prompt: int = 1, member: int = 0, step: int = 7) -> TrainedSample:
+    logprobs, trainer_logprobs = struct.pack("<3e", -0.5, -1.0, -1.5), struct.pack("<3e", -0.25, -1.0, -2.0)
+    return TrainedSample(step, 0, prompt, member, 0, 1.25, (logprobs, trainer_logprobs))
+
+
+def data(record: ScoredSample | TrainedSample) -> bytes:
+    found = encode_record(record)
+    assert found is not None
+    return found
+
+
+def writer(path: Path, *, per_step: int = 32, max_bytes: int = 1 << 30, life: int = 1, step: int = 0) -> SampleWriter:
+    return SampleWriter(path / SAMPLES, per_step=per_step, max_bytes=max_bytes, life=life, step=step)
+
+
+def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
+    return SampleReader(path).query(SampleFilter(eval_name=eval_name), limit=1_000_000).samples
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
+    tmp_path: Path, order: tuple[int, ...], at_once: bool
+) -> None:
+    one = writer(tmp_path)
+    records = [([(data(scored()), 6)], []), ([(data(trained()), 6)], []), ([], [GroupEnd(0, 1, 7)])]
+    for at in order:
+        assert not one.write(*records[at])
+        if not at_once:  # as several transactions; together otherwise, which is the same for the file
+            one.write([])
+    one.close()
+    [row] = rows(tmp_path)
+    sample = SampleReader(tmp_path).get(row.id)
+    assert sample is not None
+    assert (row.step, row.advantage, row.reward, row.parts) == (7, 1.25, 0.5, {"exact": 0.5})
+    assert (row.prompt_text, row.completion, row.finish, row.tokens) == ("a prompt", "an answer", "stop", TOKENS)
+    assert (sample.ids, sample.logprobs) == ((4, 5, 6), (-0.5, -1.0, -1.5))
+    assert sample.trainer_logprobs == (-0.25, -1.0, -2.0)
+    assert sample.versions() == (0, 0, 0)
+    assert row.staleness == 7
+    assert not row.reason
+
+
+def test_a_dropped_prompt_gives_its_reason_to_samples_without_one_of_their_own(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write([(data(scored(member=0, reason="timeout: f.py took more than 10 s")), 3), (data(scored(member=1)), 3)])
+    one.write([], [GroupEnd(0, 1, 4, "lost: timeout; that was attempt 3")])
+    one.write([(data(scored(member=2)), 5)])  # it was on its way when the prompt was dropped
+    one.close()
+    reader = SampleReader(tmp_path)
+    by_member = {row.member: row for row in rows(tmp_path)}
+    assert by_member[0].reason.startswith("timeout: f.py")
+    assert by_member[1].reason == by_member[2].reason == "lost: timeout; that was attempt 3"
+    assert {row.step for row in by_member.values()} == {4}
+    assert reader.query(SampleFilter(reason="timeout")).total == 1
+    assert reader.query(SampleFilter(reason="lost")).total == 2
+    assert reader.reasons() == {"timeout": 1, "lost": 2}
+
+
+def test_filtered_groups_take_no_more_rows_of_a_step_than_all_others(tmp_path: Path) -> None:
+    one = writer(tmp_path, per_step=8)
+    for prompt in range(5):
+        one.write([(data(scored(prompt, member)), 0) for member in range(4)])
+        one.write([], [GroupEnd(0, prompt, 0, "filtered: all rewards are equal")])
+    one.write([(data(scored(5, member)), 0) for member in range(4)], [GroupEnd(0, 5, 0)])
+    one.close()
+    assert SampleReader(tmp_path).reasons() == {"filtered": 8}
+    assert {row.prompt for row in rows(tmp_path)} == {0, 1, 5}
+    assert SampleReader(tmp_path).left_out() == {"of filtered groups": 12}
+
+
+def test_few_truncated_samples_of_other_groups_are_stored_in_a_step(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write(
+        [(data(scored(prompt, is_single=True)), step) for step in (0, 1) for prompt in range(20 * step, 20 * step + 20)]
+    )
+    one.close()
+    assert Counter(row.step for row in rows(tmp_path)) == {0: 8, 1: 8}
+    assert SampleReader(tmp_path).left_out() == {"truncated": 24}
+
+
+def test_a_sample_that_is_scored_twice_has_one_row(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write([(data(scored(reward=0.0)), 0), (data(trained()), 0), (data(scored(reward=1.0)), 0)])
+    one.close()
+    [row] = rows(tmp_path)
+    assert (row.reward, row.advantage, row.step) == (1.0, 1.25, 7)
+
+
+def test_answers_of_each_version_are_rows_of_their_own(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write([(data(scored(flow="eval", version=version)), 3) for version in (0, 10)])
+    one.close()
+    assert [row.step for row in rows(tmp_path, "held_out")] == [10, 0]
+    assert rows(tmp_path) == ()
+    assert SampleReader(tmp_path).evaluations() == ("held_out",)
+    assert SampleReader(tmp_path).steps(ANY_EVALUATION) == (0, 10)
+
+
+def test_samples_of_steps_that_are_rolled_back_stay_with_their_life(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    first.write([(data(scored(step)), step) for step in range(4)], [GroupEnd(0, step, step) for step in range(4)])
+    first.close()
+    second = writer(tmp_path, life=2, step=2)
+    second.write([(data(scored(2)), 2)], [GroupEnd(0, 2, 2)])
+    second.close()
+    found = {(row.step, row.life): row.rolled_back for row in rows(tmp_path)}
+    assert found == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
+    reader = SampleReader(tmp_path)
+    assert reader.lives() == ((1, 0), (2, 2))
+    assert reader.query(SampleFilter(with_rolled_back=False)).total == 3
+
+
+def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -> None:
+    right = data(scored())
+    wrong = [
+        *(b"", b"s", b"t", b"x" + right, right[:-1], right + b"\x00", b"s\xc1", b"\xff" * 100),
+        data(replace(scored(), reward=float("nan"))),
+        data(replace(scored(), parts=(("a", float("inf")),))),
+        data(replace(scored(), flow="other")),
+        data(replace(scored(), finish="other")),
+        data(replace(scored(), epoch=-1)),
+        data(replace(scored(), spans=(1,))),
+        data(replace(scored(), spans=(0, 2**62))),
+        data(replace(scored(), data=(b"", b"t", b""))),
+        data(replace(scored(), data=(b"z not zlib", b"t", b""))),
+        data(replace(scored(), data=(b"t\xff", b"t", b""))),
+        data(replace(scored(), data=(b"t", b"t", b"abc"))),
+        data(replace(trained(), advantage=float("nan"))),
+        data(replace(trained(), data=(b"a", b""))),
+    ]
+    one = writer(tmp_path)
+    assert not one.write([(each, 0) for each in [*wrong, right]])
+    one.close()
+    assert len(rows(tmp_path)) == 1
+    assert SampleReader(tmp_path).left_out() == {"malformed": len(wrong)}
+    for each in wrong[:8]:
+        with pytest.raises(FlowError):
+            decode_record(each)
+
+
+def test_a_text_that_unpacks_to_too_much_is_malformed(tmp_path: Path) -> None:
+    bomb = replace(scored(), data=(pack_text("x"), b"z" + zlib.compress(bytes(1 << 26)), b""))
+    one = writer(tmp_path)
+    one.write([(data(bomb), 0)])
+    one.close()
+    assert SampleReader(tmp_path).left_out() == {"malformed": 1}
+
+
+def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write([(data(scored()), 0)])
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    one.close()
+
+
+# ---- size
+
+
+def test_the_size_is_bounded_and_flagged_samples_are_the_last_to_go(tmp_path: Path) -> None:
+    limit = 400_000
+    one = writer(tmp_path, max_bytes=limit)
+    steps = 600
+    for step in range(steps):
+        records = [scored(step, member, completion=f"{step} " * 100) for member in range(4)]
+        records[0].reason = "timeout: it took too long" if step % 10 == 0 else ""
+        one.write([(data(record), step) for record in records], [GroupEnd(0, step, step)])
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 2_300_000  # and the log
+    one.close()
+    assert (tmp_path / SAMPLES).stat().st_size <= limit + 32_768
+    found = rows(tmp_path)
+    assert {row.prompt for row in found if row.reason} == {*range(0, steps, 10)}
+    newest = {row.step for row in found if not row.reason}
+    assert {*range(steps - 50, steps)} <= newest, "the last 50 steps are whole"
+    assert 10 < len(newest - {*range(steps - 50, steps)}) < steps / 2, "older ones are thinned, and not all gone"
+    left_out = SampleReader(tmp_path).left_out()
+    assert left_out == {"deleted": 4 * steps - len(found)}
+
+
+def test_flagged_samples_go_too_if_nothing_else_is_left(tmp_path: Path) -> None:
+    limit = 200_000
+    one = writer(tmp_path, max_bytes=limit)
+    for step in range(300):
+        one.write(
+            [(data(scored(step, member, reason="error: x", completion=f"{step} " * 100)), step) for member in range(4)]
+        )
+    one.close()
+    assert (tmp_path / SAMPLES).stat().st_size <= limit + 32_768
+    assert max(row.step for row in rows(tmp_path)) == 299
+
+
+# ---- the event loop's side
+
+
+def test_what_is_over_the_rate_is_counted_and_not_queued(tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
+    store.begin(1, 0)
+    text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(60_000))  # not compressible to little
+    records = [data(scored(prompt, completion=text)) for prompt in range(100)]
+    assert len(records[0]) > 100_000
+    for record in records:
+        store.add([record], 0, now=10.0)
+    taken = sample_store.BURST_BYTES // len(records[0])
+    store.add([records[0]], 0, now=10.0 + 1.1 * len(records[0]) / sample_store.BYTES_PER_S)
+    assert store.close() == []
+    assert len(rows(tmp_path)) == taken
+    assert SampleReader(tmp_path).left_out() == {"over the rate": 100 - taken}
+
+
+def test_a_message_that_is_too_long_is_counted(tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
+    store.begin(1, 0)
+    store.add([bytes(MAX_MESSAGE_RECORD_BYTES), b"x"], 0, now=0.0)
+    store.close()
+    assert SampleReader(tmp_path).left_out() == {"malformed": 2}
+
+
+def test_records_are_sent_in_messages_of_limited_length() -> None:
+    records = [bytes([number]) * 100_000 for number in range(7)]
+    sent = list(messages(records))
+    assert [len(one.records) for one in sent] == [2, 2, 2, 1]
+    assert [record for one in sent for record in one.records] == records
+
+
+def test_long_texts_and_tokens_are_cut_to_fit_a_record() -> None:
+    text = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(400_000))
+    found = decode_record(
+        data(
+            replace(scored(completion=text), spans=(0, 100_000), data=(pack_text("p"), pack_text(text), bytes(400_000)))
+        )
+    )
+    assert isinstance(found, ScoredSample)
+    assert found.data[2] == b""
+    long = decode_record(data(replace(trained(), data=(bytes(200_000), bytes(200_000)))))
+    assert isinstance(long, TrainedSample)
+    assert long.data == (b"", b"")
+
+
+# ---- failures
+
+
+def test_a_full_disk_is_one_notice_and_what_is_not_written_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_store, "RETRY_S", 0.0)
+    one = writer(tmp_path)
+    one.write([(data(scored(0)), 0)])
+    database = one._opened()
+    [(pages,)] = database.execute("PRAGMA page_count").fetchall()
+    database.execute(f"PRAGMA max_page_count={pages}")
+    big = [(data(scored(prompt, completion="x y" * 4000 + str(prompt))), 0) for prompt in range(1, 400)]
+    notices = [one.write(big)]
+    assert "database or disk is full" in notices[0]
+    assert notices[0].startswith("samples are not stored")
+    monkeypatch.setattr(sample_store, "RETRY_S", 60.0)
+    assert one.write([(data(scored(500)), 0)]) == f"samples are stored in {tmp_path / SAMPLES} again"
+    one.close()
+    assert {row.prompt for row in rows(tmp_path)} == {0, 500}
+    assert SampleReader(tmp_path).left_out() == {"not written": 399}
+
+
+def test_a_damaged_file_is_one_notice_and_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_store, "RETRY_S", 0.0)
+    content = b"not a database, long enough to be looked at " * 100
+    (tmp_path / SAMPLES).write_bytes(content)
+    store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
+    store.begin(2, 5)
+    notices: list[str] = []
+    for step in range(3):
+        store.add([data(scored(step))], step, 0.0)
+        store.ended(GroupEnd(0, step, step))
+        notices += store.tick()
+    notices += store.close()
+    assert len(notices) == 1
+    assert "file is not a database" in notices[0]
+    assert (tmp_path / SAMPLES).read_bytes() == content
+
+
+def test_it_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """Readers neither fail nor keep the writer from writing."""
+    one = writer(tmp_path, max_bytes=300_000)
+    one.write([(data(scored()), 0)])
+    failures: list[str] = []
+    is_over = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not is_over.is_set():
+            try:
+                seen.append(SampleReader(tmp_path).query(SampleFilter(grep="answer|1"), limit=1000).total)
+            except FlowError as error:
+                failures.append(str(error))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    notices = [one.write([(data(scored(step, completion=f"{step} " * 100)), step)]) for step in range(1, 400)]
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    one.close()
+    assert not failures
+    assert not any(notices)
+    assert len(seen) > 3
+
+
+# ---- choice
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_share_of_chosen_groups(share: float) -> None:
+    chosen = GroupChoice(seed=3, share=share)
+    count = sum(chosen(epoch, prompt) for epoch in range(2) for prompt in range(2000))
+    assert abs(count - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5
+    assert [chosen(0, prompt) for prompt in range(50)] == [
+        GroupChoice(seed=3, share=share)(0, one) for one in range(50)
+    ]
+
+
+def test_another_seed_chooses_other_groups() -> None:
+    one, other = GroupChoice(seed=0, share=0.5), GroupChoice(seed=1, share=0.5)
+    assert [one(0, prompt) for prompt in range(64)] != [other(0, prompt) for prompt in range(64)]
+
+
+def test_the_tables_are_those_of_the_formats_page(tmp_path: Path) -> None:
+    one = writer(tmp_path)
+    one.write([])
+    one.close()
+    with sqlite3.connect(tmp_path / SAMPLES) as database:
+        columns = [name for _, name, *_ in database.execute("PRAGMA table_info(samples)")]
+    database.close()
+    assert columns == [
+        *("id", "step", "life", "flow", "eval_name", "epoch", "prompt", "member", "attempt", "reward", "parts"),
+        *("finish", "reason", "version_min", "version_max", "spans", "tokens", "prompt_text", "completion", "ids"),
+        *("logprobs", "trainer_logprobs", "advantage", "generate_s", "reward_s", "flagged"),
+    ]
