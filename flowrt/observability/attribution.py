@@ -136,7 +136,8 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
             worked_s = float(line.get("worked_s", length_s))
             spans.append(Interval(str(line["kind"]), line["start_s"], line["end_s"], worked_s))
         elif (cause := CAUSES.get(str(line.get("wait")))) is not None:
-            waits.append(WaitInterval(WorkerId(worker), cause, str(line.get("root", "")), line["start_s"], line["end_s"]))
+            root = str(line.get("root", ""))
+            waits.append(WaitInterval(WorkerId(worker), cause, root, line["start_s"], line["end_s"]))
     if not spans and not waits:
         return None
     bounds = [(one.start_s, one.end_s) for one in spans] + [(one.start_s, one.end_s) for one in waits]

@@ -24,9 +24,8 @@ def spans(draw: st.DrawFn) -> Interval:
 @st.composite
 def waits(draw: st.DrawFn) -> WaitInterval:
     start_s, end_s = sorted((draw(TIMES), draw(TIMES)))
-    return WaitInterval(
-        WORKER, draw(st.sampled_from(list(Cause))), draw(st.sampled_from(["", "trainer"])), start_s, end_s
-    )
+    cause, root = draw(st.sampled_from(list(Cause))), draw(st.sampled_from(["", "trainer"]))
+    return WaitInterval(WORKER, cause, root, start_s, end_s)
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
