@@ -36,7 +36,7 @@ _ORDERS: Mapping[Order, str] = {
     "oldest": "step, epoch, prompt, life, member, id",
     "worst": "reward IS NULL, reward, step DESC, id",
     "best": "reward DESC, step DESC, id",
-    "random": "(id * 2654435761 + ?) % 4294967291, id",
+    "random": "(id + ?) * 2654435761 % 4294967291, id",
 }
 
 
