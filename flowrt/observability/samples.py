@@ -125,8 +125,9 @@ class SampleFilter:
 
     def conditions(self) -> tuple[str, list[Any]]:
         """The WHERE clause, but for ``grep``, and its values."""
-        clauses = ["flow = ?"]
-        values: list[Any] = ["eval" if self.eval_name else "train"]
+        # A constant, which SQLite compares with the conditions of the indexes.
+        clauses = ["flow = 'eval'" if self.eval_name else "flow = 'train'"]
+        values: list[Any] = []
         columns: list[tuple[str, Any]] = [
             ("step >= ?", self.first_step),
             ("step <= ?", self.last_step),
