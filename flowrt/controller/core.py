@@ -76,12 +76,13 @@ HANDLERS: dict[type[m.Message], Handler] = {
     m.Heartbeat: members.heartbeat,
     m.Report: members.report,
     m.RendezvousKey: members.rendezvous_key,
+    m.Notice: members.notice,
 }
 """Every message that a worker may send, and the transition that handles it."""
 NO_PROGRESS: frozenset[type[m.Message]] = frozenset(
     (
         *(m.Pull, m.Offer, m.Heartbeat, m.Report, m.CancelRequest),
-        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey),
+        *(m.FetchFailed, m.TransferFailed, m.ReleaseLease, m.RendezvousKey, m.Notice),
     )
 )
 """Messages after which a run in which nothing else happens still counts as stalled; a pull that completes a lease is

@@ -60,6 +60,10 @@ class Observer:
         """Make the controller end the run with this exit code."""
         self._link.send(m.Stop(reason, code))
 
+    def log_event(self, text: str) -> None:
+        """Write a sentence about an exporter to events.jsonl."""
+        self._link.send(m.Notice("exporter", text))
+
     def close(self) -> None:
         self._link.send(m.Leave(""))
         self._link.close(0 if self.end_reason else None)

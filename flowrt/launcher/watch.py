@@ -21,6 +21,7 @@ from flowrt.errors import EXIT_OK, FlowError
 from flowrt.launcher.observer import address_of, connected, find_keys, statuses
 from flowrt.launcher.terminal import printable
 from flowrt.net.curve_keys import WorkerKeys
+from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import PageServer
 from flowrt.observability.run_reader import RunReader
@@ -66,7 +67,7 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     reader = RunReader(options.run_dir)
     keys = find_keys(options.keys, options.run_dir)
     token = run_token(options.run_dir)
-    server = PageServer(reader, Access(token, _names(options.host)))
+    server = PageServer(reader, Access(token, _names(options.host)), prometheus_text)
     port = await server.start(options.host, options.port)
     _say(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
     if not _is_loopback(options.host):

@@ -97,7 +97,7 @@ class _Segment:
         self.first_s, self.last_s = float("inf"), float("-inf")
 
 
-class Lanes:
+class TimelineLanes:
     """The timeline of a run, read as it grows."""
 
     def __init__(self, directory: Path) -> None:
@@ -118,12 +118,12 @@ class Lanes:
         ]
         return "; ".join(problems[:3]) or ("present" if self._segments else "missing")
 
-    def poll(self) -> None:
+    def read_new(self) -> None:
         """Read what has been written since the last call."""
         names = sorted(path.name for path in self._directory.glob("*.jsonl.gz"))
         self._segments = {name: self._segments.get(name) or _Segment(self._directory / name) for name in names}
         for segment in self._segments.values():
-            new = segment.tail.poll()
+            new = segment.tail.read_new()
             if new.is_replaced:
                 segment.clear()
             self._add(segment, new.lines)

@@ -140,17 +140,23 @@ class Replay:
             raise FlowError(f"the replay differs from the run: {self.mismatch}")
 
     def status(self, at_s: float | None = None) -> dict[str, Any]:
-        """Status, wait-for graph and leases at this moment, as JSON; ``at_s``: of the run clock, if that is later."""
+        """Status, wait-for graph, causes of waits and leases at this moment, as JSON.
+
+        Args:
+            at_s: the moment on the run clock, if that is later than the latest event.
+        """
         now = self.now if at_s is None else max(self.now, self.recording.header.start_s + at_s)
         shown = status(
             core=self.core, now=now, request_timeout_s=self._request_timeout_s, latest={}, numbers={}, cut_off={}
         )
         leases = self.core.state.table.leases.values()
+        waits = self.core.waits.open_waits(now)
         return {
             "term": self.recording.term,
             "events": self.events,
             "at_s": round(now - self.recording.header.start_s, 6),
             **shown,
+            "causes": [[one.worker, one.cause.value, one.root, round(now - one.start_s, 3)] for one in waits],
             "leases": [
                 {
                     "worker": lease.worker,

@@ -22,7 +22,7 @@ from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.sample_schema import SAMPLES
 from flowrt.errors import ConfigError, FlowError
-from flowrt.observability.lanes import MAX_LANES, Lanes
+from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Series
 from flowrt.observability.step_shares import merged
@@ -46,8 +46,8 @@ _REPLAY = "flowrt.observability.replay"
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """Something that was written since the last `RunReader.poll`."""
+class FileUpdate:
+    """Something that was written since the last `RunReader.read_new`."""
 
     kind: str
     """step: a line of metrics.jsonl; event: a line of events.jsonl; rewound: the first step that was rolled back."""
@@ -70,7 +70,7 @@ class RunReader:
         self._metrics = JsonTail(run_dir / METRICS)
         self._events = JsonTail(run_dir / EVENTS)
         self._shares = JsonTail(run_dir / ATTRIBUTION)
-        self._lanes = Lanes(run_dir / TIMELINE)
+        self._lanes = TimelineLanes(run_dir / TIMELINE)
         self._series = Series()
         self._event_lines: list[dict[str, Any]] = []
         self._thinned = 0  # events that came before those
@@ -79,39 +79,39 @@ class RunReader:
         self._token_texts: TokenTexts | None = None
         self._ledger_state = ""
         self._ledger_answer: tuple[object, dict[str, Any]] | None = None
-        self.poll()
+        self.read_new()
 
     # ---- tailing
 
-    def poll(self) -> list[Update]:
+    def read_new(self) -> list[FileUpdate]:
         """Read what has been written since the last call; returns the steps and events of it, in order."""
         self._read_shares()
         return [*self._read_metrics(), *self._read_events()]
 
-    def _read_metrics(self) -> list[Update]:
-        found, is_replaced = self._metrics.poll()
+    def _read_metrics(self) -> list[FileUpdate]:
+        found, is_replaced = self._metrics.read_new()
         lines = [line for line in found if _is_numbered(line, "wall_s")]
-        updates: list[Update] = []
+        updates: list[FileUpdate] = []
         if is_replaced:
             before, self._series = self._series, Series()
             for line in lines:
                 self._series.append(line)
             lost = before.first_difference(self._series)
             if lost is not None:
-                updates.append(Update("rewound", {"step": lost}, lost - 1))
+                updates.append(FileUpdate("rewound", {"step": lost}, lost - 1))
             known = before.steps[-1] if lost is None and before.steps else (lost or 0) - 1
             lines = [line for line in lines if line["step"] > known]
         else:
             for line in lines:
                 if self._series.steps and line["step"] <= self._series.steps[-1]:
-                    updates.append(Update("rewound", {"step": line["step"]}, line["step"] - 1))
+                    updates.append(FileUpdate("rewound", {"step": line["step"]}, line["step"] - 1))
                 self._series.append(line)
-                updates.append(Update("step", line, line["step"]))
+                updates.append(FileUpdate("step", line, line["step"]))
             return updates
-        return [*updates, *(Update("step", line, line["step"]) for line in lines)]
+        return [*updates, *(FileUpdate("step", line, line["step"]) for line in lines)]
 
-    def _read_events(self) -> list[Update]:
-        found, is_replaced = self._events.poll()
+    def _read_events(self) -> list[FileUpdate]:
+        found, is_replaced = self._events.read_new()
         lines = [line for line in found if isinstance(line.get("text"), str) and isinstance(line.get("kind"), str)]
         if is_replaced and self._event_lines:  # thinned: what comes after the last known one is new
             count = self._thinned + len(self._event_lines)
@@ -120,10 +120,10 @@ class RunReader:
             self._event_lines, self._thinned = lines[:known], count - known
             lines = lines[known:]
         self._event_lines += lines
-        return [Update("event", line, _whole(line.get("step"), -1)) for line in lines]
+        return [FileUpdate("event", line, _whole(line.get("step"), -1)) for line in lines]
 
     def _read_shares(self) -> None:
-        found, is_replaced = self._shares.poll()
+        found, is_replaced = self._shares.read_new()
         if is_replaced:
             self._share_lines, self._share_steps = [], []
         for line in found:
@@ -190,8 +190,8 @@ class RunReader:
     def timeline(
         self, t0: float | None = None, t1: float | None = None, rows: int = MAX_LANES, first: int | None = None
     ) -> dict[str, Any]:
-        """What the workers did and waited for; see `Lanes.window`."""
-        self._lanes.poll()
+        """What the workers did and waited for; see `TimelineLanes.window`."""
+        self._lanes.read_new()
         return self._lanes.window(t0, t1, rows=rows, first=first)
 
     def samples(self, asked: Mapping[str, str], limit: int, offset: int = 0) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class LineTail:
         self._reached = 0
         self._mark = b""
 
-    def poll(self) -> Appended:
+    def read_new(self) -> Appended:
         """The lines since the last call."""
         try:
             return self._poll()
@@ -92,14 +92,14 @@ class JsonTail:
             return f"{self._tail.path.name} has {self._damaged} damaged {lines}, left out"
         return "present" if self._tail.is_present else "missing"
 
-    def poll(self) -> tuple[list[dict[str, Any]], bool]:
+    def read_new(self) -> tuple[list[dict[str, Any]], bool]:
         """The objects since the last call, and whether the file was replaced by another one."""
-        new = self._tail.poll()
+        new = self._tail.read_new()
         if new.is_replaced:
             self._damaged = 0
         found = []
         for text in new.lines:
-            line = parse_object(text)
+            line = parse_line(text)
             if line is not None:
                 found.append(line)
             elif text.strip():
@@ -121,7 +121,7 @@ class GzipTail:
         self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         self._rest = b""
 
-    def poll(self) -> Appended:
+    def read_new(self) -> Appended:
         """The lines since the last call; after damage there are no more."""
         try:
             return self._poll()
@@ -167,7 +167,7 @@ class GzipTail:
         return unpacked
 
 
-def parse_object(text: bytes) -> dict[str, Any] | None:
+def parse_line(text: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if it has none."""
     try:
         line = json.loads(text)

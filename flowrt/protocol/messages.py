@@ -396,6 +396,14 @@ class Follow:
     workers: tuple[str, ...]
 
 
+@dataclass(slots=True)
+class Notice:
+    """observer: write this to events.jsonl; of a kind that the controller knows nothing of (exporter, warning)."""
+
+    kind: str
+    text: str
+
+
 Message = (
     Hello
     | Welcome
@@ -435,6 +443,7 @@ Message = (
     | VersionLost
     | Evaluated
     | SampleRecords
+    | Notice
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 11

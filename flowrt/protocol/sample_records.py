@@ -87,6 +87,8 @@ class GroupChoice:
 def pack_text(text: str) -> bytes:
     """A text in a record; compressed where that is smaller, and where it is no valid Unicode."""
     text = _cut(text, MAX_TEXT_CHARS)
+    if not _is_plain(text):  # two half characters that make a whole one are that one in JSON too
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     data = text.encode(errors="surrogatepass")
     if len(data) < COMPRESS_FROM_BYTES and _is_plain(text):
         return _PLAIN + data

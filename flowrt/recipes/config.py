@@ -699,6 +699,14 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True)
+class GuardsConfig:
+    """Guards in general; the rules are `[[guard]]`."""
+
+    command: str = ""
+    """Program and arguments, run when a guard fires, with the event as JSON on its input; it has 10 s."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
@@ -733,6 +741,10 @@ class RunConfig:
     """Which worker gets which ready samples."""
     guard: tuple[GuardConfig, ...] = ()
     """Guards, in addition to those that every run has: tables `[[guard]]`, or flags `--guard "METRIC above VALUE"`."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    """What is done when a guard fires."""
+    exporters: tuple[str, ...] = ()
+    """Exporters that `flowrt run` starts, each a process of its own: tensorboard, wandb, FILE.py:CLASS."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are sampled."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -107,7 +107,7 @@ def read_flags(
     guards, words = _take_all("--guard", words)
     rewards, words = _take_all("--reward", words)
     base = _with_rewards(_with_data(_with_guards(base, guards), data), rewards)
-    words = _joined("--eval.data", words)
+    words = _joined("--exporters", _joined("--eval.data", words))
     config = (tyro.conf.FlagConversionOff,)
     if "-h" in words or "--help" in words:
         value, kind = _documented(base, is_listed)

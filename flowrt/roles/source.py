@@ -38,10 +38,11 @@ async def run(session: Session, config: RunConfig) -> None:
 
     Due versions are evaluated meanwhile; a result that reaches ``eval.stop_at`` ends training.
     """
-    task = task_of(config)
-    columns = PromptColumns(config)
-    sets = task.training_sets()
-    evaluations = Evaluations(session, config, eval_sets_of(eval_sets(config, task), columns))
+    with session.timeline.busy("load"):
+        task = task_of(config)
+        columns = PromptColumns(config)
+        sets = task.training_sets()
+        evaluations = Evaluations(session, config, eval_sets_of(eval_sets(config, task), columns))
     await evaluations.at_start()
     if config.eval.only:
         session.finished()

@@ -13,8 +13,8 @@ import pytest
 
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.messages import MESSAGES, RendezvousKey
-from flowrt.protocol.records import MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MESSAGES, RendezvousKey, SampleRecords
+from flowrt.protocol.records import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
@@ -83,19 +83,21 @@ def test_nothing_imports_pickle_or_gathers_objects() -> None:
 
 
 def test_no_message_can_carry_a_tensor() -> None:
-    """Bytes stand in one field only, a lane's rendezvous key, which is read only up to 16 KiB."""
+    """Bytes stand in two fields only, which are read only up to a limit: rendezvous keys and stored samples."""
     fields = [
         f"{kind.__name__}.{field.name}"
         for kind in MESSAGES
         for field in dataclasses.fields(kind)
         if "bytes" in str(get_type_hints(kind)[field.name])
     ]
-    assert fields == ["RendezvousKey.value"]
-    assert MAX_SIGNAL_BYTES == 16 * 1024
+    assert fields == ["RendezvousKey.value", "SampleRecords.records"]
+    assert (MAX_SIGNAL_BYTES, MAX_RECORD_BYTES) == (16 * 1024, 256 * 1024)
     longest = RendezvousKey("reward0", "lane", "key", bytes(MAX_SIGNAL_BYTES))
     assert decode(encode(longest)) == longest
     with pytest.raises(RemoteProtocolError, match=r"RendezvousKey\.value must be at most 16384 bytes"):
         decode(encode(dataclasses.replace(longest, value=bytes(MAX_SIGNAL_BYTES + 1))))
+    with pytest.raises(RemoteProtocolError, match=r"SampleRecords\.records"):
+        decode(encode(SampleRecords((bytes(MAX_RECORD_BYTES + 1),))))
 
 
 def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
@@ -114,6 +116,10 @@ def test_everything_is_caught_only_where_somebody_elses_code_runs() -> None:
         *(["flowrt/engines/prompts.py"] * 3),  # a chat template is a program, with errors of its own
         "flowrt/launcher/fork_server/child.py",
         *(["flowrt/launcher/prompt_check.py"] * 2),  # tokenizers raises nothing narrower
+        "flowrt/observability/exporters/own.py",  # loading a user's exporter
+        *(["flowrt/observability/exporters/process.py"] * 2),  # calling it
+        "flowrt/observability/exporters/wandb_run.py",  # the end of wandb's run
+        "flowrt/observability/token_texts.py",  # tokenizers raises nothing narrower
         *(["flowrt/rewards/child.py"] * 2),  # loading a reward function, and calling it
         "flowrt/rewards/user_file.py",  # the text of what it raises
         *(["flowrt/roles/algorithm.py"] * 2),  # loading it, and calling it once

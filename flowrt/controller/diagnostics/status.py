@@ -24,6 +24,7 @@ def status(
     numbers: Mapping[str, float],
     cut_off: Mapping[str, float],
     evaluated: Mapping[str, Mapping[str, Any]] | None = None,
+    time: Mapping[str, Any] | None = None,
     *,
     brief: bool = False,
 ) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def status(
         numbers: numbers that workers reported for the summary.
         cut_off: workers whose link is down, and for how many seconds.
         evaluated: the newest results by data set.
+        time: the last line of attribution.jsonl; None before there is one.
         brief: of what there may be one for each worker, list a part, those with an alarm first, and count the others.
     """
     state, weights = core.state, core.state.models.policy
@@ -65,6 +67,7 @@ def status(
         "latest": dict(latest),
         "numbers": dict(numbers),
         "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
+        "time": None if time is None else dict(time),
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],
         "counts": {"states": states, "versions": dict(Counter(one.applied for one in receivers.values()))},
         "others": len(members) - len(listed),

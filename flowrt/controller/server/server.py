@@ -27,6 +27,7 @@ from flowrt.controller.events import (
     WorkerDisconnected,
 )
 from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
+from flowrt.controller.server.guard_command import GuardCommand
 from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
@@ -119,6 +120,7 @@ class Server:
         self._connections.on_removed = lambda worker: self.times.account.gone(worker, self._clock.now())
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
+        self._guard_command = GuardCommand(run_dir, self.warn)
         self._log_start()
 
     def store_samples(self, samples: SampleStore) -> None:
@@ -144,6 +146,10 @@ class Server:
     def record(self, recording: EventRecording) -> None:
         """Record all events from the first one on; called before `run`."""
         self._recording = recording
+
+    def tell_of_guards(self, command: str) -> None:
+        """Run this command of the user for each guard that fires."""
+        self._guard_command.command = command
 
     def bind(self, address: str) -> str:
         """Listen; returns the address with its actual port. Raises ConfigError if the address cannot be used."""
@@ -174,6 +180,7 @@ class Server:
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
+        await self._guard_command.finish()
         self.events.close()
         self.times.add_waits(self._core.waits.take())
         self.times.close(self._clock.now(), self._core.waits.open_waits(self._clock.now()))
@@ -207,20 +214,22 @@ class Server:
             for alive in self._connections.check_links(self._core.state.membership, self._clock.now()):
                 self._handle(alive)
             self._handle(Tick())
+            self._flush_recording()
             self._link.guard.check()
             self._send_status()
             self._flush()
             self._recorder.compact()
             self._recorder.write_samples(self._core.state.window.step, self._clock.now())
             self._write_times()
-            self._flush_recording()
 
     def _flush_recording(self) -> None:
         if self._recording is None:
             return
         self._recording.flush()
         if reason := self._recording.stopped():
-            log.warning("the recording for flowrt replay has stopped, and the run goes on: %s", reason)
+            text = f"the recording for flowrt replay has stopped, and the run goes on: {reason}"
+            log.warning("%s", text)
+            self.events.add("recorder", text, self._core.state.window.step, self._clock.now())
 
     def _write_times(self) -> None:
         now = self._clock.now()
@@ -397,7 +406,9 @@ class Server:
             case LogEvent(kind, step, text, about, fields):
                 if kind in ("guard", "warning"):
                     log.warning("step %d: %s", step, text)
-                self.events.add(kind, text, step, now, about, **dict(fields))
+                event = self.events.add(kind, text, step, now, about, **dict(fields))
+                if kind == "guard":
+                    self._guard_command.tell(event)
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
                 self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)
@@ -407,6 +418,10 @@ class Server:
                 self._ended.set()
             case _:
                 self._recorder.record(command, now)
+
+    def warn(self, text: str) -> None:
+        """Warn in the log and in events.jsonl."""
+        self._execute(LogEvent("warning", self._core.state.window.step, text), self._clock.now())
 
     def _log_start(self) -> None:
         """Write how this controller begins to events.jsonl."""
@@ -485,6 +500,7 @@ class Server:
             latest=self.metrics.latest,
             numbers=self.metrics.numbers,
             cut_off=self._connections.cut_off(),
+            time=self.times.latest,
             evaluated=self.metrics.evaluation_summary(),
             brief=brief,
         ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}

@@ -7,7 +7,7 @@ from flowrt.controller.events import AppendLedger, AppendReplay, Command, Evalua
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.controller.storage.sample_store import Outcome, SampleStore
+from flowrt.controller.storage.sample_store import GroupEnd, SampleStore
 from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import FlowError
 from flowrt.net.connection_guard import RateLimitedLog
@@ -43,7 +43,7 @@ class RunRecorder:
                     if self._times is not None:
                         self._times.account.training_started(now)
                 elif self.samples is not None and command.state in ("trained", "dropped"):
-                    self.samples.ended(Outcome(command.epoch, command.prompt, command.step, command.reason))
+                    self.samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
             case AppendReplay(entry):
                 self._ledger.append_replay(entry)
             case StepClosed():

@@ -33,7 +33,7 @@ from flowrt.protocol.sample_records import (
     decode_record,
     stored_text,
 )
-from flowrt.runtime.waits import join_thread
+from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 BYTES_PER_S = 1_000_000.0
 """Records of a run per second, over longer times."""
@@ -78,8 +78,10 @@ UPDATE samples SET step = ?, flagged = MAX(flagged, ?), reason = CASE reason WHE
 WHERE flow = 'train' AND epoch = ? AND prompt = ? AND life = ?
 """
 
+CLOSED = BoundedElsewhere("SampleStore.close")
 
-class Outcome(NamedTuple):
+
+class GroupEnd(NamedTuple):
     """How a prompt ended: in which step it was trained or dropped, and why."""
 
     epoch: int
@@ -95,7 +97,7 @@ class _Batch:
 
     records: Sequence[tuple[bytes, int]]
     """Records, each with the step in training when it came."""
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[GroupEnd]
     left_out: Counter[str]
     size: int
 
@@ -115,7 +117,7 @@ class SampleStore:
         self._per_step = per_step
         self._max_bytes = max_bytes
         self._records: list[tuple[bytes, int]] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[GroupEnd] = []
         self._left_out: Counter[str] = Counter()
         self._size = 0
         self._allowed = float(BURST_BYTES)
@@ -150,7 +152,7 @@ class SampleStore:
             self._size += size
             self._records += [(record, step) for record in records]
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: GroupEnd) -> None:
         """A prompt was trained or dropped."""
         self._outcomes.append(outcome)
 
@@ -178,7 +180,7 @@ class SampleStore:
         return notices + self.tick()
 
     def _run(self, writer: "SampleWriter") -> None:
-        while (batch := self._batches.get()) is not None:
+        while (batch := blocking(self._batches.get, CLOSED, "samples to write", "the event loop")) is not None:
             if notice := writer.write(batch.records, batch.outcomes, batch.left_out):
                 self._notices.put(notice)
             with self._lock:
@@ -200,7 +202,7 @@ class SampleWriter:
         self._retry_s = 0.0
         self._has_failed = False
         self._left_out: Counter[str] = Counter()
-        self._ends: OrderedDict[tuple[int, int], Outcome] = OrderedDict()
+        self._ends: OrderedDict[tuple[int, int], GroupEnd] = OrderedDict()
         self._trained: OrderedDict[tuple[int, int, int, int], TrainedSample] = OrderedDict()
         """Trained samples whose record of the reward worker has not come."""
         self._singles: OrderedDict[int, int] = OrderedDict()
@@ -209,7 +211,7 @@ class SampleWriter:
     def write(
         self,
         records: Sequence[tuple[bytes, int]],
-        outcomes: Sequence[Outcome] = (),
+        outcomes: Sequence[GroupEnd] = (),
         left_out: Counter[str] | None = None,
     ) -> str:
         """Write records with the steps in which they came, and ends of prompts, in one transaction.
@@ -352,7 +354,7 @@ class SampleWriter:
             if len(self._trained) > MAX_REMEMBERED:
                 self._trained.popitem(last=False)
 
-    def _end(self, database: sqlite3.Connection, outcome: Outcome) -> None:
+    def _end(self, database: sqlite3.Connection, outcome: GroupEnd) -> None:
         """Note the step, and why a prompt was dropped; leaves out filtered groups beyond the limit of a step."""
         key = (outcome.epoch, outcome.prompt)
         self._ends[key] = outcome

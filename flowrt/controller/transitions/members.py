@@ -1,7 +1,9 @@
 """Members: workers that join, report, complete their roles, leave or are lost, and what they send to each other."""
 
+from collections.abc import Mapping
+
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Command, Dismiss, LogEvent, Send, WorkerConnected
+from flowrt.controller.events import AppendReplay, Command, Dismiss, EventKind, LogEvent, Send, WorkerConnected
 from flowrt.controller.state.membership import Member
 from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
 from flowrt.controller.state.state import State
@@ -14,6 +16,8 @@ MAX_REASON_CHARS = 4000
 """Maximum length of a reason that a worker gives."""
 MAX_EXIT_CODE = 255
 KEY_OVERHEAD_BYTES = 100
+NOTICES: Mapping[str, EventKind] = {"exporter": "exporter", "warning": "warning"}
+"""Kinds of events that an observer may write."""
 
 
 def connected(state: State, event: WorkerConnected, now: float) -> list[Command]:
@@ -131,6 +135,16 @@ def stop(state: State, env: Environment, worker: WorkerId, message: m.Stop, now:
     if fault:
         raise RemoteProtocolError(fault)
     return state.end(message.reason[:MAX_REASON_CHARS], message.code)
+
+
+def notice(state: State, env: Environment, worker: WorkerId, message: m.Notice, now: float) -> list[Command]:
+    """An observer has an event to write down."""
+    fault = state.membership.role_fault(worker, (OBSERVER,), "writes an event")
+    if not fault and message.kind not in NOTICES:
+        fault = f"{worker} writes an event of kind {message.kind!r:.80}; there is {' and '.join(NOTICES)}"
+    if fault:
+        raise RemoteProtocolError(fault)
+    return [LogEvent(NOTICES[message.kind], state.window.step, message.text[:MAX_REASON_CHARS])]
 
 
 def rendezvous_key(

@@ -152,6 +152,10 @@ def _print(
         + ("; every invariant holds after every event" if options.check else "")
     )
     console.print(draw(status))
+    causes = Table("worker", "cause", "root", "since", title="what each worker that waits is held up by")
+    for worker, cause, root, since_s in status["causes"]:
+        causes.add_row(Text(printable(worker)), cause, Text(printable(root)), f"{since_s:.3f} s")
+    console.print(causes)
     console.print(_leases_table(replay, status))
     if status["ended"] is not None:
         console.print(f"the run has ended (exit code {status['ended'][1]}): {printable(status['ended'][0])}")

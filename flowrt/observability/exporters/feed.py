@@ -44,7 +44,7 @@ class Feed:
         self._samples_due: dict[tuple[str, int], float] = {}
         self._gone_since_s: float | None = None
 
-    def poll(self, is_last: bool = False) -> int:
+    def read_new(self, is_last: bool = False) -> int:
         """Pass on what is new; returns the number of lines. ``is_last``: do not wait for samples."""
         events = self._new_events()
         steps = self._new_steps()
@@ -55,7 +55,7 @@ class Feed:
         for line in steps:
             self._sink.step(line)
             self._samples_due.setdefault(("", line["step"]), monotonic())
-        found, _ = self._shares.poll()
+        found, _ = self._shares.read_new()
         for line in found:
             if self._is_wanted(line.get("step")):
                 self._sink.shares(line)
@@ -76,7 +76,7 @@ class Feed:
         return type(step) is int and self._first <= step and (self._last is None or step <= self._last)
 
     def _new_steps(self) -> list[dict[str, Any]]:
-        found, is_replaced = self._metrics.poll()
+        found, is_replaced = self._metrics.read_new()
         lines = [line for line in found if is_step(line)]
         if is_replaced:  # rewritten after a resume
             known = 0
@@ -107,7 +107,7 @@ class Feed:
             del self._steps[count:], self._ends_s[count:]
 
     def _new_events(self) -> list[dict[str, Any]]:
-        found, is_replaced = self._events.poll()
+        found, is_replaced = self._events.read_new()
         lines = [line for line in found if isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)]
         if is_replaced:  # thinned: what was known is a part of it, up to the newest line that was
             lines = [line for line in lines if _time(line) > self._last_event_s]

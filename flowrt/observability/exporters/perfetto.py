@@ -1,10 +1,10 @@
-"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
+"""PerfettoTrace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
 
 - Slices of a track never overlap, which the format forbids: what a worker does at the same time as something else is on
   a further track of it, and so are its waits.
 - Times are microseconds since the start of the run, to the nanosecond.
 
-Format: Trace Event Format, "Trace Event Format" document of the Chromium project.
+Format: PerfettoTrace Event Format, "PerfettoTrace Event Format" document of the Chromium project.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from flowrt.errors import ConfigError
 from flowrt.observability.run_reader import EVENTS, METRICS, TIMELINE
-from flowrt.observability.tails import GzipTail, JsonTail, parse_object
+from flowrt.observability.tails import GzipTail, JsonTail, parse_line
 from flowrt.runtime.files import partial_path
 from flowrt.runtime.timeline import is_step
 
@@ -46,7 +46,7 @@ class _Span:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerTracks:
     name: str
     role: str
     work: list[_Span] = field(default_factory=list)
@@ -54,7 +54,7 @@ class _Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class PerfettoTrace:
     """What was written."""
 
     slices: int
@@ -65,7 +65,7 @@ class Trace:
 
 def write_trace(
     run_dir: Path, path: Path, first: int = 0, last: int | None = None, max_slices: int = MAX_SLICES
-) -> Trace:
+) -> PerfettoTrace:
     """Write the trace of a run, compressed if the name ends with .gz.
 
     Args:
@@ -78,8 +78,8 @@ def write_trace(
     Raises ConfigError if there is nothing to write, or no such steps.
     """
     metrics, events = JsonTail(run_dir / METRICS), JsonTail(run_dir / EVENTS)
-    steps = [line for line in metrics.poll()[0] if is_step(line)]
-    happened = [line for line in events.poll()[0] if _is_event(line)]
+    steps = [line for line in metrics.read_new()[0] if is_step(line)]
+    happened = [line for line in events.read_new()[0] if _is_event(line)]
     from_ns, to_ns = _window(steps, first, last)
     workers, problems = _read(run_dir / TIMELINE)
     problems += [tail.state for tail in (metrics, events) if tail.state not in ("present", "missing")]
@@ -96,11 +96,11 @@ def write_trace(
             file.write(f"{separator}{json.dumps(event, allow_nan=False)}")
             separator = ",\n"
         file.write("\n]}\n")
-    return Trace(slices, left_out, tuple(problems))
+    return PerfettoTrace(slices, left_out, tuple(problems))
 
 
 def _all_events(
-    workers: Iterable[_Worker],
+    workers: Iterable[_WorkerTracks],
     steps: Iterable[Mapping[str, Any]],
     happened: Iterable[Mapping[str, Any]],
     versions: Sequence[Mapping[str, Any]],
@@ -218,19 +218,19 @@ def _window(steps: list[dict[str, Any]], first: int, last: int | None) -> tuple[
     return _ns(before[-1]) if before else 0, _ns(wanted[-1]["wall_s"]) if last is not None else _FOREVER
 
 
-def _read(directory: Path) -> tuple[list[_Worker], list[str]]:
+def _read(directory: Path) -> tuple[list[_WorkerTracks], list[str]]:
     """The workers with their spans, by role and name, and what could not be read."""
-    workers: dict[str, _Worker] = {}
+    workers: dict[str, _WorkerTracks] = {}
     problems: list[str] = []
     damaged = 0
     for path in sorted(directory.glob("*.jsonl.gz")):
         tail = GzipTail(path)
-        for text in tail.poll().lines:
-            line = parse_object(text)
+        for text in tail.read_new().lines:
+            line = parse_line(text)
             if line is None or not _is_span(line):
                 damaged += bool(text.strip())
                 continue
-            worker = workers.setdefault(line["worker"], _Worker(line["worker"], str(line.get("role", ""))))
+            worker = workers.setdefault(line["worker"], _WorkerTracks(line["worker"], str(line.get("role", ""))))
             is_wait = "wait" in line
             name = str(line["wait"] if is_wait else line.get("kind", ""))
             keys = ("root",) if is_wait else ("rows", "worked_s")
@@ -242,7 +242,7 @@ def _read(directory: Path) -> tuple[list[_Worker], list[str]]:
     return sorted(workers.values(), key=lambda one: (one.role, one.name)), problems
 
 
-def _limit(workers: Iterable[_Worker], from_ns: int, to_ns: int, most: int) -> int:
+def _limit(workers: Iterable[_WorkerTracks], from_ns: int, to_ns: int, most: int) -> int:
     """Sort the spans of the window; those beyond ``most``, the latest, are left out: returns how many."""
     starts: list[int] = []
     lists = [spans for worker in workers for spans in (worker.work, worker.waits)]
@@ -312,6 +312,5 @@ def _opened(path: Path) -> Iterator[TextIO]:
                 with text:
                     yield text
         partial.rename(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)  # it is still there if the block has failed

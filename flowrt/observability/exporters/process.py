@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -17,6 +18,7 @@ from flowrt.observability.exporters.feed import Feed
 from flowrt.observability.exporters.names import TENSORBOARD, WANDB
 from flowrt.observability.exporters.sink import Sink
 from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.waits import blocking, join_thread
 
 log = logging.getLogger("flowrt")
 POLL_S = 0.5
@@ -43,10 +45,10 @@ def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
     """Pass on what there is and, if the run is followed, what comes, until its end or ``stop``."""
     while is_live:
         is_over = feed.is_over(monotonic())
-        feed.poll()
-        if is_over or stop.wait(POLL_S):
+        feed.read_new()
+        if is_over or blocking(partial(stop.wait, POLL_S), POLL_S, "more of the run", "its controller"):
             break
-    feed.poll(is_last=True)
+    feed.read_new(is_last=True)
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
@@ -104,10 +106,10 @@ def _closed(sink: Sink) -> tuple[str, int]:
 
     closing = Thread(target=close, daemon=True)
     closing.start()
-    closing.join(CLOSE_S)
+    has_ended = join_thread(closing, CLOSE_S)
     if failed:
         return f"its end failed: {type(failed[0]).__name__}: {failed[0]}", EXIT_FAILED
-    if closing.is_alive():
+    if not has_ended:
         return f"it did not end within {CLOSE_S:.0f} s and is left", EXIT_FAILED
     return said[0], EXIT_OK
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from flowrt.errors import WaitExpired
 from flowrt.observability.json_text import to_json
 from flowrt.observability.page.access import refuse
-from flowrt.observability.run_reader import Update
+from flowrt.observability.run_reader import FileUpdate
 from flowrt.runtime.waits import wait_until
 
 MAX_WATCHERS = 100
@@ -48,7 +48,7 @@ class Stream:
     """All open pages of a run, and what is sent to them."""
 
     def __init__(self) -> None:
-        self._updates: deque[Update] = deque(maxlen=KEPT_UPDATES)
+        self._updates: deque[FileUpdate] = deque(maxlen=KEPT_UPDATES)
         self._next = 0
         self._watchers: set[Watcher] = set()
         self._status = event("status", None)
@@ -57,7 +57,7 @@ class Stream:
     def __len__(self) -> int:
         return len(self._watchers)
 
-    def add(self, updates: Iterable[Update]) -> None:
+    def add(self, updates: Iterable[FileUpdate]) -> None:
         """Send updates to all pages."""
         for update in updates:
             self._updates.append(update)
@@ -117,7 +117,7 @@ class Stream:
         watcher = Watcher(self._next)
         if known is None or known == next_step - 1:
             return watcher, ""
-        missed: list[Update] = []
+        missed: list[FileUpdate] = []
         for update in reversed(self._updates):
             if update.kind == "step" and update.step == known:
                 return watcher, "".join(event(one.kind, one.content, one.step) for one in reversed(missed))

@@ -13,7 +13,7 @@ import pytest
 
 from flowrt.controller.storage import sample_store
 from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import Outcome, SampleStore, SampleWriter
+from flowrt.controller.storage.sample_store import GroupEnd, SampleStore, SampleWriter
 from flowrt.errors import FlowError
 from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.sample_records import (
@@ -84,7 +84,7 @@ def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
     tmp_path: Path, order: tuple[int, ...], at_once: bool
 ) -> None:
     one = writer(tmp_path)
-    records = [([(data(scored()), 6)], []), ([(data(trained()), 6)], []), ([], [Outcome(0, 1, 7)])]
+    records = [([(data(scored()), 6)], []), ([(data(trained()), 6)], []), ([], [GroupEnd(0, 1, 7)])]
     for at in order:
         assert not one.write(*records[at])
         if not at_once:  # as several transactions; together otherwise, which is the same for the file
@@ -105,7 +105,7 @@ def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
 def test_a_dropped_prompt_gives_its_reason_to_samples_without_one_of_their_own(tmp_path: Path) -> None:
     one = writer(tmp_path)
     one.write([(data(scored(member=0, reason="timeout: f.py took more than 10 s")), 3), (data(scored(member=1)), 3)])
-    one.write([], [Outcome(0, 1, 4, "lost: timeout; that was attempt 3")])
+    one.write([], [GroupEnd(0, 1, 4, "lost: timeout; that was attempt 3")])
     one.write([(data(scored(member=2)), 5)])  # it was on its way when the prompt was dropped
     one.close()
     reader = SampleReader(tmp_path)
@@ -122,8 +122,8 @@ def test_filtered_groups_take_no_more_rows_of_a_step_than_all_others(tmp_path: P
     one = writer(tmp_path, per_step=8)
     for prompt in range(5):
         one.write([(data(scored(prompt, member)), 0) for member in range(4)])
-        one.write([], [Outcome(0, prompt, 0, "filtered: all rewards are equal")])
-    one.write([(data(scored(5, member)), 0) for member in range(4)], [Outcome(0, 5, 0)])
+        one.write([], [GroupEnd(0, prompt, 0, "filtered: all rewards are equal")])
+    one.write([(data(scored(5, member)), 0) for member in range(4)], [GroupEnd(0, 5, 0)])
     one.close()
     assert SampleReader(tmp_path).reasons() == {"filtered": 8}
     assert {row.prompt for row in rows(tmp_path)} == {0, 1, 5}
@@ -160,10 +160,10 @@ def test_answers_of_each_version_are_rows_of_their_own(tmp_path: Path) -> None:
 
 def test_samples_of_steps_that_are_rolled_back_stay_with_their_life(tmp_path: Path) -> None:
     first = writer(tmp_path)
-    first.write([(data(scored(step)), step) for step in range(4)], [Outcome(0, step, step) for step in range(4)])
+    first.write([(data(scored(step)), step) for step in range(4)], [GroupEnd(0, step, step) for step in range(4)])
     first.close()
     second = writer(tmp_path, life=2, step=2)
-    second.write([(data(scored(2)), 2)], [Outcome(0, 2, 2)])
+    second.write([(data(scored(2)), 2)], [GroupEnd(0, 2, 2)])
     second.close()
     found = {(row.step, row.life): row.rolled_back for row in rows(tmp_path)}
     assert found == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
@@ -226,7 +226,7 @@ def test_the_size_is_bounded_and_flagged_samples_are_the_last_to_go(tmp_path: Pa
     for step in range(steps):
         records = [scored(step, member, completion=f"{step} " * 100) for member in range(4)]
         records[0].reason = "timeout: it took too long" if step % 10 == 0 else ""
-        one.write([(data(record), step) for record in records], [Outcome(0, step, step)])
+        one.write([(data(record), step) for record in records], [GroupEnd(0, step, step)])
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 2_300_000  # and the log
     one.close()
     assert (tmp_path / SAMPLES).stat().st_size <= limit + 32_768
@@ -330,7 +330,7 @@ def test_a_damaged_file_is_one_notice_and_is_left_alone(tmp_path: Path, monkeypa
     notices: list[str] = []
     for step in range(3):
         store.add([data(scored(step))], step, 0.0)
-        store.ended(Outcome(0, step, step))
+        store.ended(GroupEnd(0, step, step))
         notices += store.tick()
     notices += store.close()
     assert len(notices) == 1

@@ -1,0 +1,171 @@
+"""Recordings of the controller's core: whether they replay, and what they cost.
+
+- replays_wrong: of 200 simulated runs with all kinds of faults, each replayed in three processes of other hash seeds
+  (10 runs with --quick), those whose commands or states differ; replayed_states: number of states that were compared;
+- recorder_bytes, recorder_bytes_simulated: bytes of recording an event, of the default job and of those runs;
+  recorder_bytes_a_sample: of the default job, a trained sample;
+- recorder_ratio: samples/s of the default job over that without recording, by turns (median of 5; one with --quick);
+- core_events_per_s, core_recorded_ratio: events of the default job that the core handles a second, messages decoded and
+  encoded as by the server, and the same with a recording over that without (median of 9, by turns).
+"""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.events import MessageReceived, Send
+from flowrt.controller.storage.recording import EventRecording
+from flowrt.controller.storage.recording_format import read_event
+from flowrt.observability.recordings import Recordings, TermRecording
+from flowrt.protocol.codec import encode
+from flowrt.recipes import grpo
+from flowrt.recipes.config_io import from_toml
+
+BOUNDS: Mapping[str, float] = {"replays_wrong": 0.0, "recorder_bytes_simulated": 20.0}
+FLOORS: Mapping[str, float] = {"recorder_ratio": 0.99, "core_recorded_ratio": 0.97}
+HASH_SEEDS = ("0", "1", "2")
+RUNS, QUICK_RUNS = 200, 10
+JOB_TIMEOUT_S, RUNS_TIMEOUT_S = 400.0, 3600.0
+TURNS, CORE_TURNS = 5, 9
+LIMIT_BYTES = 1 << 30
+ROOT = Path(__file__).parents[2]
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """All figures of this row."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        return {**_simulated(place, QUICK_RUNS if quick else RUNS), **_job(place, quick)}
+
+
+def _bytes_and_events(run_dirs: Iterator[Path]) -> tuple[int, int]:
+    size, events = 0, 0
+    for run_dir in run_dirs:
+        for recording in Recordings.of(run_dir).terms.values():
+            size += sum(path.stat().st_size for path in recording.paths)
+            events += recording.extent().events
+    return size, events
+
+
+# ---- simulated runs
+
+
+def _simulated(place: Path, runs: int) -> dict[str, float]:
+    lines = [json.loads(line) for line in _child("record_child", [str(runs), str(place / "simulated")]).splitlines()]
+    wrong, states = 0, 0
+    questions = "".join(f"{line['run_dir']}\n" for line in lines)
+    for seed in HASH_SEEDS:
+        answers = [json.loads(line) for line in _child("replay_child", [], questions, seed).splitlines()]
+        for line, answer in zip(lines, answers, strict=True):
+            wrong += answer != line["states"]
+            states += len(answer)
+    size, events = _bytes_and_events(Path(line["run_dir"]) for line in lines)
+    return {
+        "replays_wrong": float(wrong),
+        "replayed_states": float(states),
+        "recorder_bytes_simulated": size / events,
+    }
+
+
+def _child(module: str, words: list[str], questions: str = "", hash_seed: str = "random") -> str:
+    """What a child of the property tests prints."""
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.property.{module}", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        input=questions,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=RUNS_TIMEOUT_S,
+        check=True,
+    ).stdout
+
+
+# ---- the default job
+
+
+def _job(place: Path, quick: bool) -> dict[str, float]:
+    rates: dict[int, list[float]] = {0: [], 1024: []}
+    recorded: list[Path] = []
+    samples = 0
+    for turn, limit_mb in itertools.product(range(1 if quick else TURNS), rates):
+        run_dir = place / f"{turn}-{limit_mb}"
+        words = ["--recorder.mb", str(limit_mb), "--seed", str(turn), "--steps", "20" if quick else "120"]
+        summary = _run(run_dir, words)
+        rates[limit_mb].append(summary["samples_per_s"])
+        if limit_mb:
+            recorded.append(run_dir)
+            samples += summary["samples"]
+    size, events = _bytes_and_events(iter(recorded))
+    ratios = [on / off for off, on in zip(*rates.values(), strict=True)]
+    return {
+        "recorder_bytes": size / events,
+        "recorder_bytes_a_sample": size / samples,
+        "recorder_ratio": statistics.median(ratios),
+        **_core(place, Recordings.of(recorded[0]).of_term(1)),
+    }
+
+
+def _run(run_dir: Path, words: list[str]) -> dict[str, Any]:
+    """The summary of a run of the default job."""
+    flowrt = Path(sys.executable).with_name("flowrt")
+    subprocess.run(
+        [str(flowrt), "run", "--run-dir", str(run_dir), *words],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=JOB_TIMEOUT_S,
+    )
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+Recorded = tuple[int, str, bytes, float]
+"""Kind, sender, bytes and time of an event."""
+
+
+def _core(place: Path, recording: TermRecording) -> dict[str, float]:
+    events: list[Recorded] = []
+    names: list[str] = []
+    for block in recording.blocks():
+        names += block.names
+        senders = [names[worker] if names else "" for worker in block.workers]
+        events += zip(block.kinds, senders, block.data, block.times, strict=True)
+    plain, ratios = [], []
+    for turn in range(CORE_TURNS):
+        plain.append(_events_per_s(recording, events, None))
+        ratios.append(_events_per_s(recording, events, place / f"core-{turn}") / plain[-1])
+    return {"core_events_per_s": statistics.median(plain), "core_recorded_ratio": statistics.median(ratios)}
+
+
+def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Path | None) -> float:
+    """The rate of a core, with a recording in ``run_dir`` or without one; the time to write its rest is included."""
+    inputs = recording.header.inputs
+    core = grpo.core(from_toml(inputs.config), inputs)
+    recorder = None
+    if run_dir is not None:
+        run_dir.mkdir()
+        recorder = EventRecording(run_dir, inputs, LIMIT_BYTES)
+        recorder.begin(recording.header.start_s)
+    start_s = time.perf_counter()
+    for kind, worker, data, now in events:
+        event = read_event(kind, worker, data)
+        if recorder is not None:
+            if type(event) is MessageReceived:
+                recorder.message(worker, data, now)
+            else:
+                recorder.event(event, now)
+        commands = core.handle(event, now)
+        encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
+        if recorder is not None:
+            recorder.commands(commands, encoded)
+    if recorder is not None:
+        recorder.close()
+    return len(events) / (time.perf_counter() - start_s)

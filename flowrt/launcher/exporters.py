@@ -1,0 +1,118 @@
+"""Exporters of a run as processes: started with the run, restarted when they fail, ended after it.
+
+An exporter that fails costs no sample and no step: it is a line in the terminal and in events.jsonl.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, WaitExpired
+from flowrt.launcher.processes import Child, Children
+from flowrt.launcher.supervision import RUN
+from flowrt.observability.exporters.names import check_exporter, log_name, target_of
+from flowrt.observability.exporters.process import CLOSE_S
+from flowrt.recipes.config import RunConfig
+from flowrt.runtime.waits import cancel_and_wait, pause, wait_all
+
+MODULE = "flowrt.observability.exporters.process"
+MAX_RESTARTS = 3
+BACKOFF_S = 1.0
+END_S = CLOSE_S + 5.0
+KILL_S = 5.0
+
+
+def check_exporters(config: RunConfig) -> None:
+    """Raises ConfigError for exporters of a run that cannot be started."""
+    for name in config.exporters:
+        check_exporter(name)
+    names = [log_name(name) for name in config.exporters]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"exporters has two that are named {twice[0].removeprefix('exporter-')!r}; leave out one")
+
+
+class ExporterProcesses:
+    """The exporters of one run."""
+
+    def __init__(
+        self,
+        children: Children,
+        run_dir: Path,
+        names: Sequence[str],
+        report: Callable[[str], None],
+        log_event: Callable[[str], None],
+    ) -> None:
+        """Start none yet.
+
+        Args:
+            children: the processes of the launcher.
+            run_dir: the run directory.
+            names: of the exporters, as in the configuration.
+            report: shows a sentence to the user.
+            log_event: writes a sentence to events.jsonl, while the run goes on.
+        """
+        self._children = children
+        self._run_dir = run_dir
+        self._names = names
+        self._report = report
+        self._log_event = log_event
+        self._ending = asyncio.Event()
+        self._running: dict[str, Child] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start all, each watched by a task."""
+        self._watchers = [asyncio.create_task(self._watch(name)) for name in self._names]
+
+    def stop(self) -> None:
+        """Tell all to pass on what is left, and to end."""
+        self._ending.set()
+        for child in self._running.values():
+            if child.process.returncode is None:
+                child.process.send_signal(signal.SIGTERM)
+
+    async def finish(self) -> None:
+        """Wait for the end of all, after `stop`; those that hang are killed."""
+        try:
+            await wait_all(self._watchers, END_S, "the exporters to end", "each of them")
+        except WaitExpired:
+            for child in self._running.values():
+                if child.process.returncode is None:
+                    self._report(f"{child.name} did not end within {END_S:.0f} s and is killed; see {child.log}")
+                    self._children.signal_group(child, signal.SIGKILL)
+            await cancel_and_wait(self._watchers, KILL_S)
+
+    async def _watch(self, name: str) -> None:
+        """Start an exporter, and again when it fails."""
+        for left in reversed(range(MAX_RESTARTS + 1)):
+            if self._ending.is_set():
+                return
+            try:
+                child = await self._children.start(log_name(name), self._words(name))
+            except ConfigError as error:
+                self._say(str(error))
+                return
+            self._running[name] = child
+            if self._ending.is_set():
+                child.process.send_signal(signal.SIGTERM)
+            code = await child.wait_exit(RUN)
+            if code == EXIT_OK:
+                return
+            if code == EXIT_BAD_INPUT or not left:
+                self._say(f"{child.log_tail()}; the run goes on without it")
+                return
+            if not self._ending.is_set():
+                self._say(f"{child.log_tail()}; it is started again")
+                await pause(BACKOFF_S)
+
+    def _words(self, name: str) -> list[str]:
+        target = target_of(name, self._run_dir)
+        run = ["--run", str(self._run_dir), "--to", name, "--target", str(target), "--follow"]
+        return [sys.executable, "-m", MODULE, *run]
+
+    def _say(self, text: str) -> None:
+        self._report(text)
+        if not self._ending.is_set():
+            self._log_event(text)

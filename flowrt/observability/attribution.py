@@ -1,0 +1,165 @@
+"""Where the time of a run went: attribution.jsonl read and added up, of a live, finished or killed run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrt.controller.attribution.account import Sums
+from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
+from flowrt.controller.attribution.sweep import sweep
+from flowrt.controller.storage.time_recorder import ATTRIBUTION, is_attribution
+from flowrt.controller.storage.timeline_file import read_timeline
+from flowrt.ids import WorkerId
+from flowrt.runtime.timeline import read_lines
+
+WAITS = {
+    Kind.SAMPLES.value: "waiting for samples",
+    Kind.GATE.value: "behind the gate",
+    Kind.WEIGHTS.value: "waiting for weights",
+    Kind.UPDATE.value: "updating weights",
+    Kind.SAVE.value: "saving",
+    Kind.AWAY.value: "away",
+    Kind.OTHER.value: "unexplained",
+}
+"""Kinds of time that are not work, as sentences say them."""
+MIN_SHARE = 0.05
+"""Share of a role's time from which a sentence says it."""
+MIN_ROOT_SHARE = 0.3
+"""Share of a wait from which a sentence names its root."""
+CAUSES = {cause.value: cause for cause in Cause}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one or more steps, added up."""
+
+    steps: tuple[int, int]
+    """The first and the last one."""
+    from_s: float
+    to_s: float
+    workers: Mapping[str, int]
+    """Most workers of a role in one of the steps."""
+    roles: Mapping[str, Mapping[str, float]]
+    """Seconds by role and kind."""
+    roots: Mapping[tuple[str, str, str], float]
+    """Seconds by role, kind and root."""
+    worst: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds by kind and worker, of the worst workers of each step."""
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """The share of each kind in the time of a role."""
+        return {
+            role: {kind: of.get(kind, 0.0) / max(sum(of.values()), 1e-9) for kind in KINDS}
+            for role, of in self.roles.items()
+        }
+
+    def root(self, role: str, kind: str) -> tuple[str, float]:
+        """The root with the most seconds of a wait, and its share of them; empty if there is none."""
+        found = {root: seconds for (of, cause, root), seconds in self.roots.items() if (of, cause) == (role, kind)}
+        if not found:
+            return "", 0.0
+        first = max(found, key=lambda root: found[root])
+        return first, min(found[first] / max(self.roles[role].get(kind, 0.0), 1e-9), 1.0)
+
+    def sentence(self, role: str) -> str:
+        """What a role's time went to besides work: "rollout: 41 % behind the gate, because of the trainer (66 %)"."""
+        of = self.shares()[role]
+        waits = {kind: of[kind] for kind in WAITS if of[kind] >= MIN_SHARE}
+        kind = max(waits, key=lambda one: waits[one], default="")
+        if not kind:
+            return f"{role}: {of[Kind.BUSY.value]:.0%} busy".replace("%", " %")
+        root, share = self.root(role, kind)
+        name = f"the {root}" if root in self.roles else root
+        because = f", because of {name} ({share:.0%})" if root and share >= MIN_ROOT_SHARE else ""
+        return f"{role}: {waits[kind]:.0%} {WAITS[kind]}{because}".replace("%", " %")
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "steps": list(self.steps),
+            "from_s": self.from_s,
+            "to_s": self.to_s,
+            "roles": {role: {"workers": self.workers.get(role, 0), **of} for role, of in self.roles.items()},
+            "shares": self.shares(),
+            "roots": [[*key, seconds] for key, seconds in self.roots.items()],
+            "worst": {kind: list(map(list, of.items())) for kind, of in self.worst.items()},
+            "sentences": [self.sentence(role) for role in self.roles],
+        }
+
+
+def read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a run, and the number of damaged ones; none if it has no such file. Raises OSError if unreadable."""
+    path = run_dir / ATTRIBUTION
+    return read_lines(path, is_attribution) if path.is_file() else ([], 0)
+
+
+def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:
+    """Add up lines of attribution.jsonl; at least one."""
+    roles: dict[str, Sums[str]] = {}
+    workers: dict[str, int] = {}
+    roots: Sums[tuple[str, str, str]] = Sums()
+    worst: dict[str, Sums[str]] = {}
+    for line in lines:
+        for role, of in line["roles"].items():
+            roles.setdefault(role, Sums()).add({kind: of[kind] for kind in KINDS})
+            workers[role] = max(workers.get(role, 0), of.get("workers", 0))
+        for role, cause, root, seconds in line["roots"]:
+            roots[role, cause, root] += seconds
+        for kind, found in line["worst"].items():
+            worst.setdefault(kind, Sums()).add(dict(found))
+    return Times(
+        steps=(lines[0]["step"], lines[-1]["step"]),
+        from_s=lines[0]["from_s"],
+        to_s=lines[-1]["to_s"],
+        workers=workers,
+        roles=roles,
+        roots=dict(roots.largest()),
+        worst={kind: dict(of.largest()) for kind, of in worst.items()},
+    )
+
+
+def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times | None:
+    """The time of one worker between two times of the run's clock, from its first span or wait there to its last.
+
+    None if the timeline has nothing of it. Raises OSError if the timeline is unreadable.
+    """
+    spans: list[Interval] = []
+    waits: list[WaitInterval] = []
+    role = ""
+    for line in read_timeline(run_dir):
+        if line.get("worker") != worker or not _is_interval(line) or line["end_s"] <= from_s or line["start_s"] >= to_s:
+            continue
+        role = str(line.get("role", role))
+        length_s = line["end_s"] - line["start_s"]
+        if "kind" in line:
+            worked_s = float(line.get("worked_s", length_s))
+            spans.append(Interval(str(line["kind"]), line["start_s"], line["end_s"], worked_s))
+        elif (cause := CAUSES.get(str(line.get("wait")))) is not None:
+            root = str(line.get("root", ""))
+            waits.append(WaitInterval(WorkerId(worker), cause, root, line["start_s"], line["end_s"]))
+    if not spans and not waits:
+        return None
+    bounds = [(one.start_s, one.end_s) for one in spans] + [(one.start_s, one.end_s) for one in waits]
+    first_s = max(min(start_s for start_s, _ in bounds), from_s)
+    last_s = min(max(end_s for _, end_s in bounds), to_s)
+    found = sweep(spans, waits, first_s, last_s)
+    seconds: Sums[str] = Sums()
+    roots: Sums[tuple[str, str, str]] = Sums()
+    for (kind, root), length_s in found.items():
+        seconds[kind] += length_s
+        if root:
+            roots[worker, kind, root] += length_s
+    return Times(
+        steps=(0, 0),
+        from_s=first_s,
+        to_s=last_s,
+        workers={worker: 1},
+        roles={worker: seconds},
+        roots=dict(roots.largest()),
+    )
+
+
+def _is_interval(line: Mapping[str, Any]) -> bool:
+    times = (line.get("start_s"), line.get("end_s"))
+    return all(isinstance(value, int | float) for value in times)

@@ -1,0 +1,146 @@
+"""A real run whose rollout worker and whose controller are killed: what was seen of it is what its replay shows."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.controller.events import Tick, WorkerConnected, WorkerDisconnected
+from flowrt.errors import FlowError
+from flowrt.ids import OBSERVER
+from flowrt.launcher.observer import address_of, fetch_status
+from flowrt.observability.recordings import Recordings
+from flowrt.observability.replay import Replay
+from tests.integration.conftest import FLOWRT
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+STEPS = 40
+SEEN = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
+NAME = f"-{os.getpid()}"
+"""How the names of this process's observers end."""
+
+
+def timeless(status: dict[str, Any]) -> dict[str, Any]:
+    """What a status says, but for ages and for numbers that are not the core's."""
+    graph = status["graph"]
+    return {
+        **{key: status[key] for key in SEEN},
+        "waits": sorted((who, what) for who, what, _ in status["waits"]),
+        "workers at": [(one[0], one[2], re.sub(r" \(a lease ends in .*\)", "", one[4])) for one in graph["workers"]],
+        "blocked": sorted((one["who"], one["what"], one["blocked_on"]) for one in graph["waits"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The directory of the run, which has ended, and every status that was seen of it."""
+    run = launch(
+        *("--model", str(taught_model), "--steps", str(STEPS), "--prompts-per-step", "4", "--group-size", "4"),
+        *("--data.eval-prompts", "0", "--rollout.max-running-requests", "8", "--supervisor.backoff-s", "0.1"),
+        *("--controller.lanes", "gloo"),
+    )
+    statuses: list[dict[str, Any]] = []
+    run.wait_for_training()
+    [stopped, *_] = run.find("flowrt.roles.rollout")
+    run.signal(signal.SIGSTOP, stopped)  # so that it holds samples when it is killed
+    stages: list[Callable[[dict[str, Any]], object]] = [
+        lambda status: all("rollout" in one[4] for one in status["graph"]["workers"] if one[1] == "rollout"),
+        lambda status: status["step"] >= STEPS // 2,
+    ]
+    victims = [lambda: stopped, lambda: run.find("flowrt.launcher.controller_main")[0]]
+    while run.processes():
+        try:
+            statuses.append(asyncio.run(fetch_status(address_of(run.run_dir), None, 5.0, "the run")))
+        except (FlowError, OSError):
+            continue  # there is no controller for a moment, or the run has ended
+        if stages and stages[0](statuses[-1]):
+            run.signal(signal.SIGKILL, victims.pop(0)())
+            stages.pop(0)
+            if not stages:
+                statuses.pop()  # a controller that is killed has not written the events since the last tick
+    assert run.wait(60.0) == 0, run.output
+    assert not stages
+    return run.run_dir, statuses
+
+
+def replayed(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The status at each instant at which an observer of this process was sent one."""
+    for recording in Recordings.of(run_dir).terms.values():
+        replay, is_awaited = Replay(recording), False
+        for done in replay.run():
+            match done.event:
+                case WorkerConnected(worker, role) if role == OBSERVER and worker.endswith(NAME):
+                    is_awaited = True
+                case Tick() if is_awaited:
+                    is_awaited = False
+                    yield replay.status()
+                case _ if is_awaited and replay.core.ended is not None:  # all observers are told at once
+                    is_awaited = False
+                    yield replay.status()
+
+
+def flowrt(*words: str) -> tuple[int, str]:
+    """Exit code and output of the command, under another hash seed."""
+    environment = {**os.environ, "PYTHONHASHSEED": "4", "COLUMNS": "200"}
+    ended = subprocess.run(
+        [str(FLOWRT), *words], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_replay_has_every_status_that_was_seen(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+    run_dir, statuses = observed
+    assert len(statuses) > 5
+    states = replayed(run_dir)
+    for seen in statuses:
+        expected = timeless(seen)
+        closest = "none is left"
+        for state in states:
+            found = timeless(json.loads(json.dumps(state)))
+            if found == expected:
+                break
+            closest = str([key for key in found if found[key] != expected[key]])
+        else:
+            pytest.fail(f"no replayed state is the one seen in step {seen['step']}: {closest}")
+
+
+def test_every_invariant_holds_and_both_controllers_are_replayed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+    run_dir, _ = observed
+    code, out = flowrt("replay", str(run_dir), "--check", "--json")
+    assert code == 0, out
+    status = json.loads(out)
+    assert [(one["term"], one["damage"], one["complete"]) for one in status["terms"]] == [(1, "", False), (2, "", True)]
+    assert status["ended"] == ["the run is complete", 0]
+    assert status["mismatch"] == ""
+    ends = [(one["from_s"], one["to_s"]) for one in status["terms"]]
+    assert ends[0][0] < ends[0][1] < ends[1][1], "the run clock goes on over a restart of the controller"
+
+
+def test_why_names_the_worker_that_was_killed(observed: tuple[Path, list[dict[str, Any]]]) -> None:
+    run_dir, _ = observed
+    recording = Recordings.of(run_dir).of_term(1)
+    replay = Replay(recording)
+    held: dict[str, list[Any]] = {}
+    for done in replay.run():
+        if isinstance(done.event, WorkerDisconnected) and done.event.worker.startswith("rollout"):
+            break
+        held = {one["worker"]: one["samples"] for one in replay.status()["leases"] if one["stage"] == "rollout"}
+    else:
+        pytest.fail("no rollout worker was lost in term 1")
+    worker = done.event.worker
+    assert held.get(worker), f"{worker} held nothing when it was killed"
+    epoch, prompt, _ = held[worker][0]
+    code, out = flowrt("replay", str(run_dir), "--why", f"{epoch}:{prompt}", "--json")
+    assert code == 0, out
+    decisions = json.loads(out)
+    [lost] = [one for one in decisions if (one["term"], one["event"]) == (1, done.number) and worker in one["what"]]
+    assert "ends without a result" in lost["what"]
+    assert lost["because"].startswith(f"WorkerDisconnected of {worker}")
+    assert any("trained in step" in one["what"] for one in decisions[decisions.index(lost) :])

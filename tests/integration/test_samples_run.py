@@ -1,0 +1,263 @@
+"""Stored samples of real runs: rewards that fail, evaluations, tokens, runs that are killed and resumed."""
+
+import asyncio
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from flowrt import api
+from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.observability.samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
+from flowrt.protocol.messages import SampleRecords
+from flowrt.runtime.waits import pause
+from tests.integration.conftest import FLOWRT, Launch
+
+ROWS = 48
+MINE = """
+import time
+
+def mine(response, answer, prompt):
+    if len(response) % 5 == 1 and response != answer:
+        time.sleep(99)
+    if len(response) % 5 == 2:
+        raise ValueError("no such \\x1b[31m thing")
+    return len(response) / 10
+"""
+STEPS, PROMPTS, MEMBERS, EVAL = 4, 4, 4, 6
+ALL = [
+    *("--prompts-per-step", str(PROMPTS), "--group-size", str(MEMBERS), "--samples.per-step", str(PROMPTS * MEMBERS)),
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+
+def samples(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(FLOWRT), "samples", str(run_dir), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+
+
+def shown(run_dir: Path, *words: str) -> str:
+    done = samples(run_dir, *words)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    return done.stdout
+
+
+def all_rows(run_dir: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
+    return SampleReader(run_dir).query(SampleFilter(eval_name=eval_name), "oldest", 1_000_000).samples
+
+
+def whole(run_dir: Path) -> list[Sample]:
+    reader = SampleReader(run_dir)
+    return [sample for row in all_rows(run_dir) if (sample := reader.get(row.id)) is not None]
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, untrained_model: Path) -> list[str]:
+    """A run whose reward hangs or raises for some responses, with evaluations."""
+    data, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) + "\n" for n in range(ROWS)))
+    mine.write_text(MINE)
+    return [
+        *("--recipe", "custom", "--data", str(data), "--model", str(untrained_model), "--steps", str(STEPS), *ALL),
+        *(
+            "--rollout.max-new-tokens",
+            "8",
+            "--algorithm.kl.coef",
+            "0",
+            "--rollout.workers",
+            "1",
+            "--max-staleness",
+            "0",
+        ),
+        *(
+            "--trainer.lr",
+            "1e-4",
+            "--trainer.warmup-steps",
+            "1",
+            "--data.eval-prompts",
+            str(EVAL),
+            "--eval.interval",
+            "2",
+        ),
+        *("--checkpoint.every", "0", "--reward", f"{mine}:mine", "--reward.timeout-s", "1", "--reward.workers", "4"),
+        *("--reward.max-failures", "1"),
+    ]
+
+
+def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any], hostile: list[str]) -> None:
+    run = launch(*hostile)
+    assert run.wait(240.0) == 0, run.output
+    rows = all_rows(run.run_dir)
+    by_step = defaultdict(list)
+    for row in rows:
+        by_step[row.step].append(row)
+    metrics = lines(run.run_dir)
+    assert {step: len(found) for step, found in by_step.items()} == dict.fromkeys(range(STEPS), PROMPTS * MEMBERS)
+    for step, found in by_step.items():
+        assert fmean(row.reward or 0.0 for row in found) == pytest.approx(metrics[step]["reward"], abs=1e-5)
+        failed = sum(row.reason.startswith("timeout") for row in found) / len(found)
+        assert failed == pytest.approx(metrics[step]["reward_failures/timeout"], abs=1e-5)
+    assert all(row.prompt_text.rstrip().endswith("+1=") for row in rows)
+    assert all(row.advantage is not None and row.staleness == 0 for row in rows)
+    tokens_match_the_trainers(run.run_dir, metrics)
+
+    worst = shown(run.run_dir, "--worst", "2", "--tokens")
+    assert worst.count("completion:") == 2
+    assert "log-prob, trainer" in worst
+    assert "timeout" in shown(run.run_dir, "--reason", "timeout")
+    raised = shown(run.run_dir, "--reason", "error", "--newest", "1")
+    assert "ValueError: no such \\x1b[31m thing" in " ".join(raised.split())
+    evaluated = all_rows(run.run_dir, ANY_EVALUATION)
+    versions = [
+        line["version"] for line in map(json.loads, (run.run_dir / "evaluations.jsonl").read_text().splitlines())
+    ]
+    assert sorted({row.step for row in evaluated}) == sorted(versions)
+    assert len(evaluated) == EVAL * len(versions)
+    assert all(row.version_min == row.version_max == row.step and row.eval_name == "held_out" for row in evaluated)
+    assert f"held_out:{EVAL - 1}" in shown(run.run_dir, "--eval", "held_out", "--newest", "100")
+
+    table = run.run_dir / "table.jsonl"
+    shown(run.run_dir, "--jsonl", str(table))
+    written = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [list(one) for one in written] == [["step", "prompt", "completion", "mine", "advantage"]] * len(rows)
+    assert [(one["step"], one["completion"], one["advantage"]) for one in written] == [
+        (row.step, row.completion, row.advantage) for row in rows
+    ]
+    assert stat.S_IMODE(table.stat().st_mode) == stat.S_IMODE((run.run_dir / SAMPLES).stat().st_mode) == 0o600
+    bad_input(run.run_dir)
+    run.assert_gone(10.0)
+
+
+def tokens_match_the_trainers(run_dir: Path, metrics: list[dict[str, Any]]) -> None:
+    """Means over the stored log-probabilities are the trainer's own metrics of the step, to the rounding of float16."""
+    of_step: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for sample in whole(run_dir):
+        assert len(sample.ids) == len(sample.logprobs) == len(sample.trainer_logprobs) == sample.row.tokens
+        of_step[sample.row.step] += zip(sample.logprobs, sample.trainer_logprobs, strict=True)
+    for step, pairs in of_step.items():
+        assert -fmean(trainer for _, trainer in pairs) == pytest.approx(metrics[step]["nll"], rel=1e-3)
+        k1 = fmean(rollout - trainer for rollout, trainer in pairs)
+        assert k1 == pytest.approx(metrics[step]["mismatch_kl_k1"], abs=2e-3)
+
+
+def bad_input(run_dir: Path) -> None:
+    for words, sentence in (
+        (("--step", "99"), f"no sample of step 99 is stored; stored are some of steps 0 to {STEPS - 1}"),
+        (("--grep", "("), "is not a regular expression"),
+        (("--reason", "memory"), "no stored sample has the reason 'memory'; there is"),
+        (("--eval", "other"), "there are answers on held_out"),
+        (("--prompt", "4711"), "no sample of prompt 4711 is stored"),
+        (("--worst", "0"), "give at least 1"),
+        (("--steps", "3:1"), "is not A:B"),
+        (("--tokens", "--jsonl", "x"), "takes --tokens without --jsonl"),
+        (("--jsonl", "/proc/none/x"), "cannot be written"),
+    ):
+        done = samples(run_dir, *words)
+        assert done.returncode == 2, (words, done.stdout)
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_stored_or_sent_if_none_is_asked_for(launch: Callable[..., Any], hostile: list[str]) -> None:
+    run = launch(
+        *hostile, "--samples.per-step", "0", "--steps", "2", "--data.eval-prompts", "0", "--eval.interval", "0"
+    )
+    assert run.wait(180.0) == 0, run.output
+    assert not list(run.run_dir.glob(f"{SAMPLES}*"))
+    done = samples(run.run_dir)
+    assert done.returncode == 2
+    assert "stores no samples (samples.per_step 0)" in done.stderr
+
+
+def test_a_run_that_is_read_killed_and_resumed(
+    launch: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Read while it is written, after SIGKILL, as a copy that cannot be written, and after it was resumed."""
+    run = launch(
+        *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8", *ALL),
+        *("--steps", "5000", "--checkpoint.every", "3", "--data.eval-prompts", "8"),
+    )
+    run.wait_for_training()
+    looks = 0
+    while (lines(run.run_dir)[-1]["step"] if lines(run.run_dir) else 0) < 7:
+        done = samples(run.run_dir, "--worst", "3")
+        assert done.returncode == 0, done.stderr
+        looks += 1
+        run.wait_for(lambda at=looks: len(lines(run.run_dir)) > min(at, 7), "another step")
+    run.kill_all()
+    before = all_rows(run.run_dir)
+    assert len({row.step for row in before}) >= 4
+    assert "completion:" in shown(run.run_dir)
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in run.run_dir.glob(f"{SAMPLES}*"):
+        shutil.copy(path, copy)
+    assert {row.id for row in all_rows(copy)} == {row.id for row in before}
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    data = (run.run_dir / SAMPLES).read_bytes()
+    (cut / SAMPLES).write_bytes(data[: len(data) // 2])
+    done = samples(cut)
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+
+    steps = lines(run.run_dir)[-1]["step"] + 4
+    again = Launch(["--steps", str(steps)], tmp_path / "again", resume=run.run_dir)
+    request.addfinalizer(again.close)
+    assert again.wait(180.0) == 0, again.output
+    rows = all_rows(run.run_dir)
+    lives = SampleReader(run.run_dir).lives()
+    assert [life for life, _ in lives] == [1, 2]
+    resumed = lives[1][1]
+    assert resumed > 0
+    assert {row.id for row in before} <= {row.id for row in rows}
+    assert all(row.rolled_back == (row.life == 1 and row.step >= resumed) for row in rows)
+    valid = [row for row in rows if not row.rolled_back]
+    for step in range(resumed, steps):
+        assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * MEMBERS
+    assert "rolled back" in shown(run.run_dir, "--step", str(resumed), "--newest", "100")
+
+
+def test_garbage_of_a_worker_is_counted_and_the_worker_stays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        flow = api.Dataflow((), (api.Stage("work", needs=(), makes=()),), "", "", token_columns=())
+        policies = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(64), api.DelayedUpdate())
+        async with api.controller(flow, api.Settings(), policies, tmp_path) as (server, address):
+            server.store_samples(SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30))
+            session = await api.connect(address, "reward", "reward", 10.0)
+            for records in ((b"garbage",), (b"", b"s", b"t\xc1"), (bytes(200_000), bytes(200_000)), ()):
+                session.send(SampleRecords(records))
+            end_s = monotonic() + 20.0
+            while not (tmp_path / SAMPLES).is_file() or not SampleReader(tmp_path).left_out():
+                assert monotonic() < end_s
+                await pause(0.1)
+            assert "reward" in server.status()["workers"]
+            session.finished()
+            await session.close()
+        assert SampleReader(tmp_path).left_out() == {"malformed": 6}
+        assert SampleReader(tmp_path).count == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,127 @@
+"""The sweep and the account of time: every second is of one kind, and none is lost, whatever is reported."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrt.controller.attribution import KINDS, Cause, Interval, WaitInterval, kind_of_span, sweep
+from flowrt.controller.attribution.account import TimeAccount
+from flowrt.ids import WorkerId
+
+TIMES = st.floats(-5, 25, allow_nan=False, width=32)
+SPAN_KINDS = st.sampled_from(["generate", "train", "swap", "snapshot", "save", "load", "stopped", "fetch", "mine"])
+WORKER = WorkerId("rollout-0")
+ORDER = ("away", "update", "save", "busy")
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> Interval:
+    start_s, end_s = sorted((draw(TIMES), draw(TIMES)))
+    share = draw(st.floats(0, 1, width=32))
+    return Interval(draw(SPAN_KINDS), start_s, end_s, share * (end_s - start_s))
+
+
+@st.composite
+def waits(draw: st.DrawFn) -> WaitInterval:
+    start_s, end_s = sorted((draw(TIMES), draw(TIMES)))
+    cause, root = draw(st.sampled_from(list(Cause))), draw(st.sampled_from(["", "trainer"]))
+    return WaitInterval(WORKER, cause, root, start_s, end_s)
+
+
+@given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
+def test_every_second_is_of_one_kind(some: list[Interval], others: list[WaitInterval], end_s: float) -> None:
+    found = sweep(some, others, 0.0, end_s)
+    assert all(seconds > 0 and kind in KINDS for (kind, _), seconds in found.items())
+    assert sum(found.values()) == pytest.approx(end_s, abs=1e-6)
+
+
+@given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
+def test_two_windows_are_as_one(some: list[Interval], others: list[WaitInterval], cut_s: float) -> None:
+    """Of spans without gaps: of the others only the sum of the gaps is known."""
+    whole_spans = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
+    whole = sweep(whole_spans, others, 0.0, 20.0)
+    first, second = sweep(whole_spans, others, 0.0, cut_s), sweep(whole_spans, others, cut_s, 20.0)
+    for key in {*whole, *first, *second}:
+        assert whole.get(key, 0.0) == pytest.approx(first.get(key, 0.0) + second.get(key, 0.0), abs=1e-6)
+
+
+@given(st.lists(spans(), max_size=6), st.lists(waits(), max_size=3), st.floats(0, 19, width=32))
+def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[WaitInterval], at_s: float) -> None:
+    whole = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
+    end_s = at_s + 1e-3
+    edges = [edge for one in whole for edge in (one.start_s, one.end_s)]
+    edges += [edge for one in others for edge in (one.start_s, one.end_s)]
+    if any(at_s < edge < end_s for edge in edges):
+        return
+    present = {kind_of_span(one.kind).value for one in whole if one.start_s <= at_s and one.end_s >= end_s}
+    wait = next((one for one in others if one.start_s <= at_s and one.end_s >= end_s), None)
+    first = next((kind for kind in ORDER if kind in present), None)
+    (found,) = {kind for kind, _ in sweep(whole, others, at_s, end_s)}
+    if first is not None:
+        assert found == first
+    elif wait is not None:
+        assert found in {one.cause.value for one in others}
+    else:
+        assert found == ("samples" if "samples" in present else "other")
+
+
+def test_gaps_of_merged_spans_are_waits_where_one_covers_them() -> None:
+    span = Interval("generate", 0.0, 10.0, worked_s=6.0)
+    wait = WaitInterval(WORKER, Cause.GATE, "trainer", 0.0, 10.0)
+    assert sweep([span], [wait], 0.0, 10.0) == {("busy", ""): 6.0, ("gate", "trainer"): 4.0}
+    short = WaitInterval(WORKER, Cause.GATE, "trainer", 0.0, 1.0)
+    assert sweep([span], [short], 0.0, 10.0) == {("busy", ""): 6.0, ("gate", "trainer"): 1.0, ("other", ""): 3.0}
+    assert sweep([span], [], 0.0, 10.0) == {("busy", ""): 6.0, ("other", ""): 4.0}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), spans()), max_size=12),
+    st.lists(st.floats(0.5, 3, width=32), min_size=1, max_size=6),
+    st.floats(0, 5, width=32),
+    st.floats(5, 10, width=32),
+)
+def test_steps_add_up_to_the_time_from_joining_to_leaving(
+    reported: list[tuple[str, Interval]], steps: list[float], joins_s: float, leaves_s: float
+) -> None:
+    """A worker is there from the start, one joins late, one is gone before the end."""
+    account = TimeAccount(0.0, 0, patience_s=3.0)
+    account.joined("a", "rollout", 0.0)
+    account.joined("b", "rollout", 0.0)
+    account.training_started(0.25)
+    complete = []
+    now, joined, left = 0.0, False, False
+    pending = sorted(reported, key=lambda one: one[1].end_s)
+    for number, length_s in enumerate(steps):
+        now += length_s
+        if now >= joins_s and not joined:
+            account.joined("c", "trainer", joins_s)
+            joined = True
+        if now >= leaves_s and not left:
+            account.gone("b", leaves_s)
+            left = True
+        while pending and pending[0][1].end_s <= now:
+            worker, span = pending.pop(0)
+            account.add_spans(worker, [span])
+            account.heard(worker, span.end_s)
+        account.close_step(number, now)
+        complete += account.advance(now)
+    complete += account.finish(now + 1.0)
+    assert [one.step for one in complete] == list(range(len(steps) + 1))
+    seconds = {role: sum(one.seconds[role].total() for one in complete) for role in ("rollout", "trainer")}
+    assert seconds["rollout"] == pytest.approx(now + 1.0 + (leaves_s if left else now + 1.0), abs=1e-5)
+    assert seconds["trainer"] == pytest.approx(now + 1.0 - joins_s if joined else 0.0, abs=1e-5)
+    for line in (one.as_json(0.0) for one in complete):
+        assert all(of[kind] >= 0 for of in line["roles"].values() for kind in KINDS)
+
+
+def test_a_worker_that_is_silent_for_too_long_is_away() -> None:
+    account = TimeAccount(0.0, 0, patience_s=3.0)
+    account.joined("a", "rollout", 0.0)
+    account.add_spans("a", [Interval("generate", 0.0, 1.0, 1.0)])
+    account.heard("a", 1.0)
+    account.close_step(0, 2.0)
+    assert account.advance(4.0) == [], "it may still report"
+    (step,) = account.advance(5.0)
+    assert step.seconds["rollout"] == {"busy": 1.0, "away": 1.0}
+    account.add_spans("a", [Interval("generate", 1.0, 2.5, 1.5)])
+    assert account.late_s == 1.0

@@ -1,0 +1,72 @@
+"""Causes and roots of waits in simulated runs with one planted bottleneck."""
+
+import pytest
+
+from flowrt.controller.attribution.causes import KINDS
+from flowrt.engines.simulated.costs import GenerationCost, TrainCost
+from flowrt.engines.simulated.lengths import Lengths, LogNormal
+from flowrt.simulation.cluster import ClusterPlan
+from tests.simulation.attributed import AttributedRun, attribute
+
+
+def run(
+    *,
+    train_s: float = 0.5,
+    transfer_s: float = 0.1,
+    tail: float = 0.01,
+    bound: int = 1,
+) -> AttributedRun:
+    """Four rollout workers, of which a step takes about 2 s of generation."""
+    lengths = Lengths(LogNormal(100, tail, 4000), correlation=0.0, seed=3)
+    return attribute(
+        ClusterPlan(
+            workers=4,
+            rows=8,
+            groups_per_step=8,
+            members=4,
+            steps=8,
+            lengths=lengths,
+            decode=GenerationCost(base_s=0.01),
+            train=TrainCost(token_s=1e-6, optimizer_s=train_s),
+            bound=bound,
+            transfer_s=transfer_s,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "found", [run(), run(train_s=6.0), run(transfer_s=5.0), run(tail=1.5)], ids=["even", "train", "link", "tail"]
+)
+def test_the_seconds_of_all_workers_add_up(found: AttributedRun) -> None:
+    total = sum(counts.total() for step in found.steps for counts in step.seconds.values())
+    assert total == pytest.approx(found.workers * found.wall_s, rel=1e-6)
+    assert all(kind in KINDS for step in found.steps for counts in step.seconds.values() for kind in counts)
+
+
+def test_behind_a_slow_trainer_rollout_workers_wait_at_the_gate() -> None:
+    found = run(train_s=6.0)
+    shares = found.shares("rollout")
+    assert shares["gate"] > 0.5, shares
+    assert found.first_root("rollout", "gate") == "trainer"
+    assert found.shares("trainer")["busy"] > 0.8
+
+
+def test_behind_a_slow_link_they_wait_for_weights() -> None:
+    found = run(transfer_s=5.0, bound=0)
+    shares = found.shares("rollout")
+    assert shares["weights"] > 0.5, shares
+    assert found.first_root("rollout", "weights").startswith(("trainer", "rollout"))
+
+
+def test_behind_a_straggler_they_wait_for_the_worker_that_has_it() -> None:
+    found = run(tail=1.5, bound=0, train_s=0.05)
+    shares = found.shares("rollout")
+    assert shares["gate"] > 0.3, shares
+    assert found.first_root("rollout", "gate").startswith("rollout")
+    assert found.first_root("trainer", "samples").startswith("rollout")
+
+
+def test_little_is_unexplained() -> None:
+    for found in (run(train_s=6.0), run(transfer_s=5.0, bound=0), run(tail=1.5)):
+        for role in ("rollout", "trainer"):
+            assert found.shares(role).get("other", 0.0) <= 0.03, found.shares(role)

@@ -1,0 +1,120 @@
+"""Every exporter has the numbers of metrics.jsonl, as the tool that reads them sees them."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from common.exported_numbers import (
+    Numbers,
+    metrics_numbers,
+    prometheus_numbers,
+    tensorboard_numbers,
+    wandb_numbers,
+)
+
+from flowrt.observability.exporters.feed import Feed
+from flowrt.observability.exporters.prometheus import prometheus_text
+from flowrt.observability.exporters.tensorboard_files import TensorBoardFiles, tag
+from flowrt.observability.run_reader import RunReader
+from tests.unit.observability.exporters.written_run import metrics, write_lines, write_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+STEPS = 12
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", STEPS)
+
+
+def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "flowrt.cli", "export", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+def assert_equal(found: Numbers, run_dir: Path, names: Iterable[tuple[str, str]] = (), *, exact: bool) -> None:
+    """Every number of metrics.jsonl is there; ``exact``: in double precision, otherwise in single precision."""
+    known = metrics_numbers(run_dir)
+    assert len(known) == STEPS
+    name_of = dict(names)
+    for step, line in known.items():
+        for name, value in line.items():
+            if name != "step":
+                one = found[step][name_of.get(name, name)]
+                assert one == value if exact else one == pytest.approx(value, rel=2**-23)
+
+
+def test_tensorboard_has_all_numbers_in_single_precision(run_dir: Path, tmp_path: Path) -> None:
+    done = export(run_dir, "--tensorboard", tmp_path / "tb")
+    assert done.returncode == 0, done.stderr
+    assert "illegal" not in done.stderr
+    found = tensorboard_numbers(tmp_path / "tb")
+    names = [(name, tag(name)) for name in metrics([0])[0]]
+    assert_equal(found, run_dir, names, exact=False)
+    assert found[3]["time/rollout/gate"] == pytest.approx(0.3)
+
+
+def test_tensorboard_is_purged_when_a_run_goes_back_and_when_it_is_exported_again(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    write_lines(run_dir / "metrics.jsonl", metrics(range(9)))
+    files = TensorBoardFiles(tmp_path / "tb")
+    feed = Feed(run_dir, files)
+    feed.read_new()
+    again = run_dir / "metrics.jsonl.new"
+    write_lines(again, [*metrics(range(5)), *metrics(range(5, STEPS), seed=7)])
+    again.rename(run_dir / "metrics.jsonl")
+    feed.read_new(is_last=True)
+    files.close()
+    names = [(name, tag(name)) for name in metrics([0])[0]]
+    assert_equal(tensorboard_numbers(tmp_path / "tb"), run_dir, names, exact=False)
+    for _ in range(2):  # the same directory again
+        other = TensorBoardFiles(tmp_path / "tb")
+        Feed(run_dir, other).read_new(is_last=True)
+        other.close()
+    assert_equal(tensorboard_numbers(tmp_path / "tb"), run_dir, names, exact=False)
+
+
+def test_a_wandb_file_has_all_numbers(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    done = export(run_dir, "--wandb", "--wandb-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "W&B run (offline)" in done.stderr
+    assert "wandb sync" in done.stderr
+    [path] = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    found = wandb_numbers(path)
+    assert_equal(found, run_dir, exact=True)
+    assert found[3]["time/rollout/gate"] == 0.6
+
+
+def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None:
+    reader = RunReader(run_dir)
+    status = {
+        "live_groups": 3,
+        "workers": {"rollout-0": "rollout", "rollout-1": "rollout", "trainer": "trainer"},
+        "waits": [["rollout-1", 'samples to "generate"\n', 4.5]],
+        "cut_off": {"trainer": 1.0},
+    }
+    text = prometheus_text(reader, status)
+    last = metrics_numbers(run_dir)[STEPS - 1]
+    assert prometheus_numbers(text) == last
+    assert "flowrt_oldest_wait_seconds 4.5\n" in text
+    gate = text.partition('flowrt_worker_seconds_total{role="rollout",cause="gate"} ')[2].splitlines()[0]
+    assert float(gate) == pytest.approx(0.6 * STEPS)
+    assert 'flowrt_workers{role="rollout",state="waiting"} 1\n' in text
+    assert 'flowrt_workers{role="trainer",state="cut_off"} 1\n' in text
+    assert "rollout-1" not in text  # no label of a worker
+
+
+def test_random_numbers_of_steps_are_the_same_everywhere(run_dir: Path, tmp_path: Path) -> None:
+    assert export(run_dir, "--tensorboard", tmp_path / "tb").returncode == 0
+    board, known = tensorboard_numbers(tmp_path / "tb"), metrics_numbers(run_dir)
+    draw = random.Random(0)
+    for _ in range(50):
+        step = draw.randrange(STEPS)
+        name = draw.choice(sorted(known[step].keys() - {"step"}))
+        assert board[step][tag(name)] == pytest.approx(known[step][name], rel=2**-23)
