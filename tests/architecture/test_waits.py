@@ -42,7 +42,6 @@ ELSEWHERE = {
     # The process of an exporter has no event loop: each of these waits has a deadline.
     ("flowrt/observability/exporters/process.py", "stop.wait"),
     ("flowrt/observability/exporters/process.py", "closing.join"),
-    ("flowrt/observability/exporters/wandb_run.py", "ending.join"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/net/zmq_socket.py", "self._context.term"),
 }
