@@ -85,10 +85,7 @@ def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
-    tmp_path: Path, order: tuple[int, ...], at_once: bool
-) -> None:
+def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(tmp_path: Path, order: tuple[int, ...]) -> None:
     one = writer(tmp_path)
     records = [
         ([(data(scored()), 6)], []),
@@ -97,8 +94,6 @@ def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
     ]
     for at in order:
         assert not one.write(*records[at])
-        if not at_once:  # as several transactions; together otherwise, which is the same for the file
-            one.write([])
     one.close()
     [row] = rows(tmp_path)
     sample = SampleReader(tmp_path).get(row.id)
