@@ -11,26 +11,23 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from flowrt.launcher.terminal import printable
-from flowrt.observability.exporters.names import TENSORBOARD, WANDB, check_exporter, target_of
+from flowrt.observability.exporters.names import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.exporters.perfetto import write_trace
-from flowrt.observability.exporters.process import CLOSE_S, parse_steps
+from flowrt.observability.exporters.process import parse_steps
 from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.parent_death import die_with_parent
-from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 HTML = "flowrt.observability.page.single_file"
 MODULE = "flowrt.observability.exporters.process"
-GRACE_S = CLOSE_S + 10.0
-EXPORT = BoundedElsewhere("the end of the run, or a signal")
+GRACE_S = WANDB_CLOSE_S + 10.0
 """Time for an exporter's process to end after Ctrl-C."""
 
 
@@ -125,13 +122,13 @@ def _run_processes(options: ExportOptions) -> int:
         )
     codes: list[int] = []
     try:
-        codes += [blocking(one.wait, EXPORT, "the end of an exporter", "the run that it follows") for one in running]
+        codes += [one.wait() for one in running]
     except KeyboardInterrupt:
         for one in running:
             one.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for one in running:
-                blocking(partial(one.wait, GRACE_S), GRACE_S, "the end of an exporter", "its process")
+                one.wait(GRACE_S)
         return EXIT_INTERRUPTED
     finally:
         for one in running:  # with what they have started
