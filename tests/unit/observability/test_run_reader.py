@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
-from flowrt.observability.lanes import FULL, MAX_SPANS, Lanes
-from flowrt.observability.run_reader import RunReader, Update, is_locked
+from flowrt.observability.lanes import FULL, MAX_SPANS, TimelineLanes
+from flowrt.observability.run_reader import FileUpdate, RunReader, is_locked
 from flowrt.observability.series import Series
 from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import GzipTail, JsonTail, LineTail
@@ -58,7 +58,7 @@ def test_in_any_chunks_the_lines_are_those_of_the_whole_file(
             file.write(data[file.tell() : cut])
         with (folder / "a.gz").open("ab") as file:
             file.write(packed[file.tell() : cut])
-        new, of_zipped = plain.poll(), zipped.poll()
+        new, of_zipped = plain.read_new(), zipped.read_new()
         assert not new.is_replaced
         assert not of_zipped.is_replaced
         found += new.lines
@@ -71,22 +71,22 @@ def test_in_any_chunks_the_lines_are_those_of_the_whole_file(
 def test_another_file_of_the_same_name_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = JsonTail(path)
-    assert (tail.poll(), tail.state) == (([], False), "missing")
+    assert (tail.read_new(), tail.state) == (([], False), "missing")
     path.write_text(text_of([step_line(0), step_line(1)]))
-    assert tail.poll() == ([step_line(0), step_line(1)], False)
+    assert tail.read_new() == ([step_line(0), step_line(1)], False)
     atomic_write(path, text_of([step_line(0)]))
-    assert tail.poll() == ([step_line(0)], True)
+    assert tail.read_new() == ([step_line(0)], True)
     path.write_text(text_of([step_line(7)]))  # in place, and as long as what was read
-    assert tail.poll() == ([step_line(7)], True)
+    assert tail.read_new() == ([step_line(7)], True)
     path.unlink()
-    assert tail.poll() == ([], False)
+    assert tail.read_new() == ([], False)
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = JsonTail(path)
     path.write_bytes(b'{"a": 1}\nno json\n[1]\n\xff\xfe\n{"b": ' + b"[" * 9999 + b"\n\n" + b'{"c": 2}\n{"half": ')
-    assert tail.poll() == ([{"a": 1}, {"c": 2}], False)
+    assert tail.read_new() == ([{"a": 1}, {"c": 2}], False)
     assert tail.state == "events.jsonl has 4 damaged lines, left out"
 
 
@@ -96,14 +96,14 @@ def test_a_flushed_gzip_file_reads_up_to_its_last_flush_and_damage_is_said(tmp_p
         file.write(b"one\ntwo\nthr")
         file.flush()
         tail = GzipTail(path)
-        assert tail.poll().lines == [b"one", b"two"]
-    assert tail.poll().lines == []  # the end of the file has no line end
+        assert tail.read_new().lines == [b"one", b"two"]
+    assert tail.read_new().lines == []  # the end of the file has no line end
     with path.open("ab") as plain:
         plain.write(gzip.compress(b"ee\nfour\n"))  # a restarted controller appends a member
-    assert tail.poll().lines == [b"three", b"four"]
+    assert tail.read_new().lines == [b"three", b"four"]
     with path.open("ab") as plain:
         plain.write(b"garbage" * 9)
-    assert tail.poll().lines == []
+    assert tail.read_new().lines == []
     assert "0000.jsonl.gz is damaged within its first" in tail.problem
 
 
@@ -120,11 +120,11 @@ def test_tailing_a_run_says_the_same_as_reading_it_at_once(
     data = text_of(lines)
     (folder / "metrics.jsonl").write_text("")
     reader = RunReader(folder)
-    seen: list[Update] = []
+    seen: list[FileUpdate] = []
     for cut in [*sorted(cuts), len(data)]:
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(data[file.tell() : cut])
-        seen += reader.poll()
+        seen += reader.read_new()
     assert [one.content for one in seen] == lines
     assert reader.series() == RunReader(folder).series()
     assert reader.series(3)["steps"] == list(range(3, steps))
@@ -135,10 +135,10 @@ def test_a_resumed_run_is_rewound_and_a_restarted_controller_rewinds_nothing(run
     atomic_write(run_dir / "metrics.jsonl", text_of(lines))
     reader = RunReader(run_dir)
     atomic_write(run_dir / "metrics.jsonl", text_of([*lines, step_line(5)]))  # as a restarted controller writes it
-    assert [(one.kind, one.step) for one in reader.poll()] == [("step", 5)]
+    assert [(one.kind, one.step) for one in reader.read_new()] == [("step", 5)]
     resumed = [*lines[:3], step_line(3, 0.9, 33.0)]
     atomic_write(run_dir / "metrics.jsonl", text_of(resumed))
-    rewound, again = reader.poll()
+    rewound, again = reader.read_new()
     assert (rewound.kind, rewound.content, again.step) == ("rewound", {"step": 3}, 3)
     assert reader.series()["columns"]["reward"] == [0.5, 0.5, 0.5, 0.9]
     assert reader.next_step == 4
@@ -150,7 +150,7 @@ def test_events_keep_their_numbers_when_the_file_is_thinned(run_dir: Path) -> No
     reader = RunReader(run_dir)
     assert reader.events()["next"] == 6
     atomic_write(run_dir / "events.jsonl", text_of([*events[1:6:2], *events[6:]]))
-    assert [one.content["text"] for one in reader.poll()] == ["worker 6", "worker 7"]
+    assert [one.content["text"] for one in reader.read_new()] == ["worker 6", "worker 7"]
     assert reader.events(6) == {"events": events[6:], "next": 8}
 
 
@@ -255,11 +255,11 @@ def test_consecutive_shares_are_added_up() -> None:
     assert (last["step"], last["worst"]) == (9, {"gate": [["rollout-1", 0.5]]})
 
 
-def write_lanes(folder: Path, lines: list[dict[str, Any]], segment: int = 0) -> Lanes:
+def write_lanes(folder: Path, lines: list[dict[str, Any]], segment: int = 0) -> TimelineLanes:
     folder.mkdir(exist_ok=True)
     (folder / f"{segment:04}.jsonl.gz").write_bytes(gzip.compress(text_of(lines).encode()))
-    lanes = Lanes(folder)
-    lanes.poll()
+    lanes = TimelineLanes(folder)
+    lanes.read_new()
     return lanes
 
 
