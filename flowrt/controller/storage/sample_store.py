@@ -337,8 +337,15 @@ class SampleWriter:
             _INSERT,
             (
                 *(step, self._life, record.flow, record.eval_name, record.epoch, record.prompt),
-                *(record.member, record.attempt, record.reward, json.dumps(dict(record.parts)), record.finish, reason),
-                *(oldest, newest, json.dumps(record.spans), sum(record.spans[1::2]), *texts),
+                *(
+                    record.member,
+                    record.attempt,
+                    record.reward,
+                    json.dumps(dict(record.parts)) if record.parts else "{}",
+                    record.finish,
+                    reason,
+                ),
+                *(oldest, newest, str(list(record.spans)), sum(record.spans[1::2]), *texts),
                 *(record.data[2] or None, record.reward_s, is_flagged),
             ),
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
-from flowrt.controller.attribution.causes import KINDS, Interval, Kind, Wait
+from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.storage.timeline_file import TimelineFile
 from flowrt.protocol.records import BusySpan
 from flowrt.runtime.files import atomic_write
@@ -90,7 +90,7 @@ class TimeRecorder:
                 line["rows"] = round(one.rows, 2)
             self._timeline.add(line)
 
-    def add_waits(self, waits: Iterable[Wait]) -> None:
+    def add_waits(self, waits: Iterable[WaitInterval]) -> None:
         """Waits that have ended."""
         found = list(waits)
         for wait in () if self._is_broken else found:
@@ -100,11 +100,11 @@ class TimeRecorder:
                 self._timeline.add({**line, **self._times(wait.start_s, wait.end_s)})
         self.account.add_waits(found)
 
-    def write(self, now: float, open_waits: Iterable[Wait]) -> None:
+    def write(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write the steps that are complete; called at each tick."""
         self._write(self.account.advance(now, open_waits))
 
-    def close(self, now: float, open_waits: Iterable[Wait]) -> None:
+    def close(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write everything and close the files; the step in progress ends now."""
         self.add_waits(open_waits)
         self._write(self.account.finish(now))

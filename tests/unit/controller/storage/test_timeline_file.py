@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrt.controller.attribution.causes import Cause, Wait
+from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
@@ -102,8 +102,8 @@ def test_spans_and_waits_are_written_with_the_run_clock(tmp_path: Path) -> None:
     spans = (BusySpan("generate", 50.0, 51.0, 0.75, 3.5), BusySpan("swap", 51.0, 51.5), BusySpan("x", nan, 51.0))
     times.add_spans("rollout-0", (*spans, BusySpan("x", 52.0, 51.0)))
     waits = [
-        Wait(WorkerId("rollout-0"), Cause.GATE, "trainer", 51.5, 52.0),
-        Wait(WorkerId("rollout-0"), Cause.GATE, "trainer", 52.0, 52.0004),
+        WaitInterval(WorkerId("rollout-0"), Cause.GATE, "trainer", 51.5, 52.0),
+        WaitInterval(WorkerId("rollout-0"), Cause.GATE, "trainer", 52.0, 52.0004),
     ]
     times.add_waits(waits)
     times.close(52.0, ())

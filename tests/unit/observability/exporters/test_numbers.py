@@ -63,17 +63,17 @@ def test_tensorboard_is_purged_when_a_run_goes_back_and_when_it_is_exported_agai
     write_lines(run_dir / "metrics.jsonl", metrics(range(9)))
     files = TensorBoardFiles(tmp_path / "tb")
     feed = Feed(run_dir, files)
-    feed.poll()
+    feed.read_new()
     again = run_dir / "metrics.jsonl.new"
     write_lines(again, [*metrics(range(5)), *metrics(range(5, STEPS), seed=7)])
     again.rename(run_dir / "metrics.jsonl")
-    feed.poll(is_last=True)
+    feed.read_new(is_last=True)
     files.close()
     names = [(name, tag(name)) for name in metrics([0])[0]]
     assert_equal(tensorboard_numbers(tmp_path / "tb"), run_dir, names, exact=False)
     for _ in range(2):  # the same directory again
         other = TensorBoardFiles(tmp_path / "tb")
-        Feed(run_dir, other).poll(is_last=True)
+        Feed(run_dir, other).read_new(is_last=True)
         other.close()
     assert_equal(tensorboard_numbers(tmp_path / "tb"), run_dir, names, exact=False)
 
