@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     parser.add_argument("--quick", action="store_true", help="10 steps")
-    parser.add_argument("--picture", type=Path, help="copy the run's picture here")
+    parser.add_argument("--page", type=Path, help="copy the run's page, run.html, here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         run_dir = Path(folder) / "run"
@@ -33,8 +33,8 @@ def main() -> None:
         summary = json.loads((run_dir / "summary.json").read_text())
         with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
             trained = ledger.execute("SELECT COUNT(*) FROM events WHERE state = 'trained'").fetchone()[0]
-        if arguments.picture:
-            arguments.picture.write_bytes((run_dir / "run.png").read_bytes())
+        if arguments.page:
+            arguments.page.write_bytes((run_dir / "run.html").read_bytes())
     metrics = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     metrics |= {f"busy_{role}": share for role, share in summary["busy_fraction"].items()}
     metrics["prompts_trained"] = trained

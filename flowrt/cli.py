@@ -27,6 +27,7 @@ STATUS_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 600.0
 DOCTOR_TIMEOUT_S = 60.0
 PAGE_PORT = 8265
+WATCH_FLAG = "--watch"
 LARGEST_PORT = 65535
 
 
@@ -68,7 +69,24 @@ def _run(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.local_run import run
     from flowrt.recipes.config_io import parse
 
-    return run(parse(arguments.words), console())
+    page_port, words = _split_page_port(arguments.words)
+    return run(parse(words), console(), page_port)
+
+
+def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The port of ``--watch [PORT]``, which `flowrt run` takes beside the flags of its configuration, and the rest."""
+    for at, word in enumerate(words):
+        flag, equals, port = word.partition("=")
+        if flag != WATCH_FLAG:
+            continue
+        following = words[at + 1 : at + 2]
+        has_port = not equals and bool(following) and following[0].isdecimal()
+        port = port if equals else following[0] if has_port else str(PAGE_PORT)
+        try:
+            return _port(port), [*words[:at], *words[at + 1 + has_port :]]
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{WATCH_FLAG}: {error}") from None
+    return None, list(words)
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -84,12 +102,13 @@ def _resume(arguments: argparse.Namespace) -> int:
     from flowrt.recipes.config_io import RECIPE_NAMES, defaults
     from flowrt.recipes.resume_overrides import apply_overrides
 
-    run_dirs, flags = _split_run_dir(arguments.words)
+    page_port, words = _split_page_port(arguments.words)
+    run_dirs, flags = _split_run_dir(words)
     if not run_dirs and any(flag in HELP_FLAGS for flag in flags):
         apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1])
     if len(run_dirs) != 1:
-        raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...]")
-    return resume(Path(run_dirs[0]), flags, console())
+        raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...] [--watch [PORT]]")
+    return resume(Path(run_dirs[0]), flags, console(), page_port)
 
 
 def _split_run_dir(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -527,7 +546,7 @@ def _whole_number(text: str) -> int:
 
 
 COMMANDS: Mapping[str, Subcommand] = {
-    "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...]", _run),
+    "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...] [--watch [PORT]]", _run),
     "config": Subcommand("print the configuration of such a run as TOML", _config),
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
     "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),

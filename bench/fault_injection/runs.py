@@ -26,10 +26,8 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for module in (*SHARED, "flowrt.launcher.controller_main", "flowrt.launcher.resume", "matplotlib"):
+    for module in (*SHARED, "flowrt.launcher.controller_main", "flowrt.launcher.resume"):
         importlib.import_module(module)
-    importlib.import_module("matplotlib").use("Agg")
-    importlib.import_module("matplotlib.pyplot")
     # Processes that are forked share these pages for as long as no collector writes to them.
     gc.collect()
     gc.freeze()

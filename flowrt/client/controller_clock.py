@@ -13,6 +13,7 @@ from collections import deque
 from typing import NamedTuple
 
 from flowrt.runtime.timeline import Span
+from flowrt.runtime.waits import sleep_blocking
 
 WINDOW = 16
 """Exchanges among which that with the least round trip is chosen."""
@@ -119,7 +120,7 @@ class StopWatcher:
     def _watch(self) -> None:
         last_s, last_cpu_s = time.monotonic(), time.process_time()
         while True:
-            time.sleep(POLL_S)
+            sleep_blocking(POLL_S)
             now, cpu_s = time.monotonic(), time.process_time()
             self.note(last_s, now, cpu_s - last_cpu_s)
             last_s, last_cpu_s = now, cpu_s

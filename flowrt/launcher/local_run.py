@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -38,13 +39,15 @@ from flowrt.launcher.supervision import (
     Supervisor,
     Vacancies,
     cpu_time_watchdog,
+    present,
     read_summary,
 )
 from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
-from flowrt.launcher.views.plot import draw
+from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.zmq_socket import check_free
 from flowrt.observability.exporters.names import own_path
+from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
@@ -62,6 +65,7 @@ from flowrt.runtime.waits import pause
 READY_S = 30.0
 WORKERS_EXIT_S = 3.0
 CONTROLLER_EXIT_S = 15.0
+PROGRESS_S = 1.0
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -154,16 +158,23 @@ def _template(name: str) -> str:
     return name if name in ("none", "chat") else _absolute(name)
 
 
-def run(config: RunConfig, console: Console) -> int:
+def run(config: RunConfig, console: Console, page_port: int | None = None) -> int:
     """Run to the end; returns the exit code. Raises ConfigError, with nothing written, on bad input."""
-    return check_and_run(place(config), console)
+    return check_and_run(place(config), console, page_port=page_port)
 
 
-def check_and_run(config: RunConfig, console: Console, prepare: Sequence[str] = ()) -> int:
+def check_and_run(
+    config: RunConfig, console: Console, prepare: Sequence[str] = (), page_port: int | None = None
+) -> int:
     """Check keys, port, programs, threads and data; then run. Raises ConfigError, with nothing written.
 
-    ``prepare`` is a module of `flowrt.launcher` that is run first, and its arguments.
+    Args:
+        config: of the run.
+        console: receives the live view.
+        prepare: a module of `flowrt.launcher` that is run first, and its arguments.
+        page_port: port of the page of the run; None: it is not served.
     """
+    check_page_port(page_port)
     if config.controller.keys:
         controller_keys(Path(config.controller.keys))
     check_free(config.controller.bind, bool(config.controller.keys))
@@ -175,20 +186,40 @@ def check_and_run(config: RunConfig, console: Console, prepare: Sequence[str] = 
     config = check_task(config, progress)
     check_eval_sets(config, task_of(config))
     check_filter_function(config, progress)
-    return asyncio.run(_run(with_own_needs(config), console, prepare))
+    return asyncio.run(_run(with_own_needs(config), console, prepare, page_port))
 
 
-async def _run(config: RunConfig, console: Console, prepare: Sequence[str]) -> int:
+async def _show_log(path: Path, view: LiveView) -> None:
+    """Show the last line of the log of a process that prepares the run, until cancelled."""
+    tail = LineTail(path)
+    while True:
+        lines = [line for line in tail.read_new().lines if line.strip()]
+        if lines:
+            view.prepare(lines[-1].decode(errors="replace"))
+        await pause(PROGRESS_S)
+
+
+async def _run(config: RunConfig, console: Console, prepare: Sequence[str], page_port: int | None) -> int:
     signals = Signals(config.checkpoint.preemption_save_timeout_s if config.checkpoint.every else 0.0)
     signals.install()  # before anything is written or started
-    return await LocalRun(config, console, signals, prepare).run()
+    return await LocalRun(config, console, signals, prepare, page_port).run()
 
 
 class LocalRun:
     """One run and its processes."""
 
-    def __init__(self, config: RunConfig, console: Console, signals: Signals, prepare: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        console: Console,
+        signals: Signals,
+        prepare: Sequence[str] = (),
+        page_port: int | None = None,
+    ) -> None:
+        """``page_port``: of the page of the run, served while it goes on; None: it is not served."""
         self._config = config
+        self._begun_s = monotonic()
+        self._prepared_s: float | None = None
         self._prepare = prepare
         self._console = console
         self._signals = signals
@@ -213,6 +244,7 @@ class LocalRun:
         )
         keys = config.controller.keys
         self._keys = worker_keys(Path(keys), OBSERVER) if keys else None
+        self._watch_process = WatchProcess(self._run_dir, page_port)
         self._failure = ""
         self._end_reason = ""  # as the controller gave it
         self._controller: Child | None = None
@@ -228,10 +260,12 @@ class LocalRun:
                 view.report(f"run directory {self._run_dir}")
                 fields = acting_fields(self._config.algorithm).items()
                 view.report(f"algorithm {self._config.algorithm.name}: {', '.join(f'{n} {v}' for n, v in fields)}")
+                await self._watch_process.start(view.report)
                 work = asyncio.create_task(self._run_with_restarts(view))
                 code = await self._signals.guard(work, self._signal_controller, view.report)
         except ConfigError:
             await self._children.end(0.0)
+            await self._watch_process.close()
             if self._is_new:
                 self._restore_run_dir()
             raise
@@ -241,7 +275,8 @@ class LocalRun:
                 self._config_path.unlink(missing_ok=True)
             if self._has_started_controller:
                 self._remove_ranks_dir()
-        self._print_summary(code)
+        await self._print_summary(code)
+        await self._watch_process.close()
         return code
 
     def _signal_controller(self, number: signal.Signals) -> bool:
@@ -256,18 +291,19 @@ class LocalRun:
         # It would import torch for nothing: it forks no process where there are accelerators.
         if launch.use_fork_server and here and not named_accelerators(self._config):
             await self._children.start_fork_server()
-        code = await self._run_first(*self._prepare) if self._prepare else EXIT_OK
+        code = await self._run_first(view, *self._prepare) if self._prepare else EXIT_OK
         if code != EXIT_OK:
             return code
         if self._config.model:
-            code = await self._run_first("model_check")
+            code = await self._run_first(view, "model_check")
         elif not model_dir(self._config).is_dir():
             view.report("building and warm-starting the model")
-            code = await self._run_first("build_model")
+            code = await self._run_first(view, "build_model")
         if code == EXIT_OK and self._config.reference.model and not self._config.model:
-            code = await self._run_first("model_check")  # the embedded model's vocabulary is known now
+            code = await self._run_first(view, "model_check")  # the embedded model's vocabulary is known now
         if code != EXIT_OK:
             return code
+        self._prepared_s = monotonic() - self._begun_s
         while True:
             code, trainer_code = await self._run_once(view)
             killed = self._controller is not None and (self._controller.process.returncode or 0) < 0
@@ -284,18 +320,21 @@ class LocalRun:
             await pause(back_off_s)
             self._failure = ""
 
-    async def _run_first(self, module: str, *arguments: str) -> int:
+    async def _run_first(self, view: LiveView, module: str, *arguments: str) -> int:
         """Run a module of `flowrt.launcher` to its end before the run starts; returns an exit code.
 
         Raises ConfigError for bad input that it found.
         """
         words = [sys.executable, "-m", f"flowrt.launcher.{module}", "--config", str(self._config_path), *arguments]
         child = await self._children.start(module, words)
+        progress = asyncio.create_task(_show_log(child.log, view))
         try:
             code = await cpu_time_watchdog(child, self._config.supervisor.role_vacancy_timeout_s)
         except WaitExpired as idle:
             self._failure = str(idle)
             return EXIT_STALLED
+        finally:
+            progress.cancel()
         if code == EXIT_BAD_INPUT:
             raise ConfigError(child.last_error())
         if code != EXIT_OK:
@@ -325,11 +364,15 @@ class LocalRun:
             view.show(status)
             vacancies.update(status)
             if status["ended"] is None:
-                present = status.get("followed", {"present": status["workers"]})["present"]
-                reaper.check(present, local, {TRAINER})
+                reaper.check(present(status), local, {TRAINER})
 
-        names = [name for command in commands for name in command.workers]
-        observer = Observer(address, on_status, self._keys, self._config.controller.worker_timeout_s, names)
+        observer = Observer(
+            address,
+            on_status,
+            self._keys,
+            self._config.controller.worker_timeout_s,
+            follow=[name for command in commands for name in command.workers],
+        )
         view.report(f"controller at {address}")
         exporters = ExporterProcesses(
             self._children, self._run_dir, self._config.exporters, view.report, observer.log_event
@@ -466,16 +509,16 @@ class LocalRun:
         if not self._created_dir:
             self._run_dir.mkdir(mode=0o700)
 
-    def _print_summary(self, code: int) -> None:
-        """Print the summary, the path of the plot, and the reason of a failure."""
+    async def _print_summary(self, code: int) -> None:
+        """Print the summary, the path of the run's page, and the reason of a failure."""
         summary = read_summary(self._run_dir)
         if summary is not None:
             if self._config.eval.only:
                 for name, results in summary["evaluations"].items():
                     self._console.print(evaluation_text(name, results), highlight=False, soft_wrap=True)
             elif summary["steps"]:
-                self._console.print(summary_table(summary))
-                self._console.print(f"plot {draw(self._run_dir)}", highlight=False, soft_wrap=True)
+                self._console.print(summary_table(summary, self._prepared_s))
+                self._console.print(await write_page(self._run_dir), highlight=False, markup=False, soft_wrap=True)
             self._end_reason = summary["reason"]
         self._failure = self._failure or (self._end_reason if code != EXIT_OK else "")
         if self._failure:

@@ -19,7 +19,7 @@ from flowrt.recipes.run_dir import checkpoint_steps, kept_model_dir, kept_refere
 from flowrt.runtime.files import RunLock
 
 
-def resume(run_dir: Path, flags: Sequence[str], console: Console) -> int:
+def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int | None = None) -> int:
     """Continue the run to its end, with the flags' changes; returns the exit code.
 
     Prints a line for a run that is complete, and returns 0. Raises ConfigError, with nothing changed, on bad input.
@@ -47,7 +47,7 @@ def resume(run_dir: Path, flags: Sequence[str], console: Console) -> int:
                 f"run {run_dir} is complete, and has no checkpoint after its last step (checkpoint.every was 0); "
                 f"start a new run with --model {run_dir / 'final'}"
             )
-    return check_and_run(config, console)
+    return check_and_run(config, console, page_port=page_port)
 
 
 def _check_unfinished(run_dir: Path) -> None:

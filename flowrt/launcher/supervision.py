@@ -191,6 +191,12 @@ RUN = BoundedElsewhere("the end of the run")
 NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
+def present(status: Mapping[str, Any]) -> Collection[str]:
+    """The workers in the run, of those that this launcher follows; in the first status, of those that it lists."""
+    found: Collection[str] = status.get("followed", {"present": status["workers"]})["present"]
+    return found
+
+
 class Vacancies:
     """Which workers have to be replaced after they left, and which had results, by the status of the run."""
 

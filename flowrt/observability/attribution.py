@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.controller.attribution.account import Sums
-from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, Wait
+from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
 from flowrt.controller.attribution.sweep import sweep
 from flowrt.controller.storage.time_recorder import ATTRIBUTION, is_attribution
 from flowrt.controller.storage.timeline_file import read_timeline
@@ -125,7 +125,7 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
     None if the timeline has nothing of it. Raises OSError if the timeline is unreadable.
     """
     spans: list[Interval] = []
-    waits: list[Wait] = []
+    waits: list[WaitInterval] = []
     role = ""
     for line in read_timeline(run_dir):
         if line.get("worker") != worker or not _is_interval(line) or line["end_s"] <= from_s or line["start_s"] >= to_s:
@@ -136,7 +136,8 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
             worked_s = float(line.get("worked_s", length_s))
             spans.append(Interval(str(line["kind"]), line["start_s"], line["end_s"], worked_s))
         elif (cause := CAUSES.get(str(line.get("wait")))) is not None:
-            waits.append(Wait(WorkerId(worker), cause, str(line.get("root", "")), line["start_s"], line["end_s"]))
+            root = str(line.get("root", ""))
+            waits.append(WaitInterval(WorkerId(worker), cause, root, line["start_s"], line["end_s"]))
     if not spans and not waits:
         return None
     bounds = [(one.start_s, one.end_s) for one in spans] + [(one.start_s, one.end_s) for one in waits]

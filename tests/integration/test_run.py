@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.recipes.config_io import from_toml, parse
+from tests.run_page import unpacked
 
 STEPS = 12
 PROMPTS = 4
@@ -71,7 +72,7 @@ def test_run_prints_its_directory_and_result(run: Any) -> None:
     assert "Traceback" not in run.output
     assert re.search(rf"step \d+/{STEPS} ", run.words)
     assert f"steps │ {STEPS} │" in run.words
-    assert str(run.run_dir / "run.png") in run.output
+    assert str(run.run_dir / "run.html") in run.output
 
 
 def test_configuration_loads_back(run: Any) -> None:
@@ -146,8 +147,13 @@ def test_busy_fractions_of_every_role(summary: dict[str, Any]) -> None:
     assert busy["trainer"] > 0
 
 
-def test_picture(run: Any) -> None:
-    assert (run.run_dir / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_its_page_is_one_file_that_fetches_nothing(run: Any) -> None:
+    page = (run.run_dir / "run.html").read_text()
+    assert len(page) < 4 << 20
+    assert not re.search(r"<(link|img|iframe)|<script src|url\(|@import", page)
+    carried = unpacked(page)
+    assert carried["api/run"]["summary"]["steps"] == STEPS
+    assert carried["api/series?from=0"]["steps"] == list(range(STEPS))
 
 
 def test_trained_model_loads_and_has_changed(run: Any) -> None:

@@ -197,7 +197,7 @@ def test_a_run_that_is_read_killed_and_resumed(
     """Read while it is written, after SIGKILL, as a copy that cannot be written, and after it was resumed."""
     run = launch(
         *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8", *ALL),
-        *("--steps", "40", "--checkpoint.every", "3", "--data.eval-prompts", "8"),
+        *("--steps", "5000", "--checkpoint.every", "3", "--data.eval-prompts", "8"),
     )
     run.wait_for_training()
     looks = 0
@@ -224,7 +224,8 @@ def test_a_run_that_is_read_killed_and_resumed(
     assert done.returncode in (0, 2)
     assert "Traceback" not in done.stderr
 
-    again = Launch(["--steps", "9"], tmp_path / "again", resume=run.run_dir)
+    steps = lines(run.run_dir)[-1]["step"] + 4
+    again = Launch(["--steps", str(steps)], tmp_path / "again", resume=run.run_dir)
     request.addfinalizer(again.close)
     assert again.wait(180.0) == 0, again.output
     rows = all_rows(run.run_dir)
@@ -235,7 +236,7 @@ def test_a_run_that_is_read_killed_and_resumed(
     assert {row.id for row in before} <= {row.id for row in rows}
     assert all(row.rolled_back == (row.life == 1 and row.step >= resumed) for row in rows)
     valid = [row for row in rows if not row.rolled_back]
-    for step in range(resumed, 9):
+    for step in range(resumed, steps):
         assert len([row for row in valid if row.step == step and row.advantage is not None]) == PROMPTS * MEMBERS
     assert "rolled back" in shown(run.run_dir, "--step", str(resumed), "--newest", "100")
 

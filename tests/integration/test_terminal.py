@@ -45,7 +45,7 @@ def test_a_run_directory_may_look_like_markup_where_only_ascii_is_printed(
         code = process.wait(120.0)
     said = (tmp_path / "output").read_text("ascii")
     assert code == 0, said
-    assert f"plot {tmp_path}/m/a[/x]b[red]/run.png" in said
+    assert f"page {tmp_path}/m/a[/x]b[red]/run.html" in said
     again = subprocess.run([FLOWRT, "resume", str(run_dir)], capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stderr
     assert f"run {run_dir} is complete: 2 steps" in again.stdout

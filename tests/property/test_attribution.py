@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.attribution import KINDS, Cause, Interval, Wait, kind_of_span, sweep
+from flowrt.controller.attribution import KINDS, Cause, Interval, WaitInterval, kind_of_span, sweep
 from flowrt.controller.attribution.account import TimeAccount
 from flowrt.ids import WorkerId
 
@@ -22,20 +22,21 @@ def spans(draw: st.DrawFn) -> Interval:
 
 
 @st.composite
-def waits(draw: st.DrawFn) -> Wait:
+def waits(draw: st.DrawFn) -> WaitInterval:
     start_s, end_s = sorted((draw(TIMES), draw(TIMES)))
-    return Wait(WORKER, draw(st.sampled_from(list(Cause))), draw(st.sampled_from(["", "trainer"])), start_s, end_s)
+    cause, root = draw(st.sampled_from(list(Cause))), draw(st.sampled_from(["", "trainer"]))
+    return WaitInterval(WORKER, cause, root, start_s, end_s)
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
-def test_every_second_is_of_one_kind(some: list[Interval], others: list[Wait], end_s: float) -> None:
+def test_every_second_is_of_one_kind(some: list[Interval], others: list[WaitInterval], end_s: float) -> None:
     found = sweep(some, others, 0.0, end_s)
     assert all(seconds > 0 and kind in KINDS for (kind, _), seconds in found.items())
     assert sum(found.values()) == pytest.approx(end_s, abs=1e-6)
 
 
 @given(st.lists(spans(), max_size=8), st.lists(waits(), max_size=5), st.floats(0, 20, width=32))
-def test_two_windows_are_as_one(some: list[Interval], others: list[Wait], cut_s: float) -> None:
+def test_two_windows_are_as_one(some: list[Interval], others: list[WaitInterval], cut_s: float) -> None:
     """Of spans without gaps: of the others only the sum of the gaps is known."""
     whole_spans = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
     whole = sweep(whole_spans, others, 0.0, 20.0)
@@ -45,7 +46,7 @@ def test_two_windows_are_as_one(some: list[Interval], others: list[Wait], cut_s:
 
 
 @given(st.lists(spans(), max_size=6), st.lists(waits(), max_size=3), st.floats(0, 19, width=32))
-def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[Wait], at_s: float) -> None:
+def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[WaitInterval], at_s: float) -> None:
     whole = [one._replace(worked_s=one.end_s - one.start_s) for one in some]
     end_s = at_s + 1e-3
     edges = [edge for one in whole for edge in (one.start_s, one.end_s)]
@@ -66,9 +67,9 @@ def test_the_first_kind_of_the_order_counts(some: list[Interval], others: list[W
 
 def test_gaps_of_merged_spans_are_waits_where_one_covers_them() -> None:
     span = Interval("generate", 0.0, 10.0, worked_s=6.0)
-    wait = Wait(WORKER, Cause.GATE, "trainer", 0.0, 10.0)
+    wait = WaitInterval(WORKER, Cause.GATE, "trainer", 0.0, 10.0)
     assert sweep([span], [wait], 0.0, 10.0) == {("busy", ""): 6.0, ("gate", "trainer"): 4.0}
-    short = Wait(WORKER, Cause.GATE, "trainer", 0.0, 1.0)
+    short = WaitInterval(WORKER, Cause.GATE, "trainer", 0.0, 1.0)
     assert sweep([span], [short], 0.0, 10.0) == {("busy", ""): 6.0, ("gate", "trainer"): 1.0, ("other", ""): 3.0}
     assert sweep([span], [], 0.0, 10.0) == {("busy", ""): 6.0, ("other", ""): 4.0}
 

@@ -6,7 +6,7 @@
 - `account` adds the seconds up by optimiser step. All of it is pure: times are arguments.
 """
 
-from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, Wait
+from flowrt.controller.attribution.causes import KINDS, Cause, Interval, Kind, WaitInterval
 from flowrt.controller.attribution.sweep import kind_of_span, sweep
 
-__all__ = ["KINDS", "Cause", "Interval", "Kind", "Wait", "kind_of_span", "sweep"]
+__all__ = ["KINDS", "Cause", "Interval", "Kind", "WaitInterval", "kind_of_span", "sweep"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from flowrt.controller.attribution.causes import KINDS, Interval, Kind, Wait
+from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.attribution.sweep import STOPPED, sweep
 
 Key = TypeVar("Key", bound=Hashable)
@@ -114,7 +114,7 @@ class _Lane:
     """It has reported what it did up to here."""
     gone_s: float = float("inf")
     spans: list[Interval] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[WaitInterval] = field(default_factory=list)
 
 
 class TimeAccount:
@@ -167,7 +167,7 @@ class TimeAccount:
                 lane.spans.append(span)
             self.late_s += max(min(span.end_s, lane.swept_s) - span.start_s, 0.0)
 
-    def add_waits(self, waits: Iterable[Wait]) -> None:
+    def add_waits(self, waits: Iterable[WaitInterval]) -> None:
         """Waits that have ended, of any workers."""
         for wait in waits:
             lane = self._lanes.get(wait.worker)
@@ -197,14 +197,14 @@ class TimeAccount:
 
     # ---- what is complete
 
-    def advance(self, now: float, open_waits: Iterable[Wait] = ()) -> list[StepAccount]:
+    def advance(self, now: float, open_waits: Iterable[WaitInterval] = ()) -> list[StepAccount]:
         """Attribute what is known by now; returns the steps that are complete, in order.
 
         Args:
             now: seconds on the controller's clock.
             open_waits: the waits that last at ``now``.
         """
-        waits: dict[str, list[Wait]] = defaultdict(list)
+        waits: dict[str, list[WaitInterval]] = defaultdict(list)
         for wait in open_waits:
             waits[wait.worker].append(wait)
         for lane in [*self._lanes.values(), *self._left]:
@@ -216,7 +216,7 @@ class TimeAccount:
         self._left = [lane for lane in self._left if lane.swept_s < lane.gone_s]
         return self._take_complete()
 
-    def finish(self, now: float, open_waits: Iterable[Wait] = ()) -> list[StepAccount]:
+    def finish(self, now: float, open_waits: Iterable[WaitInterval] = ()) -> list[StepAccount]:
         """As `advance`, without waiting for any report; the step in progress ends now."""
         self._parts[-1].end_s = now
         self._parts[-1].is_training = False
@@ -224,7 +224,7 @@ class TimeAccount:
             lane.heard_s = now
         return self.advance(now, open_waits)
 
-    def _sweep(self, lane: _Lane, limit_s: float, now: float, open_waits: Iterable[Wait]) -> None:
+    def _sweep(self, lane: _Lane, limit_s: float, now: float, open_waits: Iterable[WaitInterval]) -> None:
         known = [*lane.waits, *open_waits]
         silent_s = max(lane.heard_s, lane.swept_s)
         is_silent = limit_s > silent_s and (min(lane.gone_s, now) - lane.heard_s > self.patience_s)

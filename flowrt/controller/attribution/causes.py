@@ -39,7 +39,7 @@ KINDS = tuple(kind.value for kind in Kind)
 """All kinds of time, in the order in which they are shown."""
 
 
-class Wait(NamedTuple):
+class WaitInterval(NamedTuple):
     """A wait that the core has noted, in seconds of the controller's clock."""
 
     worker: WorkerId

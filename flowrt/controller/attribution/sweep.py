@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from flowrt.controller.attribution.causes import Interval, Kind, Wait
+from flowrt.controller.attribution.causes import Interval, Kind, WaitInterval
 
 FETCH = "fetch"
 """Kind of span: tensors of samples that were granted are on their way. It is a wait, which any other wait precedes."""
@@ -49,7 +49,7 @@ def kind_of_span(kind: str) -> Kind:
     return KIND_OF_SPAN.get(kind, Kind.BUSY)
 
 
-def sweep(spans: Iterable[Interval], waits: Iterable[Wait], start_s: float, end_s: float) -> Seconds:
+def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: float, end_s: float) -> Seconds:
     """Attribute the seconds from ``start_s`` to ``end_s`` of one worker; they add up to ``end_s - start_s``.
 
     Args:
@@ -114,7 +114,7 @@ class _Covered(NamedTuple):
     length_s: float = 0.0
 
 
-def _divide(covered: _Covered, share: float, waits: list[Wait], found: Seconds) -> None:
+def _divide(covered: _Covered, share: float, waits: list[WaitInterval], found: Seconds) -> None:
     """Divide a span of work into work, waiting and `other`."""
     gap_s = covered.length_s * (1.0 - share)
     found[Kind.BUSY.value, ""] += covered.length_s - gap_s
@@ -125,7 +125,7 @@ def _divide(covered: _Covered, share: float, waits: list[Wait], found: Seconds) 
         found[_key(waits[index])] += taken_s * seconds / waited_s
 
 
-def _key(wait: Wait) -> Key:
+def _key(wait: WaitInterval) -> Key:
     return wait.cause.value, wait.root
 
 

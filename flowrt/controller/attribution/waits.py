@@ -13,7 +13,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
-from flowrt.controller.attribution.causes import Cause, Wait
+from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.environment import Environment
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.samples import Group
@@ -57,7 +57,7 @@ class WaitLog:
         self._all_due_s: float | None = None
         self._refresh_s = 0.0  # from this time on, or this number of leases, all waits are looked at again
         self._refresh_leases = 0
-        self._ended: deque[Wait] = deque(maxlen=MAX_KEPT)
+        self._ended: deque[WaitInterval] = deque(maxlen=MAX_KEPT)
 
     # ---- what the core calls
 
@@ -134,20 +134,20 @@ class WaitLog:
 
     # ---- what the server reads
 
-    def take(self) -> list[Wait]:
+    def take(self) -> list[WaitInterval]:
         """The waits that have ended since the last call, in order of their ends."""
         ended = list(self._ended)
         self._ended.clear()
         return ended
 
-    def open_waits(self, now: float) -> list[Wait]:
+    def open_waits(self, now: float) -> list[WaitInterval]:
         """The waits that last at ``now``."""
-        return [Wait(worker, *one.reason, one.start_s, now) for worker, one in self._open.items()]
+        return [WaitInterval(worker, *one.reason, one.start_s, now) for worker, one in self._open.items()]
 
     def _end(self, worker: WorkerId, now: float) -> None:
         ended = self._open.pop(worker, None)
         if ended is not None and now > ended.start_s:
-            self._ended.append(Wait(worker, *ended.reason, ended.start_s, now))
+            self._ended.append(WaitInterval(worker, *ended.reason, ended.start_s, now))
 
     def _schedule(self, now: float) -> None:
         if self._all_due_s is not None:

@@ -20,9 +20,10 @@ import hashlib
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import msgpack
 
 import flowrt
 from flowrt.controller.events import (
+    AppendLedger,
     AppendReplay,
     Command,
     Event,
@@ -259,10 +261,20 @@ def digest_of(digest: CommandDigest, commands: Iterable[Command]) -> None:
     )
 
 
+_IDENTITY: dict[type, Callable[[Any], object]] = {
+    AppendLedger: attrgetter("prompt", "epoch", "state", "step", "reason", "reward"),
+    GroupsOpened: attrgetter("group", "slot", "flow", "prompts", "epoch", "members"),
+    StageCommitted: attrgetter("worker", "stage", "slots"),
+    StageUndone: attrgetter("slot", "stage", "attempt"),
+    GroupsClosed: attrgetter("groups", "slots"),
+}
+"""What is digested of the frequent commands and log entries: what else is in an entry is copied from the event."""
+
+
 def _command_bytes(command: Any) -> bytes:
-    if type(command) is AppendReplay:
-        return type(command.entry).__name__.encode() + to_blob(command.entry)
-    return repr(command).encode(errors="surrogatepass")
+    told = command.entry if type(command) is AppendReplay else command
+    identity = _IDENTITY.get(type(told))
+    return repr(told if identity is None else (type(told).__name__, identity(told))).encode(errors="surrogatepass")
 
 
 # ---- headers

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
-from flowrt.controller.attribution.causes import KINDS, Interval, Kind, Wait
+from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.storage.timeline_file import TimelineFile
 from flowrt.protocol.records import BusySpan
 from flowrt.runtime.files import atomic_write
@@ -90,7 +90,7 @@ class TimeRecorder:
                 line["rows"] = round(one.rows, 2)
             self._timeline.add(line)
 
-    def add_waits(self, waits: Iterable[Wait]) -> None:
+    def add_waits(self, waits: Iterable[WaitInterval]) -> None:
         """Waits that have ended."""
         found = list(waits)
         for wait in () if self._is_broken else found:
@@ -100,22 +100,20 @@ class TimeRecorder:
                 self._timeline.add({**line, **self._times(wait.start_s, wait.end_s)})
         self.account.add_waits(found)
 
-    def write(self, now: float, open_waits: Iterable[Wait]) -> None:
+    def write(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write the steps that are complete; called at each tick."""
         self._write(self.account.advance(now, open_waits))
 
-    def close(self, now: float, open_waits: Iterable[Wait]) -> None:
+    def close(self, now: float, open_waits: Iterable[WaitInterval]) -> None:
         """Write everything and close the files; the step in progress ends now."""
         self.add_waits(open_waits)
         self._write(self.account.finish(now))
-        if self._is_broken:
-            return
-        try:
-            self._timeline.close()
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            self._fail(error)
+        for file in (self._timeline, self._file):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:
+                self._fail(error)
 
     def shares(self) -> dict[str, dict[str, float]]:
         """By role, the share of its time in training that each kind took, in complete steps of this controller."""
@@ -146,6 +144,8 @@ class TimeRecorder:
                 self._fail(error)
 
     def _fail(self, error: OSError) -> None:
+        if self._is_broken:
+            return
         self._is_broken = True
         log.warning("where the time goes is not written any more: %s; free the disk and resume the run", error)
 

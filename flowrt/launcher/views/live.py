@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from operator import itemgetter
+from time import monotonic
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrt.launcher.terminal import printable_tree
+from flowrt.launcher.views.waits import duration, grouped
 
 HISTORY = 60
 """Steps in the reward bars."""
@@ -18,6 +20,11 @@ MIN_SHARE = 0.005
 """Share of a role's time below which it is not shown."""
 PRINT_EVERY = 10
 """Steps between lines without a terminal."""
+PREPARE_EVERY_S = 30.0
+"""Between lines of the preparation without a terminal."""
+MAX_WAITS = 8
+"""Lines of waits: a terminal of 24 lines has room for all of the display."""
+MAX_BUSY = 12
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -29,6 +36,7 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._rewards: list[float] = []
         self._printed_step = -1
+        self._prepared_s = monotonic()
         self._vacant: set[str] = set()
         self._warned: set[tuple[int, str]] = set()
 
@@ -68,13 +76,21 @@ class LiveView:
         if latest:
             self._printed_step = latest["step"]
 
+    def prepare(self, text: str) -> None:
+        """Show how far the preparation of the run is; without a terminal a line now and then."""
+        text = printable_tree(text)
+        if self._live is not None:
+            self._live.update(Text(text, style="dim"))
+        elif monotonic() - self._prepared_s >= PREPARE_EVERY_S:
+            self._prepared_s = monotonic()
+            self.report(text)
+
     def _draw(self, status: Mapping[str, Any]) -> Group:
         step, steps = status["step"], status["steps"]
         waits = Table.grid(padding=(0, 2))
-        for worker, what, seconds in status["waits"]:
-            waits.add_row(Text(worker, style="cyan"), f"waits {seconds:5.1f} s for", Text(what, style="dim"))
-        busy = [worker for worker in status["workers"] if worker not in {waiting for waiting, _, _ in status["waits"]}]
-        waits.add_row(Text("busy", style="green"), "", Text(", ".join(sorted(busy)), style="dim"))
+        for who, what, seconds in grouped((what, who, seconds) for who, what, seconds in status["waits"])[:MAX_WAITS]:
+            waits.add_row(Text(who, style="cyan"), f"waits {seconds:5.1f} s for", Text(what, style="dim"))
+        waits.add_row(Text("busy", style="green"), "", Text(_busy(status), style="dim"))
         return Group(
             Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
             ProgressBar(total=steps, completed=step, width=HISTORY),
@@ -95,6 +111,16 @@ def evaluation_text(name: str, results: Mapping[str, Any]) -> str:
     return f"evaluation {name} of version {results['version']}: {'  '.join(shown)}"
 
 
+def _busy(status: Mapping[str, Any]) -> str:
+    """The workers that wait for nothing."""
+    waiting = {who for who, _, _ in status["waits"]}
+    busy = sorted(worker for worker in status["workers"] if worker not in waiting)
+    of_others = sum(of.get("at work", 0) for of in status.get("counts", {}).get("states", {}).values())
+    if len(busy) <= MAX_BUSY:
+        return ", ".join(busy)
+    return f"{', '.join(busy[:MAX_BUSY])} and {max(of_others, len(busy)) - MAX_BUSY} more"
+
+
 def _line(status: Mapping[str, Any]) -> str:
     latest = status["latest"]
     parts = [
@@ -104,17 +130,20 @@ def _line(status: Mapping[str, Any]) -> str:
         f"staleness {latest['staleness_mean']:.2f} (max {latest['staleness_max']})",
         f"{latest['samples_per_s']:.0f} samples/s",
     ]
+    if status.get("eta_s"):
+        parts.append(f"{duration(status['eta_s'])} left")
     return "  ".join(parts)
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The summary of a run as a table."""
+def summary_table(summary: Mapping[str, Any], prepared_s: float | None = None) -> Table:
+    """The summary of a run as a table; ``prepared_s``: seconds before the run, for checks and building the model."""
     table = Table(title=f"flowrt run: {summary['recipe']}, seed {summary['seed']}", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     rows = {
         "steps": summary["steps"],
-        "wall time": f"{summary['wall_s']:.1f} s",
+        "wall time": f"{summary['wall_s']:.1f} s"
+        + (f", after {prepared_s:.1f} s of preparation" if prepared_s else ""),
         f"reward, first to last {_steps(summary['reward_window'])}": _arrow(
             summary["reward_first"], summary["reward_last"]
         ),

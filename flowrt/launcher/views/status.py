@@ -12,6 +12,8 @@ from rich.text import Text
 from flowrt.errors import EXIT_OK
 from flowrt.launcher.observer import fetch_status, find_keys, locate
 from flowrt.launcher.terminal import printable_tree
+from flowrt.launcher.views.live import evaluation_text
+from flowrt.launcher.views.waits import duration, grouped
 from flowrt.observability.attribution import add_up
 
 RED = "bold red"
@@ -66,12 +68,15 @@ def draw(status: Mapping[str, Any]) -> Group:
     ]
     alarms += [Text(text, style=RED) for text in status["guards"]["firing"]]
     title = f"step {status['step']} of {status['steps']}, {status['live_groups']} groups live"
+    if status.get("eta_s"):
+        title += f", {duration(status['eta_s'])} left"
     tables = [_workers(graph["workers"], title), _waits(graph["waits"], graph["deadlocks"])]
     omitted = graph["more"] + graph["others"]
     notes = [Text(text, style="dim") for text in _times(status.get("time"))]
     notes += [Text(f"{graph['more']} waits and {graph['others']} workers are not shown")] if omitted else []
     notes += [Text(f"step {step}: {text}", style="dim") for step, text in status["guards"]["log"]]
-    return Group(*alarms, *tables, *notes)
+    evaluated = [Text(evaluation_text(name, of), style="magenta") for name, of in status.get("evaluated", {}).items()]
+    return Group(*alarms, *tables, *evaluated, *notes)
 
 
 def _times(line: Mapping[str, Any] | None) -> list[str]:
@@ -92,9 +97,20 @@ def _workers(workers: Sequence[Sequence[Any]], title: str) -> Table:
 def _waits(waits: Sequence[Mapping[str, Any]], deadlocks: Sequence[Sequence[str]]) -> Table:
     table = Table("worker", "waits for", "since", "at most", "blocked on", title="wait-for graph")
     deadlocked = {who for workers in deadlocks for who in workers}
-    for wait in waits:
-        limit = "-" if wait["limit_s"] is None else f"{wait['limit_s']:.0f} s"
-        wrong = wait["overdue"] or wait["unsatisfiable"] or wait["who"] in deadlocked
-        cells = (wait["who"], wait["what"], f"{wait['age_s']:.1f} s", limit, wait["blocked_on"] or "no worker")
-        table.add_row(*map(Text, cells), style=RED if wrong else None)
+    alike = (
+        (
+            (
+                wait["what"],
+                "-" if wait["limit_s"] is None else f"{wait['limit_s']:.0f} s",
+                wait["blocked_on"] or "no worker",
+                wait["overdue"] or wait["unsatisfiable"] or wait["who"] in deadlocked,
+            ),
+            wait["who"],
+            wait["age_s"],
+        )
+        for wait in waits
+    )
+    for who, (what, limit, blocked_on, is_wrong), age_s in grouped(alike):
+        cells = (who, what, f"{age_s:.1f} s", limit, blocked_on)
+        table.add_row(*map(Text, cells), style=RED if is_wrong else None)
     return table

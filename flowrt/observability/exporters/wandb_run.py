@@ -13,6 +13,7 @@ from flowrt.errors import ConfigError
 from flowrt.observability.exporters.feed import numbers
 from flowrt.observability.exporters.sink import Line, Sink
 from flowrt.recipes.run_dir import CONFIG
+from flowrt.runtime.waits import join_thread
 
 MODULE = "wandb"
 MISSING = f"exporting to W&B needs {MODULE}; install it: pip install 'flowrt[wandb]'"
@@ -112,9 +113,9 @@ class WandbRun(Sink):
         failures: list[str] = []
         ending = Thread(target=_end, args=(self._run, failures), daemon=True)
         ending.start()
-        ending.join(FINISH_S)
+        has_ended = join_thread(ending, FINISH_S)
         how = f"; upload it with: wandb sync {where}" if self._mode == "offline" else ""
-        if ending.is_alive():
+        if not has_ended:
             return f"W&B did not end within {FINISH_S:.0f} s; all that was logged is in {where}: wandb sync {where}"
         if failures:
             return f"the end of W&B failed ({failures[0]}); what was logged is in {where}: wandb sync {where}"

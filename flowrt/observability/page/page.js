@@ -42,6 +42,7 @@ function number(value) {
 
 function duration(seconds) {
   if (!known(seconds)) return "–";
+  if (seconds < 0.1 && seconds > 0) return seconds < 1e-3 ? `${Number((1e6 * seconds).toPrecision(3))} µs` : `${Number((1e3 * seconds).toPrecision(3))} ms`;
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
   const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds % 60)];
   return h ? `${h} h ${String(m).padStart(2, "0")} min` : `${m} min ${String(s).padStart(2, "0")} s`;
@@ -58,7 +59,7 @@ function colour(name) {
 
 function key(name) {
   const mark = el("span", { class: "key" });
-  mark.style.background = `var(--${name})`;
+  mark.style.background = `var(--${name}, #888)`;
   return mark;
 }
 
@@ -165,6 +166,15 @@ function dropFrom(step) {
   run.old.push({ steps: run.steps.splice(at), columns });
 }
 
+/** An evaluation that ended after the last step is in the summary alone: it belongs to the weights of that step. */
+function addLastEvaluations() {
+  const last = run.steps.length - 1;
+  for (const [name, { version, ...results }] of Object.entries(run.info.summary?.evaluations || {})) {
+    if (last < 0 || version <= Math.max(-1, ...(run.columns[`eval/${name}/version`] || []).filter(known))) continue;
+    for (const [result, value] of Object.entries(results)) (run.columns[`eval/${name}/${result}`] ??= new Array(last + 1).fill(null))[last] = value;
+  }
+}
+
 function xs() { return view.x === "step" ? run.steps : run.columns.wall_s || run.steps; }
 function extent() {
   const x = xs();
@@ -232,7 +242,7 @@ function alarms(status) {
 
 const CURVES = [
   { title: "Reward", lines: ["reward"], band: ["reward_p10", "reward_p90"], names: { reward: "mean" }, spread: "reward_std" },
-  { title: "Evaluations", match: /^eval\/.+\/(avg|pass)@\d+$/, strip: /^eval\//, points: true, none: ["evaluations", "evaluations.jsonl", "eval.interval"] },
+  { title: "Evaluations", match: /^eval\/.+\/(avg@\d+|pass@(?!1$)\d+)$/, strip: /^eval\//, points: true, none: ["evaluations", "evaluations.jsonl", "eval.interval"] },
   { title: "Parts of the reward", match: /^reward\/.+/, strip: /^reward\// },
   { title: "Response length", unit: "tokens", lines: ["response_length", "length_max"], names: { response_length: "mean", length_max: "longest" } },
   { title: "Cut off at the limit", unit: "share", lines: ["truncated"], share: true },
@@ -247,7 +257,7 @@ const CURVES = [
   { title: "Samples per second", unit: "1/s", lines: ["samples_per_s"] },
   { title: "Tokens per second", unit: "1/s", lines: ["tokens_per_s"] },
 ];
-const ELSEWHERE = /^(step|wall_s|eval\/|reward_p\d+|reward_std|samples$|groups$|tokens$|guard_)/;
+const ELSEWHERE = /^(step|wall_s|eval\/|reward_p\d+|reward_std|length_mean|zero_variance_groups|samples$|groups$|tokens$|guard_)/;
 const charts = new Map();
 const near = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) {
@@ -470,7 +480,7 @@ function sentence(role, sums, total, lines) {
 }
 
 function drawShares(canvas, role, lines, low, high, at) {
-  const [c, width] = context(canvas, 64), columns = Math.max(1, Math.floor(width / 2));
+  const [c, width] = context(canvas, 64), columns = Math.max(1, Math.ceil(width / 2));
   const sums = CAUSES.map(() => new Float64Array(columns));
   for (const line of lines) {
     const own = line.roles[role], place = (x) => Math.min(columns - 1, Math.max(0, Math.floor(((x - low) / (high - low || 1)) * columns)));
@@ -483,7 +493,7 @@ function drawShares(canvas, role, lines, low, high, at) {
     if (total) CAUSES.forEach((cause, i) => {
       const height = (64 * sums[i][column]) / total;
       c.fillStyle = colour(cause);
-      c.fillRect((column * width) / columns, y - height, width / columns + 0.5, height);
+      c.fillRect(2 * column, y - height, 2, height);
       y -= height;
     });
   }
@@ -840,7 +850,7 @@ function events() {
   choice.value = old;
   const kept = run.events.filter((e) => (old === "all" ? true : old === "faults" ? isFault(e) : !["published", "checkpoint"].includes(e.kind)));
   body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : `${kept.length} events`)),
-    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: isFault(e) ? "fault" : undefined }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", {}, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
+    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: isFault(e) ? "fault" : undefined }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "once" }, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
 }
 
 /** Configuration against the defaults, summary, last lines of the logs. */
@@ -856,7 +866,7 @@ async function files() {
     info.changed.length ? table(["setting", "value", "default"], info.changed.map(([n, v, d]) => el("tr", {}, el("td", {}, n), el("td", {}, say(v)), el("td", {}, say(d))))) : el("p", { class: "note" }, "Every setting has its default."),
     fold("All settings", two(flat(info.config))),
     info.summary ? fold("Summary", two(flat(info.summary))) : el("p", { class: "note" }, info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
-    ...Object.entries(logs).map(([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)))),
+    ...Object.entries(logs).filter(([, lines]) => lines.length).map(([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)))),
     Object.keys(logs).length ? "" : el("p", { class: "note" }, "No logs: the directory has none."));
 }
 
@@ -908,6 +918,7 @@ async function catchUp() {
     run.events.push(...fresh);
     run.next = next;
     addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`));
+    addLastEvaluations();
     header(); curves(); events(); waits(); files(); prompts(); moreAttribution(); timeline.tick();
   } catch { later("again", catchUp, 1000); }
 }
@@ -917,6 +928,7 @@ async function start() {
     const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
     run.info = info; run.events = log.events; run.next = log.next;
     addSeries(series);
+    addLastEvaluations();
   } catch (error) {
     $("#alarms").replaceChildren(el("p", { class: "alarm" }, `The run cannot be shown: ${error.message}`));
     return;

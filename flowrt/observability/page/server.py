@@ -112,6 +112,10 @@ class PageServer:
         self._status, self._status_s = status, monotonic()
         self._stream.show(status)
 
+    def streams(self) -> int:
+        """The number of open pages."""
+        return len(self._stream)
+
     @property
     def _fresh_status(self) -> Status | None:
         return self._status if monotonic() - self._status_s < FRESH_S else None
@@ -152,7 +156,7 @@ class PageServer:
             "/api/ledger": self._call(databases, lambda _: reader.ledger()),
             "/api/logs": self._call(files, lambda _: reader.logs()),
             "/api/replay": self._call(databases, lambda of: reader.replay(_seconds(of, "at") or 0.0)),
-            "/api/stream": lambda request: self._stream.answer(request, reader.next_step),
+            "/api/stream": self._follow_stream,
         }
         if self._metrics_text is not None:
             handlers["/metrics"] = self._prometheus
@@ -180,6 +184,9 @@ class PageServer:
 
     def _samples(self, of: Values) -> dict[str, Any]:
         return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
+
+    async def _follow_stream(self, request: web.Request) -> web.StreamResponse:
+        return await self._stream.answer(request, self._reader.next_step)
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name, content_type = STATIC[request.path]

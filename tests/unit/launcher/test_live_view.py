@@ -42,6 +42,7 @@ SUMMARY = {
     "prompts_lost": 0,
     "prompts_trained_twice": 0,
     "busy_fraction": {"rollout": 0.24, "trainer": 0.93},
+    "time": {"rollout": {"busy": 0.24, "gate": 0.7, "samples": 0.001}, "trainer": {"busy": 0.93}},
 }
 LINE = "step 7/120  reward 0.250  length 4.5  staleness 0.75 (max 1)  512 samples/s"
 
@@ -92,5 +93,5 @@ def test_the_table_has_every_number_of_the_summary() -> None:
     out = io.StringIO()
     Console(file=out, width=100).print(summary_table(SUMMARY))
     expected = ("120", "39.0 s", "0.250 → 0.970", "0.330 → -", "15360 (503/s)", "8692", "0.99 (1, 1)", "0, 0")
-    for text in (*expected, "rollout 24%", "trainer 93%"):
+    for text in (*expected, "gate 70%, busy 24%", "busy 93%"):
         assert text in out.getvalue(), text

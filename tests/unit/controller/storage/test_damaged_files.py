@@ -20,7 +20,7 @@ from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
-from flowrt.launcher.views.plot import draw
+from flowrt.observability.page.single_file import write
 from flowrt.protocol.messages import Report
 from flowrt.protocol.records import BusySpan, Position
 from flowrt.runtime.timeline import is_step, read_lines
@@ -207,15 +207,16 @@ def test_a_damaged_summary_counts_as_none(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("harm", [name for name in HARM if name != "missing"])
-def test_a_picture_is_drawn_of_what_can_be_read(tmp_path: Path, harm: str) -> None:
+def test_a_page_is_written_of_what_can_be_read(tmp_path: Path, harm: str) -> None:
     change = HARM[harm]
     assert change is not None
     whole = trained(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(change(whole))
     span = {"worker": "trainer", "role": "trainer", "kind": "train", "start_s": 0.0, "end_s": 1.0}
     (tmp_path / "timeline").mkdir()
-    (tmp_path / "timeline" / "0001.jsonl.gz").write_bytes(change(gzip.compress(json.dumps(span).encode() + b"\n")))
-    assert draw(tmp_path).stat().st_size > 1000
+    packed = gzip.compress(json.dumps(span).encode() + b"\n")
+    (tmp_path / "timeline" / "0000.jsonl.gz").write_bytes(change(packed))
+    assert write(tmp_path).stat().st_size > 10_000
 
 
 def test_a_run_directory_without_a_configuration_is_named(tmp_path: Path) -> None:

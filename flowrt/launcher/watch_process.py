@@ -1,0 +1,112 @@
+"""The page of a local run: `flowrt watch` beside it, and run.html at its end. Neither is needed by the run itself."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from flowrt.errors import ConfigError, WaitExpired
+from flowrt.observability.page.listeners import who_listens
+from flowrt.runtime.parent_death import LAUNCHER, this_launcher
+from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_until
+
+LOOPBACK = "127.0.0.1"
+PAGE_TIMEOUT_S = 120.0
+STOP_S = 5.0
+LAST_LOOK_S = 2.0
+"""The page stays for so long after the end of the run, so that an open one sees it."""
+_UNTIL_CLOSED = BoundedElsewhere("the end of the run")
+
+
+def check_page_port(port: int | None) -> None:
+    """Raises ConfigError, naming who has it, if the port of the page is taken."""
+    if not port:
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError as error:
+            raise ConfigError(
+                f"the page of the run cannot have port {port}: {error.strerror}{who_listens(port)}; name another with "
+                "--watch PORT"
+            ) from error
+
+
+class WatchProcess:
+    """`flowrt watch` as a child: what it says is printed, and its death is a line."""
+
+    def __init__(self, run_dir: Path, port: int | None) -> None:
+        """``port``: None: nothing is started."""
+        self._run_dir = run_dir
+        self._port = port
+        self._child: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        """Start it; ``report`` prints a line."""
+        if self._port is None:
+            return
+        words = ("-m", "flowrt.cli", "watch", str(self._run_dir), "--port", str(self._port), "--with-parent")
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, LAUNCHER: this_launcher()},
+            start_new_session=True,  # Ctrl-C ends the run, which ends this
+        )
+        self._reading = asyncio.create_task(self._read(self._child, report))
+
+    async def close(self) -> None:
+        """End it, a moment after the run."""
+        if self._child is None or self._reading is None:
+            return
+        if self._child.returncode is None:
+            with contextlib.suppress(WaitExpired):
+                await wait_until(asyncio.shield(self._reading), LAST_LOOK_S, "open pages to see the end", "browsers")
+        reading, self._reading = self._reading, None
+        await cancel_and_wait({reading}, STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            self._child.terminate()
+        try:
+            await wait_until(self._child.wait(), STOP_S, "flowrt watch to end", "flowrt watch")
+        except WaitExpired:
+            self._child.kill()
+        self._child = None
+
+    async def _read(self, child: asyncio.subprocess.Process, report: Callable[[str], None]) -> None:
+        """Print its first line, which has the address; the others are in its log."""
+        assert child.stdout is not None
+        is_first = True
+        with (self._run_dir / "logs" / "watch.log").open("ab") as log:
+            while line := await wait_until(child.stdout.readline(), _UNTIL_CLOSED, "a line", "flowrt watch"):
+                if is_first:  # not into the log, which the page and run.html show: it has the token
+                    report(line.decode(errors="replace").rstrip())
+                else:
+                    log.write(line)
+                    log.flush()
+                is_first = False
+            code = await wait_until(child.wait(), STOP_S, "flowrt watch to end", "flowrt watch")
+        report(f"flowrt watch has ended with exit code {code}; the run goes on: see {self._run_dir / 'logs/watch.log'}")
+
+
+async def write_page(run_dir: Path) -> str:
+    """Write run.html in a process of its own; returns a line that says where it is, or why it is not."""
+    words = ("-m", "flowrt.observability.page.single_file", str(run_dir))
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, said = await wait_until(child.communicate(), PAGE_TIMEOUT_S, "run.html", "its process")
+    except WaitExpired:
+        child.kill()
+        return f"run.html was not written within {PAGE_TIMEOUT_S:.0f} s; write it with flowrt export {run_dir} --html"
+    if child.returncode != 0:
+        lines = said.decode(errors="replace").strip().splitlines()
+        return f"run.html was not written: {lines[-1] if lines else f'exit code {child.returncode}'}"
+    return f"page {run_dir / 'run.html'}"

@@ -1,0 +1,343 @@
+"""The server of the page, over real connections: who is let in, what is answered, and readers that do not read."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from flowrt.errors import FlowError
+from flowrt.observability.page.access import HEADERS, Access
+from flowrt.observability.page.server import STATIC, PageServer
+from flowrt.observability.page.stream import KEPT_UPDATES, MAX_WATCHERS
+from flowrt.observability.run_reader import RunReader
+from flowrt.recipes.config_io import defaults, to_toml
+from flowrt.runtime.files import atomic_write
+
+TOKEN = "t" * 32
+LIMIT_S = 30.0
+HOSTILE = "</script><script>document.title='x'</script>\x1b]52;c;x\x07\u202e\x00<!-- \u2028\ud800"
+API = ("run", "series?from=0", "attribution?from=0", "events?from=0", "timeline", "samples", "ledger", "logs", "stream")
+
+
+@dataclass
+class Page:
+    """A server of a run's page, and a browser that has signed in."""
+
+    server: PageServer
+    browser: aiohttp.ClientSession
+    base: str
+    run_dir: Path
+
+    async def get(self, path: str) -> Any:
+        async with self.browser.get(f"{self.base}/{path}") as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+
+@pytest.fixture
+async def page(tmp_path: Path) -> AsyncIterator[Page]:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(to_toml(defaults("arithmetic")))
+    write_steps(run_dir, 3)
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "trainer.log").write_text(f"{HOSTILE[:-1]}\n")
+    (tmp_path / "secret").write_text("secret")
+    server = PageServer(RunReader(run_dir), Access(TOKEN), lambda reader, _: f"flowrt_step {reader.next_step}\n")
+    port = await server.start("127.0.0.1", 0)
+    following = asyncio.create_task(server.follow())
+    base = f"http://127.0.0.1:{port}"
+    try:
+        jar = aiohttp.CookieJar(unsafe=True)
+        async with aiohttp.ClientSession(cookie_jar=jar, timeout=aiohttp.ClientTimeout(LIMIT_S)) as browser:
+            async with browser.get(f"{base}/?token={TOKEN}", allow_redirects=False) as answer:
+                assert answer.status == 303
+            yield Page(server, browser, base, run_dir)
+    finally:
+        following.cancel()
+        await server.close()
+
+
+def write_steps(run_dir: Path, count: int) -> None:
+    lines = (json.dumps({"step": step, "wall_s": step * 1.5, "reward": 0.25}) + "\n" for step in range(count))
+    atomic_write(run_dir / "metrics.jsonl", "".join(lines))
+
+
+async def raw(page: Page, request: str, *, only: bool = False) -> bytes:
+    """The answer to these bytes; ``only``: nothing more will come, which a server need not wait for."""
+    port = int(page.base.rpartition(":")[2])
+    async with asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(request.encode("latin-1"))
+            if only:
+                writer.write_eof()
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+
+# ---- who is let in
+
+
+async def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Page) -> None:
+    async with page.browser.get(f"{page.base}/?token={TOKEN}", allow_redirects=False) as answer:
+        cookie = answer.headers["Set-Cookie"]
+        assert answer.headers["Location"] == "/"
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert cookie.startswith(f"flowrt_{page.base.rpartition(':')[2]}=")
+
+
+async def test_without_the_token_there_is_nothing(page: Page) -> None:
+    port = page.base.rpartition(":")[2]
+    paths = ["/", "/?token=", "/?token=wrong", "/page.js", "/metrics", *(f"/api/{one}" for one in API)]
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as stranger:
+        for path in paths:
+            for cookie in ("", "wrong", TOKEN[:-1]):
+                headers = {"Cookie": f"flowrt_{port}={cookie}"}
+                async with stranger.get(f"{page.base}{path}", headers=headers) as answer:
+                    assert answer.status == 403
+                    assert await answer.text() == "open the address with the token that flowrt watch printed\n"
+                    assert_headers(answer.headers)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8265", "", "localhost.evil.example", "[::2]", "10.9.8.7", "[["]
+)
+async def test_another_host_header_is_refused_with_the_token_too(page: Page, host: str) -> None:
+    async with page.browser.get(f"{page.base}/api/run", headers={"Host": host}) as answer:
+        assert answer.status in (400, 403)
+        assert "arithmetic" not in await answer.text()
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9000", "127.0.0.1:9000", socket.gethostname(), "LOCALHOST:1"])
+async def test_our_names_are_let_in_at_any_port_as_a_tunnel_has_another(page: Page, host: str) -> None:
+    async with page.browser.get(f"{page.base}/api/run", headers={"Host": host}) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1:1", "http://[::"])
+async def test_a_page_of_another_origin_is_refused(page: Page, origin: str) -> None:
+    async with page.browser.get(f"{page.base}/api/run", headers={"Origin": origin}) as answer:
+        assert answer.status == 403
+    async with page.browser.get(f"{page.base}/api/run", headers={"Origin": page.base}) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
+async def test_it_can_only_be_read(page: Page, method: str) -> None:
+    async with page.browser.request(method, f"{page.base}/api/run") as answer:
+        assert answer.status == 405
+        assert answer.headers["Allow"] == "GET, HEAD"
+        assert_headers(answer.headers)
+
+
+def assert_headers(headers: Any) -> None:
+    assert {name: headers[name] for name in HEADERS} == HEADERS
+    assert "'none'" in headers["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret",
+        "/..%2fsecret",
+        "/%2e%2e/%2e%2e/secret",
+        "//etc/passwd",
+        "/page.js/../../secret",
+        "/api/sample/../../../secret",
+        "/api/sample/-1",
+        "/api/prompt/0/x",
+        "/config.toml",
+        "/api/%00",
+        "/run.html",
+    ],
+)
+async def test_no_path_names_a_file(page: Page, path: str) -> None:
+    cookie = f"flowrt_{page.base.rpartition(':')[2]}={TOKEN}"
+    answer = await raw(page, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n")
+    status = answer.split(b" ", 2)[1]
+    assert status in (b"400", b"403", b"404"), answer
+    assert b"secret\r\n" not in answer
+    assert b"root:" not in answer
+
+
+async def test_nonsense_is_refused_and_the_server_goes_on(page: Page) -> None:
+    for request in (
+        "\r\n\r\n",
+        "GET\r\n\r\n",
+        "GET / HTTP/9.9\r\n\r\n",
+        f"GET /{'x' * 100_000} HTTP/1.1\r\n\r\n",
+        "\x16\x03\x01\n\n",
+    ):
+        assert b" 200 " not in await raw(page, request, only=True)
+    assert (await page.get("api/run"))["recipe"] == "arithmetic"
+
+
+# ---- answers
+
+
+async def test_the_files_of_the_page_are_served_with_its_policy(page: Page) -> None:
+    for path, (_, content_type) in STATIC.items():
+        async with page.browser.get(f"{page.base}{path}") as answer:
+            assert answer.status == 200
+            assert answer.content_type == content_type
+            assert_headers(answer.headers)
+            assert len(await answer.read()) > 500
+        async with page.browser.head(f"{page.base}{path}") as answer:
+            assert answer.status == 200
+            assert await answer.read() == b""
+
+
+async def test_every_path_answers_for_a_run_of_which_little_is_there(page: Page) -> None:
+    assert (await page.get("api/run"))["files"]["events.jsonl"] == "missing"
+    assert (await page.get("api/series?from=1"))["steps"] == [1, 2]
+    assert await page.get("api/events?from=0") == {"events": [], "next": 0}
+    assert await page.get("api/attribution?from=0") == {"lines": []}
+    assert (await page.get("api/timeline?t0=0&t1=9&rows=64"))["spans"] == []
+    assert await page.get("api/samples?order=worst&limit=5") == {"samples": [], "total": 0}
+    assert await page.get("api/ledger") == {"states": {}, "dropped": {}}
+    assert (await page.get("api/logs"))["files"]["trainer.log"][0].startswith("</script>")
+    async with page.browser.get(f"{page.base}/metrics") as answer:
+        assert await answer.text() == "flowrt_step 3\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["series?from=-1", "series?from=x", "timeline?t0=nan", "timeline?t1=1e999", "samples?limit=1e3", "events?from=²"],
+)
+async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
+    async with page.browser.get(f"{page.base}/api/{path}") as answer:
+        assert answer.status == 400
+        assert len((await answer.json())["error"].splitlines()) == 1
+
+
+async def test_what_is_not_there_is_said(page: Page) -> None:
+    for path in ("sample/7", "prompt/0/7", "replay?at=1"):
+        async with page.browser.get(f"{page.base}/api/{path}") as answer:
+            assert answer.status == 404
+            assert (await answer.json())["error"]
+
+
+# ---- the stream
+
+
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str, Any]]:
+    """(id, event, data) of each event."""
+    fields: dict[str, str] = {}
+    async for line in response.content:
+        text = line.decode().rstrip("\n")
+        if text:
+            name, _, value = text.partition(": ")
+            fields[name] = value
+        elif "event" in fields:
+            yield fields.get("id", ""), fields["event"], json.loads(fields["data"])
+            fields = {}
+        else:
+            fields = {}
+
+
+async def take(events: AsyncIterator[tuple[str, str, Any]], kind: str) -> tuple[str, Any]:
+    async with asyncio.timeout(LIMIT_S):
+        async for number, found, data in events:
+            if found == kind:
+                return number, data
+    raise AssertionError(f"the stream ended without {kind}")
+
+
+async def test_new_steps_events_and_the_status_are_streamed(page: Page) -> None:
+    async with page.browser.get(f"{page.base}/api/stream") as response:
+        assert response.content_type == "text/event-stream"
+        assert "Content-Encoding" not in response.headers
+        events = events_of(response)
+        assert await take(events, "status") == ("", None)
+        with (page.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "wall_s": 9.0, "reward": 1}) + "\n")
+        assert await take(events, "step") == ("3", {"step": 3, "wall_s": 9.0, "reward": 1})
+        line = {"wall_s": 9.1, "unix_s": 1.0, "step": 3, "kind": "warning", "text": HOSTILE}
+        (page.run_dir / "events.jsonl").write_text(json.dumps(line) + "\n")
+        assert (await take(events, "event"))[1] == line
+        page.server.show({"step": 4, "what": HOSTILE})
+        assert (await take(events, "status"))[1] == {"step": 4, "what": HOSTILE}
+        write_steps(page.run_dir, 2)
+        assert (await take(events, "rewound"))[1] == {"step": 2}
+
+
+async def test_a_lost_stream_goes_on_after_its_last_step(page: Page) -> None:
+    async with page.browser.get(f"{page.base}/api/stream") as response:
+        events = events_of(response)
+        write_steps(page.run_dir, 6)
+        assert [(await take(events, "step"))[0] for _ in range(3)] == ["3", "4", "5"]
+    async with page.browser.get(f"{page.base}/api/stream", headers={"Last-Event-ID": "3"}) as response:
+        events = events_of(response)
+        assert [(await take(events, "step"))[0] for _ in range(2)] == ["4", "5"]
+    async with page.browser.get(f"{page.base}/api/stream", headers={"Last-Event-ID": "99"}) as response:
+        assert (await take(events_of(response), "rewound"))[1] == {"step": 6}
+
+
+async def test_there_is_a_bound_on_streams_and_the_others_are_told(page: Page) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=page.browser.cookie_jar,
+            timeout=aiohttp.ClientTimeout(LIMIT_S),
+        )
+        await stack.enter_async_context(session)
+        answers = [await stack.enter_async_context(session.get(f"{page.base}/api/stream")) for _ in range(200)]
+        assert [answer.status for answer in answers].count(200) == MAX_WATCHERS
+        assert [answer.status for answer in answers].count(503) == 200 - MAX_WATCHERS
+        page.server.show({"step": 1})
+        assert (await page.get("api/run"))["recipe"] == "arithmetic"
+
+
+async def test_a_reader_that_does_not_read_is_disconnected_and_holds_up_nobody(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowrt.observability.page.stream.WRITE_TIMEOUT_S", 0.5)
+    port = int(page.base.rpartition(":")[2])
+    slow = socket.create_connection(("127.0.0.1", port))
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.sendall(f"GET /api/stream HTTP/1.1\r\nHost: localhost\r\nCookie: flowrt_{port}={TOKEN}\r\n\r\n".encode())
+    streams = page.server.streams
+    async with page.browser.get(f"{page.base}/api/stream") as response:
+        events = events_of(response)
+        assert await take(events, "status") == ("", None)
+        async with asyncio.timeout(LIMIT_S):
+            count = 0
+            while count < 2 or streams() > 1:
+                page.server.show({"step": count, "large": "x" * 100_000})
+                assert (await take(events, "status"))[1]["step"] == count
+                count += 1
+    slow.close()
+
+
+async def test_a_page_that_is_too_far_behind_starts_again(page: Page) -> None:
+    async with page.browser.get(f"{page.base}/api/stream") as response:
+        await take(events_of(response), "status")
+        write_steps(page.run_dir, KEPT_UPDATES + 500)
+        async with asyncio.timeout(LIMIT_S):
+            with contextlib.suppress(aiohttp.ClientError):
+                await response.read()  # until the server ends it
+    assert len((await page.get("api/series?from=0"))["steps"]) == KEPT_UPDATES + 500
+
+
+# ---- the port
+
+
+async def test_a_taken_port_is_refused_and_says_whose_it_is(page: Page) -> None:
+    port = int(page.base.rpartition(":")[2])
+    second = PageServer(RunReader(page.run_dir), Access(TOKEN))
+    with pytest.raises(FlowError, match=rf"port {port} of 127.0.0.1 is taken by \w+ \(process \d+: "):
+        await second.start("127.0.0.1", port)
+    with pytest.raises(FlowError, match="cannot be listened at"):
+        await PageServer(RunReader(page.run_dir), Access(TOKEN)).start("192.0.2.1", 0)
