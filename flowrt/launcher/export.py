@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,11 +25,13 @@ from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 HTML = "flowrt.observability.page.single_file"
 MODULE = "flowrt.observability.exporters.process"
 GRACE_S = WANDB_CLOSE_S + 10.0
 """Time for an exporter's process to end after Ctrl-C."""
+EXPORT = BoundedElsewhere("the end of the run, or a signal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +125,13 @@ def _run_processes(options: ExportOptions) -> int:
         )
     codes: list[int] = []
     try:
-        codes += [one.wait() for one in running]
+        codes += [blocking(one.wait, EXPORT, "the end of an exporter", "the run that it follows") for one in running]
     except KeyboardInterrupt:
         for one in running:
             one.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for one in running:
-                one.wait(GRACE_S)
+                blocking(partial(one.wait, GRACE_S), GRACE_S, "the end of an exporter", "its process")
         return EXIT_INTERRUPTED
     finally:
         for one in running:  # with what they have started

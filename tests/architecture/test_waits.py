@@ -37,12 +37,6 @@ ELSEWHERE = {
     ("flowrt/client/session.py", "self._connection"),
     ("flowrt/launcher/observer.py", "connection"),
     ("flowrt/launcher/drain.py", "statuses(connection)"),
-    # Processes that end by their own deadlines or with the run, and after Ctrl-C within one.
-    ("flowrt/launcher/export.py", "one.wait"),
-    # The process of an exporter has no event loop: each of these waits has a deadline.
-    ("flowrt/observability/exporters/process.py", "stop.wait"),
-    ("flowrt/observability/exporters/process.py", "closing.join"),
-    ("flowrt/observability/exporters/wandb_run.py", "ending.join"),
     # zmq's own thread is told to end within LINGER.
     ("flowrt/net/zmq_socket.py", "self._context.term"),
 }

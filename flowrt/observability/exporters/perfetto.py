@@ -1,10 +1,10 @@
-"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
+"""PerfettoTrace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
 
 - Slices of a track never overlap, which the format forbids: what a worker does at the same time as something else is on
   a further track of it, and so are its waits.
 - Times are microseconds since the start of the run, to the nanosecond.
 
-Format: Trace Event Format, "Trace Event Format" document of the Chromium project.
+Format: PerfettoTrace Event Format, "PerfettoTrace Event Format" document of the Chromium project.
 """
 
 import gzip
@@ -46,7 +46,7 @@ class _Span:
 
 
 @dataclass(slots=True)
-class _WorkerSpans:
+class _WorkerTracks:
     name: str
     role: str
     work: list[_Span] = field(default_factory=list)
@@ -54,7 +54,7 @@ class _WorkerSpans:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTrace:
+class PerfettoTrace:
     """What was written."""
 
     slices: int
@@ -65,7 +65,7 @@ class WrittenTrace:
 
 def write_trace(
     run_dir: Path, path: Path, first: int = 0, last: int | None = None, max_slices: int = MAX_SLICES
-) -> WrittenTrace:
+) -> PerfettoTrace:
     """Write the trace of a run, compressed if the name ends with .gz.
 
     Args:
@@ -96,11 +96,11 @@ def write_trace(
             file.write(f"{separator}{json.dumps(event, allow_nan=False)}")
             separator = ",\n"
         file.write("\n]}\n")
-    return WrittenTrace(slices, left_out, tuple(problems))
+    return PerfettoTrace(slices, left_out, tuple(problems))
 
 
 def _all_events(
-    workers: Iterable[_WorkerSpans],
+    workers: Iterable[_WorkerTracks],
     steps: Iterable[Mapping[str, Any]],
     happened: Iterable[Mapping[str, Any]],
     versions: Sequence[Mapping[str, Any]],
@@ -218,9 +218,9 @@ def _window(steps: list[dict[str, Any]], first: int, last: int | None) -> tuple[
     return _ns(before[-1]) if before else 0, _ns(wanted[-1]["wall_s"]) if last is not None else _FOREVER
 
 
-def _read(directory: Path) -> tuple[list[_WorkerSpans], list[str]]:
+def _read(directory: Path) -> tuple[list[_WorkerTracks], list[str]]:
     """The workers with their spans, by role and name, and what could not be read."""
-    workers: dict[str, _WorkerSpans] = {}
+    workers: dict[str, _WorkerTracks] = {}
     problems: list[str] = []
     damaged = 0
     for path in sorted(directory.glob("*.jsonl.gz")):
@@ -230,7 +230,7 @@ def _read(directory: Path) -> tuple[list[_WorkerSpans], list[str]]:
             if line is None or not _is_span(line):
                 damaged += bool(text.strip())
                 continue
-            worker = workers.setdefault(line["worker"], _WorkerSpans(line["worker"], str(line.get("role", ""))))
+            worker = workers.setdefault(line["worker"], _WorkerTracks(line["worker"], str(line.get("role", ""))))
             is_wait = "wait" in line
             name = str(line["wait"] if is_wait else line.get("kind", ""))
             keys = ("root",) if is_wait else ("rows", "worked_s")
@@ -242,7 +242,7 @@ def _read(directory: Path) -> tuple[list[_WorkerSpans], list[str]]:
     return sorted(workers.values(), key=lambda one: (one.role, one.name)), problems
 
 
-def _limit(workers: Iterable[_WorkerSpans], from_ns: int, to_ns: int, most: int) -> int:
+def _limit(workers: Iterable[_WorkerTracks], from_ns: int, to_ns: int, most: int) -> int:
     """Sort the spans of the window; those beyond ``most``, the latest, are left out: returns how many."""
     starts: list[int] = []
     lists = [spans for worker in workers for spans in (worker.work, worker.waits)]

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -17,6 +18,7 @@ from flowrt.observability.exporters.feed import Feed
 from flowrt.observability.exporters.names import TENSORBOARD, WANDB, close_timeout_s
 from flowrt.observability.exporters.sink import Sink
 from flowrt.runtime.logs import log_to_stderr
+from flowrt.runtime.waits import blocking, join_thread
 
 log = logging.getLogger("flowrt")
 POLL_S = 0.5
@@ -42,7 +44,7 @@ def follow(feed: Feed, stop: Event, *, is_live: bool) -> None:
     while is_live:
         is_over = feed.is_over(monotonic())
         feed.read_new()
-        if is_over or stop.wait(POLL_S):
+        if is_over or blocking(partial(stop.wait, POLL_S), POLL_S, "more of the run", "its controller"):
             break
     feed.read_new(is_last=True)
 
@@ -102,10 +104,10 @@ def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
 
     closing = Thread(target=close, daemon=True)
     closing.start()
-    closing.join(timeout_s)
+    has_ended = join_thread(closing, timeout_s)
     if failed:
         return f"its end failed: {type(failed[0]).__name__}: {failed[0]}", EXIT_FAILED
-    if closing.is_alive():
+    if not has_ended:
         return f"it did not end within {timeout_s:.0f} s and is left", EXIT_FAILED
     return said[0], EXIT_OK
 
