@@ -127,7 +127,7 @@ function filterSamples(all, asked) {
   let pattern;
   try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
   const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
-    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").includes(v) || s.finish === v))
+    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
     .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
     .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
   const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
@@ -190,9 +190,11 @@ function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 
 const ORDERLY = /completed its part|left in order/;
 /** Whether an event is a fault: it is drawn and listed in red. */
 function isFault(event) {
-  return (event.kind === "gone" && !ORDERLY.test(event.text)) || ["version_lost", "guard"].includes(event.kind) || (event.kind === "ended" && event.code > 0);
+  return (event.kind === "gone" && !ORDERLY.test(event.text)) || event.kind === "version_lost" || (event.kind === "ended" && event.code > 0);
 }
-const TURNING = new Set(["resumed", "controller_restarted", "rolled_back", "restarted", "warning"]);
+const MARKED = new Set(["resumed", "controller_restarted", "rolled_back", "restarted", "warning", "guard"]);
+/** The colour of an event: red for faults, amber for warnings. */
+const inkOf = (event) => (isFault(event) ? "red" : ["guard", "warning"].includes(event.kind) ? "amber" : "soft");
 
 /** Header and alarms: where the run is, how fast, and whatever is wrong, before all else. */
 function header(connection = "") {
@@ -347,9 +349,9 @@ function curve(card, spec) {
     }
     for (const event of run.events) {
       const fault = isFault(event);
-      if (!fault && !TURNING.has(event.kind)) continue;
+      if (!fault && !MARKED.has(event.kind)) continue;
       const x = Math.round(u.valToPos(event[view.x] ?? -1, "x", true)) + 0.5;
-      ctx.strokeStyle = colour(fault ? "red" : "soft"); ctx.lineWidth = fault ? 1.5 * ratio : ratio;
+      ctx.strokeStyle = colour(inkOf(event)); ctx.lineWidth = fault ? 1.5 * ratio : ratio;
       ctx.setLineDash(fault ? [] : [3 * ratio, 3 * ratio]);
       ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
     }
@@ -376,7 +378,7 @@ function curve(card, spec) {
       if (spec.points) while (!known(value) && seen > 0) value = run.columns[name][--seen];
       parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, spec.share ? percent(value) : number(value)));
     });
-    const mark = inside && run.events.find((e) => (isFault(e) || TURNING.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
+    const mark = inside && run.events.find((e) => (isFault(e) || MARKED.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
     if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
     else if (u.scales.y.min > 0) parts.push(el("span", {}, `axis from ${number(u.scales.y.min)}`));
     readout.replaceChildren(...parts);
@@ -735,9 +737,9 @@ function samples() {
   const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
   const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
     el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
-    el("label", {}, "ended ", select("reason", [["", "in any way"], ["timeout", "reward: timeout"], ["error", "reward: error"], ["memory", "reward: memory"], ["invalid", "reward: invalid"], ["length", "at the length limit"], ["dropped", "dropped"]])),
+    el("label", {}, "ended ", select("reason", [["", "in any way"], ["timeout", "reward: timeout"], ["error", "reward: error"], ["memory", "reward: memory"], ["died", "reward: died"], ["invalid", "reward: invalid"], ["http", "reward: http"], ["filtered", "filtered"], ["lost", "lost"]])),
     el("label", {}, "steps ", el("input", { name: "from", type: "number", min: 0, "aria-label": "first step" }), " to ", el("input", { name: "to", type: "number", min: 0, "aria-label": "last step" })),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training and evaluations"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
   let offset = 0;
   const more = el("div", { class: "tools" });
@@ -764,7 +766,7 @@ function samples() {
     const bad = s.reason && !/^(ok|trained|)$/.test(s.reason);
     const line = el("tr", { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } },
       el("td", { class: "n" }, String(s.step ?? "–")), el("td", {}, `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`), el("td", { class: "n" }, number(s.reward)), el("td", {}, partsOf(s)),
-      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : s.count ?? "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason].filter(Boolean).join(", ")),
+      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : s.count ?? "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason, s.eval_name && `of ${s.eval_name}`].filter(Boolean).join(", ")),
       el("td", {}, el("div", {}, visible(s.prompt_text ?? "", 240))), el("td", {}, el("div", {}, visible(s.completion ?? "", 240))));
     return line;
   }
@@ -783,7 +785,7 @@ function samples() {
     opened.scrollIntoView({ block: "nearest" });
     try {
       const { samples: all } = await get(`api/samples?prompt=${s.prompt}${known(s.step) ? `&step=${s.step}` : ""}&limit=64`);
-      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || s.group.includes(one.id)));
+      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || one.id === s.id || s.group.includes(one.id)));
       if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
         el("p", { class: "note" }, key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
@@ -847,7 +849,7 @@ function events() {
   choice.value = old;
   const kept = run.events.filter((e) => (old === "all" ? true : old === "faults" ? isFault(e) : !["published", "checkpoint"].includes(e.kind)));
   body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : `${kept.length} events`)),
-    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: isFault(e) ? "fault" : undefined }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "once" }, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
+    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: { red: "fault", amber: "warned" }[inkOf(e)] }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "once" }, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
 }
 
 /** Configuration against the defaults, summary, last lines of the logs. */
