@@ -30,8 +30,8 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking
 HTML = "flowrt.observability.page.single_file"
 MODULE = "flowrt.observability.exporters.process"
 GRACE_S = WANDB_CLOSE_S + 10.0
-EXPORT = BoundedElsewhere("the end of the run, or a signal")
 """Time for an exporter's process to end after Ctrl-C."""
+EXPORT = BoundedElsewhere("the end of the run, or a signal")
 
 
 @dataclass(frozen=True, slots=True)

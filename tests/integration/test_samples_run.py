@@ -121,6 +121,7 @@ def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any
         assert failed == pytest.approx(metrics[step]["reward_failures/timeout"], abs=1e-5)
     assert all(row.prompt_text.rstrip().endswith("+1=") for row in rows)
     assert all(row.advantage is not None and row.staleness == 0 for row in rows)
+    assert all(row.generate_s and row.reward_s is not None for row in rows)
     tokens_match_the_trainers(run.run_dir, metrics)
 
     worst = shown(run.run_dir, "--worst", "2", "--tokens")

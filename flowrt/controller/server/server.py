@@ -379,13 +379,13 @@ class Server:
                 recording.event(event, now)
         try:
             commands = self._core.handle(event, now)
+            # All are encoded before the first is executed, which may lead to other events.
+            encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         except (*PROGRAMMING_ERRORS, FlowError) as error:
             if recording is not None:
                 recording.commands((), ())
             self._fail(type(event).__name__, error)
             return
-        # All are encoded before the first is executed, which may lead to other events.
-        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         if recording is not None:
             recording.commands(commands, encoded)
         for command, message in zip(commands, encoded, strict=True):

@@ -162,6 +162,8 @@ def _print_sample(row: SampleRow, names: tuple[str, ...], console: Console) -> N
     facts += [f"advantage {_number(row.advantage)}"] if row.advantage is not None else []
     versions = f"version {row.version_min}" + (f" to {row.version_max}" if row.version_max != row.version_min else "")
     facts += [f"{row.tokens} tokens", f"finish {row.finish}", versions, f"epoch {row.epoch}", f"attempt {row.attempt}"]
+    times = (("generated", row.generate_s), ("scored", row.reward_s))
+    facts += [f"{what} in {seconds:.3g} s" for what, seconds in times if seconds is not None]
     lines = [f"sample {row.id}: {where}, prompt {_prompt(row, names)}, member {row.member}", ", ".join(facts)]
     lines += [f"reason: {row.reason}"] if row.reason else []
     lines += ["prompt:", row.prompt_text, "completion:", row.completion]

@@ -156,6 +156,8 @@ function addSeries({ steps, columns }) {
   run.steps.push(...steps);
   for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
   for (const [name, column] of Object.entries(run.columns)) column.push(...(columns[name] || new Array(steps.length).fill(null)));
+  const c = run.columns;
+  if (c.tokens && c.samples && c.samples_per_s) c.tokens_per_s = c.tokens.map((n, i) => (known(n) && c.samples[i] ? (n * c.samples_per_s[i]) / c.samples[i] : null));
 }
 
 /** Steps from `step` on are rolled back: they are kept to be drawn in grey. */
@@ -257,7 +259,7 @@ const CURVES = [
   { title: "Samples per second", unit: "1/s", lines: ["samples_per_s"] },
   { title: "Tokens per second", unit: "1/s", lines: ["tokens_per_s"] },
 ];
-const ELSEWHERE = /^(step|wall_s|eval\/|reward_p\d+|reward_std|length_mean|zero_variance_groups|samples$|groups$|tokens$|guard_)/;
+const ELSEWHERE = /^(step|reward [-+] std|wall_s|eval\/|reward_p\d+|reward_std|length_mean|zero_variance_groups|samples$|groups$|tokens$|guard_)/;
 const charts = new Map();
 const near = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) {
@@ -271,11 +273,6 @@ const near = new IntersectionObserver((seen) => {
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
   const names = Object.keys(run.columns).filter((name) => run.columns[name].some(known));
-  if (names.includes("tokens") && !names.includes("tokens_per_s")) {
-    const c = run.columns;
-    c.tokens_per_s = c.tokens.map((tokens, i) => (known(tokens) && c.samples[i] ? (tokens * c.samples_per_s[i]) / c.samples[i] : null));
-    names.push("tokens_per_s");
-  }
   const used = new Set(), missing = [], [first, more] = document.querySelectorAll("#curves .grid");
   for (const spec of CURVES) {
     const lines = (spec.lines || names.filter((name) => spec.match.test(name)).sort()).filter((name) => names.includes(name)).slice(0, 6);
@@ -334,7 +331,7 @@ function curve(card, spec) {
   function range(u, low, high) {
     if (!known(low)) return [0, 1];
     if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
-    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+    const room = (high - low) * (spec.points ? 0.15 : 0.06) || Math.abs(high) * 0.1 || 1;
     return [low === 0 && view.y === "zero" ? 0 : low - room, high === 0 && view.y === "zero" ? 0 : high + room];
   }
   function marks(u) {
@@ -707,17 +704,17 @@ function waits() {
     merged.set(name, { ...(same && same.age_s >= wait.age_s ? same : wait), times: (same?.times || 0) + 1 });
   }
   const blocked = new Map(list.filter((w) => w.blocked_on).map((w) => [w.who, w.blocked_on.split(", ")[0].replace(/ and \d+ more$/, "")]));
-  for (const who of [...blocked.keys()].slice(0, 64)) {
-    const path = [who];
-    while (blocked.has(path.at(-1)) && path.length < 9) { const next = blocked.get(path.at(-1)); if (path.includes(next)) break; path.push(next); }
-    const root = path.pop();
-    if (path.length) chains.set(root, [...(chains.get(root) || []), path.join(", through ")]);
-  }
+  for (const [who, by] of [...blocked].slice(0, 64)) chains.set(by, [...(chains.get(by) || []), who]);
+  const roots = [...chains.keys()].filter((name) => !blocked.has(name));
+  const behind = (name, seen) => {
+    const direct = (chains.get(name) || []).filter((who) => !seen.includes(who)), shown = direct.slice(0, 8).map((who) => who + (chains.has(who) ? ` (and so ${behind(who, [...seen, who])})` : ""));
+    return shown.join(", ") + (direct.length > 8 ? ` and ${direct.length - 8} more` : "");
+  };
   const rows = [...merged.values()].sort((a, b) => b.age_s - a.age_s).map((w) => el("tr", { class: w.overdue || w.unsatisfiable ? "fault" : undefined },
     el("td", {}, w.times > 1 ? `${w.who} × ${w.times}` : w.who), el("td", {}, w.what), el("td", { class: "n" }, duration(w.age_s)), el("td", { class: "n" }, w.limit_s === null ? "none" : duration(w.limit_s)), el("td", {}, w.blocked_on || "no worker")));
   const left = (graph.more || 0) + (graph.others || 0);
   body.replaceChildren(
-    el("div", { class: "chains" }, ...[...chains].map(([root, from]) => el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${holds.get(root) ? ` (${visible(holds.get(root), 80)})` : ""} holds up `), from.slice(0, 8).join(", "), from.length > 8 ? ` and ${from.length - 8} more` : ""))),
+    el("div", { class: "chains" }, ...roots.map((root) => el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${holds.get(root) ? ` (${visible(holds.get(root), 80)})` : ""} holds up `), behind(root, [root])))),
     rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : el("p", { class: "note" }, "No worker waits: all are at work."),
     left ? el("p", { class: "note" }, `${left} waits and workers are not shown.`) : "");
 }
