@@ -119,16 +119,14 @@ def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:
         tracks[one["pid"], one["tid"]].append((start_ns, start_ns + round(1000 * one["dur"])))
     overlaps = sum(end > start for track in tracks.values() for (_, end), (start, _) in pairwise(sorted(track)))
     drawn = sorted((one["name"], one["ts"] * US, one["dur"] * US) for one in slices if one["cat"] != "version")
-    lines = [
-        json.loads(line)
-        for path in sorted((run_dir / "timeline").glob("*.jsonl.gz"))
-        for line in gzip.decompress(path.read_bytes()).splitlines()
-    ]
+    texts = [gzip.decompress(path.read_bytes()) for path in sorted((run_dir / "timeline").glob("*.jsonl.gz"))]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
     known = sorted(
         (line.get("wait") or line["kind"], line["start_s"], line["end_s"] - line["start_s"]) for line in lines
     )
-    differing: int = sum(
+    differing = sum(
         one[0] != other[0] or abs(one[1] - other[1]) > US or abs(one[2] - other[2]) > US
         for one, other in zip(drawn, known, strict=False)
     )
-    return overlaps + differing + abs(len(drawn) - len(known))
+    wrong: int = overlaps + differing + abs(len(drawn) - len(known))
+    return wrong

@@ -8,6 +8,7 @@ Format: PerfettoTrace Event Format, "PerfettoTrace Event Format" document of the
 """
 
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -113,6 +114,7 @@ def _all_events(
     yield from _version_slices(versions, window)
     pids: dict[tuple[str, str], int] = {}
     tid = 0
+    arrows = itertools.count(1)  # the trace processor takes no other ids
     for worker in workers:
         place = host.get(worker.name, ""), worker.role
         if place not in pids:
@@ -136,7 +138,7 @@ def _all_events(
                     "args": span.args,
                 }
                 if span.name == SWAP:
-                    yield from _arrow(versions, span, pids[place], tid)
+                    yield from _arrow(versions, span, (pids[place], tid), next(arrows))
     yield from _counters(steps, window)
     for line in happened:
         at_ns = _ns(line["wall_s"])
@@ -163,7 +165,7 @@ def _counters(steps: Iterable[Mapping[str, Any]], window: tuple[int, int]) -> It
                         "name": name,
                         "pid": RUN_PID,
                         "ts": _us(at_ns),
-                        "args": {"value": line[name]},
+                        "args": {"": line[name]},  # a name would become a part of the track's
                     }
 
 
@@ -186,15 +188,17 @@ def _version_slices(versions: Sequence[Mapping[str, Any]], window: tuple[int, in
             }
 
 
-def _arrow(versions: Sequence[Mapping[str, Any]], swap: _Span, pid: int, tid: int) -> Iterator[dict[str, Any]]:
+def _arrow(
+    versions: Sequence[Mapping[str, Any]], swap: _Span, track: tuple[int, int], number: int
+) -> Iterator[dict[str, Any]]:
     """An arrow to a swap from the newest version that was published before it."""
     before = [line for line in versions if _ns(line["wall_s"]) <= swap.start_ns]
     if not before:
         return
     source = before[-1]
-    common = {"cat": "version", "name": f"version {source['version']}", "id": f"{pid}.{tid}.{swap.start_ns}"}
+    common = {"cat": "version", "name": f"version {source['version']}", "id": number}
     yield {"ph": "s", **common, "pid": RUN_PID, "tid": VERSIONS_TID, "ts": _us(_ns(source["wall_s"]))}
-    yield {"ph": "f", "bp": "e", **common, "pid": pid, "tid": tid, "ts": _us(swap.start_ns)}
+    yield {"ph": "f", "bp": "e", **common, "pid": track[0], "tid": track[1], "ts": _us(swap.start_ns)}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_slices_counters_and_events_are_those_of_the_run(run_dir: Path, tmp_path
         for a, b in zip(one[1:], other[1:], strict=True)
     )
     assert (written.slices, written.left_out, written.problems) == (len(slices) + STEPS, 0, ())
-    counters = {(one["name"], one["ts"]): one["args"]["value"] for one in trace if one["ph"] == "C"}
+    counters = {(one["name"], one["ts"]): one["args"][""] for one in trace if one["ph"] == "C"}
     assert counters == {
         (name, round(line["wall_s"] * 1e9) / 1000): line[name]
         for line in metrics(range(STEPS))
