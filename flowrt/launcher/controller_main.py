@@ -111,6 +111,8 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
     retry_s = 0.0 if where == config.controller.bind else config.controller.reconnect_timeout_s
     address = reachable(await bind(server, where, retry_s), config.controller.host)
     loop = asyncio.get_running_loop()
+    if config.guards.health:
+        server.watch_health()
     loop.add_signal_handler(signal.SIGINT, server.end, "interrupted (SIGINT)", EXIT_INTERRUPTED)
     loop.add_signal_handler(signal.SIGTERM, _terminate, server, config)
     peers = f"for the keys of {config.controller.keys}" if config.controller.keys else "for this machine only: no keys"

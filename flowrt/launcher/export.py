@@ -18,9 +18,9 @@ from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from flowrt.launcher.terminal import printable
-from flowrt.observability.exporters.names import TENSORBOARD, WANDB, check_exporter, target_of
+from flowrt.observability.exporters.names import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.exporters.perfetto import write_trace
-from flowrt.observability.exporters.process import CLOSE_S, parse_steps
+from flowrt.observability.exporters.process import parse_steps
 from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.files import atomic_write
@@ -29,9 +29,9 @@ from flowrt.runtime.waits import BoundedElsewhere, blocking
 
 HTML = "flowrt.observability.page.single_file"
 MODULE = "flowrt.observability.exporters.process"
-GRACE_S = CLOSE_S + 10.0
-EXPORT = BoundedElsewhere("the end of the run, or a signal")
+GRACE_S = WANDB_CLOSE_S + 10.0
 """Time for an exporter's process to end after Ctrl-C."""
+EXPORT = BoundedElsewhere("the end of the run, or a signal")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from pathlib import Path
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, WaitExpired
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.supervision import RUN
-from flowrt.observability.exporters.names import check_exporter, log_name, target_of
-from flowrt.observability.exporters.process import CLOSE_S
+from flowrt.observability.exporters.names import check_exporter, close_timeout_s, log_name, target_of
 from flowrt.recipes.config import RunConfig
 from flowrt.runtime.waits import cancel_and_wait, pause, wait_all
 
 MODULE = "flowrt.observability.exporters.process"
 MAX_RESTARTS = 3
 BACKOFF_S = 1.0
-END_S = CLOSE_S + 5.0
+MARGIN_S = 5.0
+"""Time for an exporter to notice that it is to end."""
 KILL_S = 5.0
 
 
@@ -75,12 +75,15 @@ class ExporterProcesses:
 
     async def finish(self) -> None:
         """Wait for the end of all, after `stop`; those that hang are killed."""
+        if not self._watchers:
+            return
+        end_s = max(map(close_timeout_s, self._names)) + MARGIN_S
         try:
-            await wait_all(self._watchers, END_S, "the exporters to end", "each of them")
+            await wait_all(self._watchers, end_s, "the exporters to end", "each of them")
         except WaitExpired:
             for child in self._running.values():
                 if child.process.returncode is None:
-                    self._report(f"{child.name} did not end within {END_S:.0f} s and is killed; see {child.log}")
+                    self._report(f"{child.name} did not end within {end_s:.0f} s and is killed; see {child.log}")
                     self._children.signal_group(child, signal.SIGKILL)
             await cancel_and_wait(self._watchers, KILL_S)
 
@@ -103,9 +106,11 @@ class ExporterProcesses:
             if code == EXIT_BAD_INPUT or not left:
                 self._say(f"{child.log_tail()}; the run goes on without it")
                 return
-            if not self._ending.is_set():
-                self._say(f"{child.log_tail()}; it is started again")
-                await pause(BACKOFF_S)
+            if self._ending.is_set():
+                self._say(child.log_tail())
+                return
+            self._say(f"{child.log_tail()}; it is started again")
+            await pause(BACKOFF_S)
 
     def _words(self, name: str) -> list[str]:
         target = target_of(name, self._run_dir)

@@ -20,7 +20,8 @@ from flowrt.recipes.run_dir import CONFIG, read_address
 from flowrt.runtime.waits import CONTROLLER, LivenessTimeout, wait_until
 
 
-def _hello() -> m.Hello:
+def hello() -> m.Hello:
+    """The first message of an observer."""
     host = socket.gethostname()
     pid = os.getpid()
     return m.Hello(protocol=m.PROTOCOL, worker=f"{OBSERVER}-{host}-{pid}", role=OBSERVER, host=host, pid=pid, lanes=())
@@ -53,7 +54,7 @@ class Observer:
         self._introduce()
 
     def _introduce(self) -> None:
-        self._link.send(_hello())
+        self._link.send(hello())
         self._link.send(m.Follow(self._follow))
 
     def end_run(self, reason: str, code: int) -> None:
@@ -86,7 +87,7 @@ class Observer:
 @contextlib.asynccontextmanager
 async def connected(address: str, keys: WorkerKeys | None, deadline_s: float, where: str) -> AsyncIterator[Connection]:
     """A short connection of a command. Raises WaitExpired without an answer, FlowError if it is refused."""
-    connection = Connection(address, _hello(), keys)
+    connection = Connection(address, hello(), keys)
     try:
         await connection.open(deadline_s)
     except WaitExpired:

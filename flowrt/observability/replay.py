@@ -5,9 +5,11 @@ The core decides from its events alone, so its state after the first n events is
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from math import isfinite
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from flowrt.controller.core import Core
@@ -80,6 +82,15 @@ class Replay:
         self._force = force
         self._check = check
         self._digest = CommandDigest()
+        self._names: list[str] = []
+        self._is_over = False
+        self._source = self._recorded()
+        self._next: tuple[EventBlock, int] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all events that could be read have been replayed, and `run` will find no more."""
+        return self._is_over
 
     @property
     def at_s(self) -> float:
@@ -87,35 +98,49 @@ class Replay:
         return self.now - self.recording.header.start_s
 
     def run(self, until_s: float = float("inf")) -> Iterator[ReplayedEvent]:
-        """Replay the events up to this time of the run clock.
+        """Replay the events up to this time of the run clock, after those that were replayed before.
 
         Raises: FlowError if the commands differ, unless forced, or an invariant does not hold.
         """
-        names: list[str] = []
-        for block in self.recording.blocks():
-            names += block.names
-            for index in range(len(block.kinds)):
-                if block.times[index] - self.recording.header.start_s > until_s:
-                    return
-                yield self._apply(block, index, names)
-            if block.digest != self._digest.value():
-                last = self.events - 1
-                self._differ(f"the commands up to event {last}, from event {block.first} on, are not those of the run")
+        while True:
+            if self._next is None and (following := next(self._source, None)) is not None:
+                self._next = following
+            if self._next is None:
+                self._is_over = True
+                return
+            block, index = self._next
+            if block.times[index] - self.recording.header.start_s > until_s:
+                return
+            self._next = None
+            done = self._apply(block, index)
+            if index == len(block.kinds) - 1 and block.digest != self._digest.value():
+                self._differ(
+                    f"the commands up to event {done.number}, from event {block.first} on, are not those of the run"
+                )
+            yield done
 
-    def _apply(self, block: EventBlock, index: int, names: list[str]) -> ReplayedEvent:
+    def _recorded(self) -> Iterator[tuple[EventBlock, int]]:
+        """Every event, as its block and its index there."""
+        for block in self.recording.blocks():
+            self._names += block.names
+            for index in range(len(block.kinds)):
+                yield block, index
+
+    def _apply(self, block: EventBlock, index: int) -> ReplayedEvent:
         number, now = self.events, block.times[index]
         kind, worker = block.kinds[index], block.workers[index]
         try:
-            event = read_event(kind, names[worker] if worker < len(names) else "", block.data[index])
+            event = read_event(kind, self._names[worker] if worker < len(self._names) else "", block.data[index])
         except MALFORMED as error:
             raise FlowError(f"event {number} of term {self.recording.term} cannot be read: {error}") from error
         commands: list[Command] = []
         failed = ""
         try:
-            commands = self.core.handle(event, now)
+            returned = self.core.handle(event, now)
+            digest_of(self._digest, returned)
+            commands = returned
         except (*PROGRAMMING_ERRORS, FlowError) as error:  # as the controller, which then ended the run
             failed = repr(error)
-        digest_of(self._digest, commands)
         self.events += 1
         self.now = now
         if len(commands) != block.counts[index]:
@@ -195,12 +220,36 @@ def replay_to(replay: Replay, event: int) -> None:
     raise ConfigError(f"term {replay.recording.term} has no event {event}: it has {replay.events}, numbered from 0")
 
 
-def status_at(run_dir: Path, at_s: float, *, force: bool = False) -> dict[str, Any]:
+class Instants:
+    """States of one run at several instants: a later one continues the replay of the one before."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._replay: Replay | None = None
+        self._lock = Lock()
+
+    def status_at(self, at_s: float) -> dict[str, Any]:
+        """As the function `status_at`."""
+        recording = Recordings.of(self._run_dir).at(at_s)
+        with self._lock:
+            replay, self._replay = self._replay, None  # none is kept that has failed
+            # That of a run that goes on may be at the end of what was recorded at the time.
+            if replay is None or replay.recording.term != recording.term or replay.is_over or replay.at_s > at_s:
+                replay = Replay(recording)
+            for _ in replay.run(at_s):
+                pass
+            self._replay = replay
+            return replay.status(at_s)
+
+
+@lru_cache(maxsize=1)
+def _instants(run_dir: Path) -> Instants:
+    return Instants(run_dir)
+
+
+def status_at(run_dir: Path, at_s: float) -> dict[str, Any]:
     """Status, wait-for graph and leases at a time of the run clock, as JSON.
 
     Raises: ConfigError if nothing is recorded then, or by other sources, FlowError if the replay differs from the run.
     """
-    replay = Replay(Recordings.of(run_dir).at(at_s), force=force)
-    for _ in replay.run(at_s):
-        pass
-    return replay.status(at_s)
+    return _instants(run_dir).status_at(at_s)

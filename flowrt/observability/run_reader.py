@@ -13,6 +13,7 @@ import json
 import math
 import os
 import tomllib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Series
 from flowrt.observability.step_shares import merged
-from flowrt.observability.tails import JsonTail
+from flowrt.observability.tails import JsonTail, parse_line
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import defaults, from_toml
 from flowrt.recipes.run_dir import CONFIG
@@ -126,7 +127,7 @@ class RunReader:
         found, is_replaced = self._shares.read_new()
         if is_replaced:
             self._share_lines, self._share_steps = [], []
-        for line in found:
+        for line, text in zip(found, self._shares.texts, strict=True):
             step = line.get("step")
             if type(step) is not int or not isinstance(line.get("roles"), dict):
                 continue
@@ -134,7 +135,7 @@ class RunReader:
                 self._share_steps.pop()
                 self._share_lines.pop()
             self._share_steps.append(step)
-            self._share_lines.append(json.dumps(line).encode())
+            self._share_lines.append(text)
 
     @property
     def next_step(self) -> int:
@@ -175,11 +176,8 @@ class RunReader:
 
     def attribution(self, from_step: int = 0) -> dict[str, Any]:
         """Where the time of each role went, by step; consecutive steps are added up if there are more than 500."""
-        lines = [
-            json.loads(line)
-            for step, line in zip(self._share_steps, self._share_lines, strict=True)
-            if step >= from_step
-        ]
+        first = bisect_left(self._share_steps, from_step)
+        lines = [line for text in self._share_lines[first:] if (line := parse_line(text)) is not None]
         return {"lines": merged(lines, MAX_SHARES)}
 
     def events(self, start: int = 0) -> dict[str, Any]:

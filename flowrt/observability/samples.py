@@ -36,7 +36,7 @@ _ORDERS: Mapping[Order, str] = {
     "oldest": "step, epoch, prompt, life, member, id",
     "worst": "reward IS NULL, reward, step DESC, id",
     "best": "reward DESC, step DESC, id",
-    "random": "(id * 2654435761 + ?) % 4294967291, id",
+    "random": "(id + ?) * 2654435761 % 4294967291, id",
 }
 
 
@@ -125,8 +125,9 @@ class SampleFilter:
 
     def conditions(self) -> tuple[str, list[Any]]:
         """The WHERE clause, but for ``grep``, and its values."""
-        clauses = ["flow = ?"]
-        values: list[Any] = ["eval" if self.eval_name else "train"]
+        # A constant, which SQLite compares with the conditions of the indexes.
+        clauses = ["flow = 'eval'" if self.eval_name else "flow = 'train'"]
+        values: list[Any] = []
         columns: list[tuple[str, Any]] = [
             ("step >= ?", self.first_step),
             ("step <= ?", self.last_step),

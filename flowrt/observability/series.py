@@ -9,8 +9,10 @@ import numpy as np
 
 MAX_POINTS = 10_000
 """Steps of an answer; more are decimated."""
+MAX_VALUES = 150_000
+"""Numbers of an answer, about half a megabyte compressed; more are decimated."""
 KEPT_POINTS = 2_000
-"""Steps of a decimated answer, at most, for each of the columns that are followed."""
+"""Steps of a decimated answer, at least."""
 MAX_COLUMNS = 512
 NAN = float("nan")
 EXACT = float(1 << 53)
@@ -58,43 +60,43 @@ class Series:
                 return step
         return None
 
-    def since(self, step: int, most: int = MAX_POINTS, kept: int = KEPT_POINTS) -> dict[str, Any]:
+    def since(self, step: int, most: int = MAX_POINTS, most_values: int = MAX_VALUES) -> dict[str, Any]:
         """The answer of ``api/series``: steps from this one on.
 
         Args:
             step: the first.
             most: steps up to which all are given.
-            kept: of more, at most so many; smallest and largest of each bucket of reward, and one step of each bucket.
+            most_values: numbers of all columns up to which all are given.
 
         Returns:
-            ``steps``, and ``columns`` by name, with None for what a step does not have.
+            ``steps``, and ``columns`` by name, with None for what a step does not have. Of a decimated answer these
+            are the first and the last step of each bucket, and the smallest and the largest value of each column in
+            it, in the order in which they came; ``decimated`` is the number of steps.
         """
         numbers = np.frombuffer(self.steps, np.int64) if self.steps else np.zeros(0, np.int64)
         chosen = np.arange(int(np.searchsorted(numbers, step)), len(numbers))
-        if len(chosen) > most:
-            return self._decimated(chosen, kept)
+        if len(chosen) > most or len(chosen) * len(self._columns) > most_values:
+            kept = KEPT_POINTS if len(chosen) > most else max(most_values // len(self._columns), KEPT_POINTS)
+            if len(chosen) > kept:
+                return self._decimated(chosen, kept)
         columns = {name: _numbers(np.frombuffer(column)[chosen]) for name, column in self._columns.items()}
         return {"steps": numbers[chosen].tolist(), "columns": columns}
 
     def _decimated(self, chosen: "np.ndarray[Any, np.dtype[np.int64]]", kept: int) -> dict[str, Any]:
-        """Two points of each bucket of steps: of each column its smallest and its largest value, in their order."""
-        buckets = np.array_split(chosen, max(kept // 2, 1))
-        numbers = np.frombuffer(self.steps, np.int64)
-        steps: list[int] = []
-        for bucket in buckets:
-            steps += [int(numbers[bucket[0]]), int(numbers[bucket[-1]])]
+        """Two points of each bucket of steps."""
+        size = -(-2 * len(chosen) // kept)
+        count = -(-len(chosen) // size)
+        places = np.minimum(np.arange(count * size), len(chosen) - 1).reshape(count, size)
+        numbers = np.frombuffer(self.steps, np.int64)[chosen]
         columns: dict[str, list[float | None]] = {}
         for name, column in self._columns.items():
-            values = np.frombuffer(column)
-            found: list[float] = []
-            for bucket in buckets:
-                of_bucket = values[bucket]
-                if np.isnan(of_bucket).all():
-                    found += [NAN, NAN]
-                    continue
-                low, high = int(np.nanargmin(of_bucket)), int(np.nanargmax(of_bucket))
-                found += [float(of_bucket[min(low, high)]), float(of_bucket[max(low, high)])]
-            columns[name] = _numbers(np.array(found))
+            values = np.frombuffer(column)[chosen][places]
+            is_missing = np.isnan(values)
+            low = np.where(is_missing, np.inf, values).argmin(axis=1)
+            high = np.where(is_missing, -np.inf, values).argmax(axis=1)
+            both = np.sort(np.stack([low, high], axis=1), axis=1)
+            columns[name] = _numbers(np.take_along_axis(values, both, axis=1).ravel())
+        steps = numbers[places[:, [0, -1]]].ravel().tolist()
         return {"steps": steps, "columns": columns, "decimated": len(chosen)}
 
 

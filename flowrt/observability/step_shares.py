@@ -1,9 +1,11 @@
 """Shares of time of many steps: consecutive lines of attribution.jsonl added up, so that an answer stays small."""
 
-from collections import Counter
+import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
+Key = TypeVar("Key")
 MAX_WORST = 8
 
 
@@ -19,28 +21,34 @@ def merged(lines: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]
 
 
 def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    roles: dict[str, Counter[str]] = {}
-    roots: Counter[tuple[str, str, str]] = Counter()
-    worst: dict[str, Counter[str]] = {}
+    roles: dict[str, dict[str, float]] = {}
+    roots: dict[tuple[str, str, str], float] = {}
+    worst: dict[str, dict[str, float]] = {}
     for line in lines:
         for role, seconds in line["roles"].items():
-            of_role = roles.setdefault(role, Counter())
-            workers = max(of_role["workers"], seconds.get("workers", 0))
-            of_role.update(seconds)
-            of_role["workers"] = workers
-        for role, cause, root, seconds in line.get("roots", ()):
-            roots[role, cause, root] += seconds
+            of_role = roles.setdefault(role, {})
+            for name, value in seconds.items():
+                before = of_role.get(name, 0)
+                of_role[name] = max(before, value) if name == "workers" else before + value
+        for role, cause, root, value in line.get("roots", ()):
+            roots[role, cause, root] = roots.get((role, cause, root), 0.0) + value
         for cause, workers in line.get("worst", {}).items():
-            worst.setdefault(cause, Counter()).update(dict(workers))
+            of_cause = worst.setdefault(cause, {})
+            for worker, value in workers:
+                of_cause[worker] = of_cause.get(worker, 0.0) + value
     return {
         "step": lines[-1]["step"],
         "from_s": lines[0].get("from_s"),
         "to_s": lines[-1].get("to_s"),
         "steps": len(lines),
         "roles": {role: {name: round(value, 4) for name, value in of.items()} for role, of in roles.items()},
-        "roots": [[*key, round(seconds, 4)] for key, seconds in roots.most_common()],
+        "roots": [[*key, round(value, 4)] for key, value in _largest(roots, len(roots))],
         "worst": {
-            cause: [[worker, round(seconds, 4)] for worker, seconds in of.most_common(MAX_WORST)]
+            cause: [[worker, round(value, 4)] for worker, value in _largest(of, MAX_WORST)]
             for cause, of in worst.items()
         },
     }
+
+
+def _largest(of: Mapping[Key, float], count: int) -> list[tuple[Key, float]]:
+    return heapq.nlargest(count, of.items(), key=itemgetter(1))

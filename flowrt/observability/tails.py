@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 MAX_LINE_BYTES = 4 << 20
 """A longer line is damage: what is left of it is skipped."""
 READ_BYTES = 4 << 20
@@ -81,6 +83,8 @@ class JsonTail:
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
         self._damaged = 0
+        self.texts: list[bytes] = []
+        """The objects of the last call as they are in the file."""
 
     @property
     def state(self) -> str:
@@ -97,11 +101,12 @@ class JsonTail:
         new = self._tail.read_new()
         if new.is_replaced:
             self._damaged = 0
-        found = []
+        found, self.texts = [], []
         for text in new.lines:
             line = parse_line(text)
             if line is not None:
                 found.append(line)
+                self.texts.append(text)
             elif text.strip():
                 self._damaged += 1
         return found, new.is_replaced
@@ -170,9 +175,12 @@ class GzipTail:
 def parse_line(text: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if it has none."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        line = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            line = json.loads(text)  # knows NaN and lone surrogates, and is slower
+        except (ValueError, RecursionError):
+            return None
     return line if isinstance(line, dict) else None
 
 

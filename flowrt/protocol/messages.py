@@ -374,7 +374,7 @@ class Report:
 
 @dataclass(slots=True)
 class SampleRecords:
-    """reward, trainer: what is stored of some samples, see `flowrt.protocol.sample_records`; at most 256 KB."""
+    """rollout, reward, trainer: what is stored of samples, see `flowrt.protocol.sample_records`; at most 256 KB."""
 
     records: tuple[bytes, ...]
 

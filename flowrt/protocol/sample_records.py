@@ -32,7 +32,6 @@ COMPRESS_FROM_BYTES = 512
 TRAIN, EVAL = "train", "eval"
 FINISHES = ("stop", "length", "stop_string", "aborted")
 _PLAIN, _COMPRESSED = b"t", b"z"
-_SCORED, _TRAINED = b"s", b"t"
 
 
 @dataclass(slots=True)
@@ -56,6 +55,17 @@ class ScoredSample:
 
 
 @dataclass(slots=True)
+class GeneratedSample:
+    """What a rollout worker sends of a sample of a chosen group."""
+
+    epoch: int
+    prompt: int
+    member: int
+    attempt: int
+    generate_s: float
+
+
+@dataclass(slots=True)
 class TrainedSample:
     """What a trainer sends of a sample of a chosen group."""
 
@@ -66,6 +76,11 @@ class TrainedSample:
     attempt: int
     advantage: float
     data: tuple[bytes, bytes]  # log-probabilities of the rollout worker and of the trainer, float16; empty if unknown
+
+
+SampleRecord = ScoredSample | GeneratedSample | TrainedSample
+_KINDS: dict[type, bytes] = {ScoredSample: b"s", GeneratedSample: b"g", TrainedSample: b"t"}
+"""The first byte of a record."""
 
 
 class GroupChoice:
@@ -144,10 +159,10 @@ def unpack_text(kept: bytes | str) -> str:
 # ---- records
 
 
-def encode_record(record: ScoredSample | TrainedSample) -> bytes | None:
+def encode_record(record: SampleRecord) -> bytes | None:
     """The bytes of a record, without its tokens, and with parts of its texts, if it would be too long; None if it is
     too long even then."""
-    kind = _SCORED if isinstance(record, ScoredSample) else _TRAINED
+    kind = _KINDS[type(record)]
     data = kind + to_blob(record)
     if len(data) > MAX_RECORD_BYTES and isinstance(record, ScoredSample):
         prompt, completion, _ = record.data
@@ -163,13 +178,19 @@ def encode_record(record: ScoredSample | TrainedSample) -> bytes | None:
     return data if len(data) <= MAX_RECORD_BYTES else None
 
 
-def decode_record(data: bytes) -> ScoredSample | TrainedSample:
+def decode_record(data: bytes) -> SampleRecord:
     """The record of these bytes. Raises FlowError for any others."""
     match data[:1]:
         case b"s":
             scored = from_blob(ScoredSample, data[1:])
             _check_scored(scored)
             return scored
+        case b"g":
+            generated = from_blob(GeneratedSample, data[1:])
+            _check_key(generated)
+            if not 0 <= generated.generate_s < float("inf"):
+                raise FlowError("a record of a generated sample has an impossible time")
+            return generated
         case b"t":
             trained = from_blob(TrainedSample, data[1:])
             _check_key(trained)
@@ -179,7 +200,7 @@ def decode_record(data: bytes) -> ScoredSample | TrainedSample:
     raise FlowError(f"{len(data)} bytes are not a record of a sample")
 
 
-def _check_key(record: ScoredSample | TrainedSample) -> None:
+def _check_key(record: SampleRecord) -> None:
     for number in (record.epoch, record.prompt, record.member, record.attempt):
         if not 0 <= number <= LARGEST_PROMPT:
             raise FlowError(f"a record of a sample has the number {number}")

@@ -702,6 +702,9 @@ class SamplesConfig:
 class GuardsConfig:
     """Guards in general; the rules are `[[guard]]`."""
 
+    health: bool = True
+    """Also warn of requests that wait for unusually long, of a disk that is nearly full, and of an evaluation that is
+    clearly below its best twice in a row."""
     command: str = ""
     """Program and arguments, run when a guard fires, with the event as JSON on its input; it has 10 s."""
 

@@ -14,7 +14,9 @@ from flowrt.errors import MAX_NAMES, ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import GuardConfig, RunConfig
 from flowrt.recipes.metric_names import CLOCK, metric_names
+from flowrt.rewards.scoring import reward_columns
 
+TIMEOUTS = "reward_failures/timeout"
 DEFAULT_RULES = (
     GuardRule("zero_variance_fraction", above=0.5, steps=10),
     GuardRule("truncated", above=0.25, steps=10),
@@ -22,6 +24,7 @@ DEFAULT_RULES = (
     GuardRule("mismatch_kl_k3", above=0.05, steps=3),
     GuardRule("effective_sample_fraction", below=0.5, steps=3),
     GuardRule("grad_norm", above=20.0, median_of=50),
+    GuardRule(TIMEOUTS, above=0.05, steps=3),
 )
 MAX_GUARDS = 256
 FORM = (
@@ -54,8 +57,16 @@ def guard_rules(config: RunConfig) -> tuple[GuardRule, ...]:
 
 
 def default_rules(config: RunConfig) -> list[GuardRule]:
-    """The rules that a run has unless they are switched off: in groups of one, all rewards are equal."""
-    return [rule for rule in DEFAULT_RULES if config.group_size > 1 or rule.metric != "zero_variance_fraction"]
+    """The rules that a run has unless they are switched off.
+
+    In groups of one, all rewards are equal; only reward functions that are called can take too long.
+    """
+    return [
+        rule
+        for rule in DEFAULT_RULES
+        if (config.group_size > 1 or rule.metric != "zero_variance_fraction")
+        and (rule.metric != TIMEOUTS or TIMEOUTS in reward_columns(config.reward))
+    ]
 
 
 def check_guards(config: RunConfig, own_metrics: Collection[str] | None = None) -> None:

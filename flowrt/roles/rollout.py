@@ -19,6 +19,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.roles.engines import rollout_engine
 from flowrt.roles.main import main
+from flowrt.roles.samples import GeneratedSamples
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_any
 
 LEASE = BoundedElsewhere("the lease on the running slots")
@@ -51,6 +52,7 @@ async def generate(session: Session, config: RunConfig, engine: RolloutEngine) -
                 in_flight=in_flight,
                 with_support=with_support,
                 eval_sampling=config.eval.sampling(config.rollout.temperature),
+                samples=GeneratedSamples(session, config),
             ).run()
 
 
@@ -64,6 +66,7 @@ class RolloutLoop:
 
     ``with_support``: the sampling is truncated, so the tokens that could be drawn are committed too.
     ``eval_sampling``: of evaluations; None: the most likely tokens.
+    ``samples``: is told of each sequence; None: none is stored.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class RolloutLoop:
         in_flight: bool = False,
         with_support: bool = False,
         eval_sampling: SamplingOptions | None = None,
+        samples: GeneratedSamples | None = None,
     ) -> None:
         self._session = session
         self._engine = engine
@@ -84,6 +88,7 @@ class RolloutLoop:
         self._in_flight = in_flight
         self._with_support = with_support
         self._eval_sampling = eval_sampling
+        self._samples = samples
         self._version = 0  # of the weights in use
         self._exact: set[int] = set()  # keys of running sequences of an evaluation
         self._interrupt = threading.Event()
@@ -220,6 +225,8 @@ class RolloutLoop:
             if exact[row] != NO_VERSION:
                 self._exact.add(self._last_key)
             self._running[self._last_key] = slot, grant.lease
+            if self._samples is not None:
+                self._samples.started(self._last_key, batch, row)
             seed = sample_seed(
                 self._seed, grant.prompts[row], grant.epochs[row], grant.members[row], grant.attempts[row]
             )
@@ -239,6 +246,8 @@ class RolloutLoop:
             inline |= {"support_size": [len(one.tokens_E) / len(one.counts_T) for one in supports]}
         spans = [one.spans for one in finished]
         await self._session.commit("rollout", slots, leases, tensors, inline, spans)
+        if self._samples is not None:
+            self._samples.finished(response.key for response in finished)
 
 
 def _support(response: Response) -> Support:

@@ -1,11 +1,13 @@
-"""What workers send of samples that are stored: a reward worker texts and rewards, a trainer what it has trained.
+"""What workers send of samples that are stored: a reward worker texts and rewards, a trainer what it has trained, a
+rollout worker how long it generated.
 
-Both choose the same groups, by a hash. The controller takes what the rate of the run allows; no worker waits for it.
+All choose the same groups, by a hash. The controller takes what the rate of the run allows; no worker waits for it.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from flowrt.engines.base import Capture
 from flowrt.engines.stopping import StopConditions
 from flowrt.protocol.sample_records import (
     MAX_REASON_CHARS,
+    GeneratedSample,
     GroupChoice,
     ScoredSample,
     TrainedSample,
@@ -143,6 +146,41 @@ def _parts(numbers: Mapping[str, float]) -> Iterable[tuple[str, float]]:
         table, _, of = name.partition("/")
         if table == REWARD and numbers.get(f"applies/{of.partition('/')[0]}", 1.0):
             yield of, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    epoch: int
+    prompt: int
+    member: int
+    attempt: int
+    at_s: float
+
+
+class GeneratedSamples:
+    """Sends how long the generation of the samples took that are stored."""
+
+    def __init__(self, session: Session, config: RunConfig) -> None:
+        self._session = session
+        self._is_chosen = group_choice(config)
+        self._running: dict[int, _Started] = {}
+
+    def started(self, key: int, batch: Batch, row: int) -> None:
+        """The engine is given a row of a batch under this key."""
+        grant = batch.grant
+        epoch, prompt = grant.epochs[row], grant.prompts[row]
+        if self._is_chosen is not None and batch.flows[row] != EVAL and self._is_chosen(epoch, prompt):
+            self._running[key] = _Started(epoch, prompt, grant.members[row], grant.attempts[row], monotonic())
+
+    def finished(self, keys: Iterable[int]) -> None:
+        """The engine has returned these sequences."""
+        now = monotonic()
+        records = [
+            encode_record(GeneratedSample(one.epoch, one.prompt, one.member, one.attempt, now - one.at_s))
+            for key in keys
+            if (one := self._running.pop(key, None)) is not None
+        ]
+        _send(self._session, records)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrt.controller.storage.timeline_file import read_timeline
+from flowrt.observability.samples import SampleReader
 
 STEPS, PROMPTS, MEMBERS = 2, 4, 4
 MORE_STEPS = 6
@@ -89,3 +90,15 @@ def test_adapters_go_to_the_rollout_worker_and_into_the_final_model(two_ranks: A
     moved = changed(Path(start), run.run_dir / "final")
     assert moved
     assert all("q_proj" in name or "v_proj" in name for name in moved)
+
+
+def test_each_rank_sends_its_samples_and_no_sample_comes_twice(two_ranks: Any) -> None:
+    """All groups are stored: a step has fewer samples than ``samples.per_step``."""
+    reader = SampleReader(two_ranks.run_dir)
+    rows = [row for row in reader.query(limit=10_000).samples if row.advantage is not None]
+    assert len(rows) == STEPS * PROMPTS * MEMBERS
+    assert len({(row.epoch, row.prompt, row.member) for row in rows}) == len(rows)
+    assert {row.step for row in rows} == {*range(STEPS)}
+    whole = [reader.get(row.id) for row in rows]
+    assert all(one is not None and len(one.trainer_logprobs) == len(one.logprobs) == one.row.tokens for one in whole)
+    assert reader.left_out() == {}

@@ -72,3 +72,23 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
     assert [line["step"] for line in lines(run.run_dir)] == list(range(8))
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--steps", "60"), id="default"),
+        *(
+            pytest.param(("--steps", "12", "--algorithm", name), id=name, marks=pytest.mark.long)
+            for name in ("grpo", "dapo", "gspo", "cispo", "dr_grpo")
+        ),
+    ],
+)
+def test_a_run_that_learns_has_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    run = launch("--exporters", "tensorboard", *arguments)
+    assert run.wait(240.0) == 0, run.output
+    found = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert len([one for one in found if one["kind"] == "published"]) >= 11
+    assert [one["text"] for one in found if one["kind"] in ("guard", "warning", "exporter")] == []

@@ -52,7 +52,7 @@ def address_in(text: str) -> str:
 
 def flags(model: Path) -> list[str]:
     small = ["--prompts-per-step", "2", "--group-size", "2", "--rollout.max-new-tokens", "8", "--rollout.workers", "1"]
-    return ["arithmetic", "--model", str(model), "--steps", str(STEPS), "--algorithm.kl.coef", "0", *small]
+    return ["--model", str(model), "--steps", str(STEPS), "--algorithm.kl.coef", "0", *small]
 
 
 def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., Any], untrained_model: Path) -> None:

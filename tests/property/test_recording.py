@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.errors import ConfigError
 from flowrt.observability.recordings import Recordings
 from tests.effort import examples
 from tests.simulation.recorded_runs import RecordedCluster
 
 ROOT = Path(__file__).parents[2]
 HASH_SEEDS = ("0", "1", "2")
+pytestmark = pytest.mark.slow
 
 
 class Replayer:
@@ -68,3 +70,33 @@ def test_a_recording_replays_to_the_same_commands_and_states(
         extents = [one.extent() for one in Recordings.of(run_dir).terms.values()]
         assert len(extents) == cluster.term
         assert [(one.damage, one.stopped) for one in extents] == [("", "")] * cluster.term
+
+
+def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[Replayer], tmp_path: Path) -> None:
+    """It is killed while it records, once after each of several numbers of runs."""
+    cut = 0
+    for whole in range(1, 9):
+        place = tmp_path / str(whole)
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.property.record_child", "1000", str(place)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            complete = [json.loads(child.stdout.readline()) for _ in range(whole)]
+            last = place / str(whole) / "recording"
+            while not (last.is_dir() and any(path.stat().st_size for path in last.iterdir())):
+                assert child.poll() is None
+            child.kill()
+        for line in complete:
+            assert replayers[0].states(Path(line["run_dir"])) == line["states"]
+        for run_dir in place.iterdir():
+            try:
+                found = Recordings.of(run_dir)
+            except ConfigError:
+                continue  # killed before the first block
+            states = replayers[1].states(run_dir)
+            assert "error" not in states
+            cut += not all(one.extent().is_complete for one in found.terms.values())
+    assert cut > 0, "every kill came too late or too early"

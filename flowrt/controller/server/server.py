@@ -4,17 +4,20 @@ import asyncio
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from flowrt.controller.core import Core
+from flowrt.controller.diagnostics.health import Health
 from flowrt.controller.diagnostics.status import brief_text, followed, status
 from flowrt.controller.events import (
     Command,
     Dismiss,
     EndRun,
+    EvaluationClosed,
     Event,
     LogEvent,
     MessageReceived,
@@ -50,6 +53,7 @@ from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
+HEALTH_S = 5.0
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
 MAX_FOLLOWED = 4096
@@ -121,6 +125,9 @@ class Server:
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
         self._guard_command = GuardCommand(run_dir, self.warn)
+        self._run_dir = run_dir
+        self._health = Health()
+        self._health_watch: asyncio.Task[None] | None = None
         self._log_start()
 
     def store_samples(self, samples: SampleStore) -> None:
@@ -151,6 +158,10 @@ class Server:
         """Run this command of the user for each guard that fires."""
         self._guard_command.command = command
 
+    def watch_health(self) -> None:
+        """Warn of unusual waits and of a disk that is nearly full, while the event loop runs."""
+        self._health_watch = asyncio.create_task(self._watch_health())
+
     def bind(self, address: str) -> str:
         """Listen; returns the address with its actual port. Raises ConfigError if the address cannot be used."""
         return self._link.bind(address)
@@ -180,6 +191,8 @@ class Server:
         if self._recording is not None:
             self._recording.close()
         self.metrics.close()
+        if self._health_watch is not None:
+            self._health_watch.cancel()
         await self._guard_command.finish()
         self.events.close()
         self.times.add_waits(self._core.waits.take())
@@ -366,13 +379,13 @@ class Server:
                 recording.event(event, now)
         try:
             commands = self._core.handle(event, now)
+            # All are encoded before the first is executed, which may lead to other events.
+            encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         except (*PROGRAMMING_ERRORS, FlowError) as error:
             if recording is not None:
                 recording.commands((), ())
             self._fail(type(event).__name__, error)
             return
-        # All are encoded before the first is executed, which may lead to other events.
-        encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         if recording is not None:
             recording.commands(commands, encoded)
         for command, message in zip(commands, encoded, strict=True):
@@ -416,8 +429,31 @@ class Server:
                     for line in self._core.wait_graph(now, self._welcome.request_timeout_s).sentences(MAX_GRAPH_LINES):
                         log.error("stalled: %s", line)
                 self._ended.set()
+            case EvaluationClosed(name):
+                self._recorder.record(command, now)
+                if self._health_watch is not None:
+                    step = self._core.state.window.step
+                    self._alarm(self._health.evaluation(name, self.metrics.evaluations, step))
             case _:
                 self._recorder.record(command, now)
+
+    def _alarm(self, text: str) -> None:
+        """Warn of something that the guards of metrics do not see; empty: of nothing."""
+        if text and self._core.ended is None:
+            self._execute(LogEvent("guard", self._core.state.window.step, text), self._clock.now())
+
+    async def _watch_health(self) -> None:
+        """Look at waits and at the disk, from time to time."""
+        while True:
+            await pause(HEALTH_S)
+            step = self._core.state.window.step
+            self._alarm(self._health.oldest_wait(self._core.waiting(), self._clock.now(), step))
+            try:
+                # The file system may hang; then so does this, and nothing else.
+                usage = await asyncio.to_thread(shutil.disk_usage, self._run_dir)
+            except OSError:
+                continue
+            self._alarm(self._health.disk(usage.free, usage.total, str(self._run_dir), step))
 
     def warn(self, text: str) -> None:
         """Warn in the log and in events.jsonl."""
@@ -493,7 +529,7 @@ class Server:
 
     def status(self, *, brief: bool = False) -> dict[str, Any]:
         """The content of a Status message: progress, workers, and the wait-for graph; ``brief``: a bounded part."""
-        return status(
+        found = status(
             core=self._core,
             now=self._clock.now(),
             request_timeout_s=self._welcome.request_timeout_s,
@@ -504,3 +540,5 @@ class Server:
             evaluated=self.metrics.evaluation_summary(),
             brief=brief,
         ) | {"eta_s": self.metrics.eta_s(self._core.state.window.steps)}
+        found["guards"]["log"] += [list(one) for one in self._health.log]
+        return found

@@ -71,7 +71,7 @@ class EventRecording:
         self._limit_bytes = limit_bytes
         self._numbers: dict[str, int] = {}
         self._pending = _Pending()
-        self._events = 0
+        self._events = 0  # handed to the thread
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
         self._queued_bytes = 0
         self._written_bytes = 0  # of the queued ones; set by the thread only
@@ -136,17 +136,25 @@ class EventRecording:
                 pending.contents.append(message)
             else:
                 pending.contents.append(command)
+        self._fill(1)
         pending.block.counts.append(len(commands))
-        self._events += 1
-        if self._events % BLOCK_EVENTS == 0:
+        if len(pending.block.counts) >= BLOCK_EVENTS:
             self.flush()
+
+    def _fill(self, handled: int) -> None:
+        """Events whose handling ended in an error that nobody expected have no commands."""
+        block = self._pending.block
+        if (missing := len(block.kinds) - len(block.counts) - handled) > 0:
+            block.counts += [0] * missing
 
     def flush(self) -> None:
         """Hand what was recorded to the thread."""
         pending = self._pending
-        if not pending.block.counts or self._thread is None:
+        if not pending.block.kinds or self._thread is None:
             return
-        pending.block.first = self._events - len(pending.block.counts)
+        self._fill(0)
+        pending.block.first = self._events
+        self._events += len(pending.block.kinds)
         self._pending = _Pending()
         self._queued_bytes += sum(map(len, pending.block.data))
         self._queue.put(pending)

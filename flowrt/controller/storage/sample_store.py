@@ -2,8 +2,9 @@
 
 - The event loop buffers the records that workers send, within a rate and a size, and hands them over at each tick.
   What does not fit is counted, not queued.
-- A scored sample comes from a reward worker, its advantage and log-probabilities from a trainer, and how its prompt
-  ended from the ledger's records; they are joined by epoch, prompt, member and attempt, in whatever order they come.
+- A scored sample comes from a reward worker, the time of its generation from a rollout worker, its advantage and
+  log-probabilities from a trainer, and how its prompt ended from the ledger's records; they are joined by epoch,
+  prompt, member and attempt, in whatever order they come.
 - A sample is listed under the step that trained it. One that is not trained, or not yet, has the step that was in
   training when it was scored, and one of an evaluation the version that it is of.
 - Nothing here ends a run: a failure is one notice, and what could not be written is counted.
@@ -28,6 +29,7 @@ from flowrt.protocol.sample_records import (
     EVAL,
     MAX_MESSAGE_RECORD_BYTES,
     TRAIN,
+    GeneratedSample,
     ScoredSample,
     TrainedSample,
     decode_record,
@@ -46,7 +48,7 @@ MAX_SINGLES = 8
 RECENT_STEPS = 50
 """The newest steps, whose samples are the last to be deleted."""
 MAX_REMEMBERED = 8192
-"""Prompts whose end, and samples whose training, are remembered until their record comes."""
+"""Prompts whose end, and samples of which something, is remembered until the record of the reward worker comes."""
 PRUNE_TO = 0.9
 """Share of the limit that is left after samples were deleted."""
 DELETED_STEPS = 32
@@ -71,6 +73,10 @@ ON CONFLICT DO UPDATE SET reward = excluded.reward, parts = excluded.parts, fini
 """
 _TRAINED = """
 UPDATE samples SET step = ?, advantage = ?, logprobs = ?, trainer_logprobs = ?
+WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND life = ?
+"""
+_GENERATED = """
+UPDATE samples SET generate_s = ?
 WHERE flow = 'train' AND epoch = ? AND prompt = ? AND member = ? AND attempt = ? AND life = ?
 """
 _ENDED = """
@@ -203,8 +209,8 @@ class SampleWriter:
         self._has_failed = False
         self._left_out: Counter[str] = Counter()
         self._ends: OrderedDict[tuple[int, int], GroupEnd] = OrderedDict()
-        self._trained: OrderedDict[tuple[int, int, int, int], TrainedSample] = OrderedDict()
-        """Trained samples whose record of the reward worker has not come."""
+        self._early: OrderedDict[tuple[int, int, int, int], list[GeneratedSample | TrainedSample]] = OrderedDict()
+        """What is known of samples whose record of the reward worker has not come."""
         self._singles: OrderedDict[int, int] = OrderedDict()
         self._filtered: OrderedDict[int, int] = OrderedDict()
 
@@ -312,10 +318,10 @@ class SampleWriter:
         except FlowError:
             self._left_out[MALFORMED] += 1
             return
-        if isinstance(record, TrainedSample):
-            self._add_trained(database, record)
-        else:
+        if isinstance(record, ScoredSample):
             self._add_scored(database, record, texts, step)
+        else:
+            self._join(database, record)
 
     def _add_scored(
         self, database: sqlite3.Connection, record: ScoredSample, texts: Sequence[bytes | str], step: int
@@ -337,22 +343,35 @@ class SampleWriter:
             _INSERT,
             (
                 *(step, self._life, record.flow, record.eval_name, record.epoch, record.prompt),
-                *(record.member, record.attempt, record.reward, json.dumps(dict(record.parts)), record.finish, reason),
-                *(oldest, newest, json.dumps(record.spans), sum(record.spans[1::2]), *texts),
+                *(
+                    record.member,
+                    record.attempt,
+                    record.reward,
+                    json.dumps(dict(record.parts)) if record.parts else "{}",
+                    record.finish,
+                    reason,
+                ),
+                *(oldest, newest, str(list(record.spans)), sum(record.spans[1::2]), *texts),
                 *(record.data[2] or None, record.reward_s, is_flagged),
             ),
         )
         key = (record.epoch, record.prompt, record.member, record.attempt)
-        if record.flow == TRAIN and (trained := self._trained.pop(key, None)) is not None:
-            self._add_trained(database, trained)
+        if record.flow == TRAIN:
+            for other in self._early.pop(key, ()):
+                self._join(database, other)
 
-    def _add_trained(self, database: sqlite3.Connection, record: TrainedSample) -> None:
+    def _join(self, database: sqlite3.Connection, record: GeneratedSample | TrainedSample) -> None:
+        """Add what a rollout worker or a trainer knows of a sample to its row, or keep it until that is there."""
         key = (record.epoch, record.prompt, record.member, record.attempt)
-        values = (record.step, record.advantage, record.data[0] or None, record.data[1] or None, *key, self._life)
-        if not database.execute(_TRAINED, values).rowcount:
-            self._trained[key] = record
-            if len(self._trained) > MAX_REMEMBERED:
-                self._trained.popitem(last=False)
+        if isinstance(record, GeneratedSample):
+            done = database.execute(_GENERATED, (record.generate_s, *key, self._life))
+        else:
+            values = (record.step, record.advantage, record.data[0] or None, record.data[1] or None)
+            done = database.execute(_TRAINED, (*values, *key, self._life))
+        if not done.rowcount:
+            self._early.setdefault(key, []).append(record)
+            if len(self._early) > MAX_REMEMBERED:
+                self._early.popitem(last=False)
 
     def _end(self, database: sqlite3.Connection, outcome: GroupEnd) -> None:
         """Note the step, and why a prompt was dropped; leaves out filtered groups beyond the limit of a step."""

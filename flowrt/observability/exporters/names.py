@@ -6,6 +6,13 @@ from flowrt.errors import ConfigError, suggested
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 NAMED = (TENSORBOARD, WANDB)
+CLOSE_S, WANDB_CLOSE_S = 10.0, 40.0
+"""Time for the end of an exporter; afterwards its process is killed."""
+
+
+def close_timeout_s(name: str) -> float:
+    """The time that an exporter has to end, in seconds."""
+    return WANDB_CLOSE_S if name == WANDB else CLOSE_S
 
 
 def check_exporter(name: str) -> None:

@@ -15,15 +15,13 @@ from time import monotonic
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, ConfigError
 from flowrt.observability.exporters.feed import Feed
-from flowrt.observability.exporters.names import TENSORBOARD, WANDB
+from flowrt.observability.exporters.names import TENSORBOARD, WANDB, close_timeout_s
 from flowrt.observability.exporters.sink import Sink
 from flowrt.runtime.logs import log_to_stderr
 from flowrt.runtime.waits import blocking, join_thread
 
 log = logging.getLogger("flowrt")
 POLL_S = 0.5
-CLOSE_S = 40.0
-"""Time for an exporter to end; afterwards its process is killed."""
 
 
 def make_sink(name: str, run_dir: Path, target: Path, first: int) -> Sink:
@@ -79,7 +77,7 @@ def main() -> int:
         first, last = parse_steps(arguments.steps)
         sink = make_sink(arguments.to, arguments.run, arguments.target, first)
         follow(Feed(arguments.run, sink, first, last), stop, is_live=arguments.follow)
-        text, code = _closed(sink)
+        text, code = _closed(sink, close_timeout_s(arguments.to))
         if text:
             log.info("%s", text)
     except ConfigError as error:
@@ -93,7 +91,7 @@ def main() -> int:
     return code
 
 
-def _closed(sink: Sink) -> tuple[str, int]:
+def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
     """End the exporter; returns its last words and the exit code, without it if it hangs."""
     said: list[str] = []
     failed: list[BaseException] = []
@@ -106,11 +104,11 @@ def _closed(sink: Sink) -> tuple[str, int]:
 
     closing = Thread(target=close, daemon=True)
     closing.start()
-    has_ended = join_thread(closing, CLOSE_S)
+    has_ended = join_thread(closing, timeout_s)
     if failed:
         return f"its end failed: {type(failed[0]).__name__}: {failed[0]}", EXIT_FAILED
     if not has_ended:
-        return f"it did not end within {CLOSE_S:.0f} s and is left", EXIT_FAILED
+        return f"it did not end within {timeout_s:.0f} s and is left", EXIT_FAILED
     return said[0], EXIT_OK
 
 

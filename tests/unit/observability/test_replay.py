@@ -150,6 +150,14 @@ def test_who_held_what_at_an_instant(run_dir: Path, capsys: pytest.CaptureFixtur
     assert status_at(run_dir, LEASED + 1.5)["leases"] == before["leases"]
 
 
+def test_instants_in_any_order_are_those_of_replays_from_the_beginning(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at_s in (3.0, 3.5, 8.0, 9.5, 8.5, float(EVENTS), 2.0, float(EVENTS)):
+        fresh = as_json(capsys, str(run_dir), "--at", str(at_s))
+        assert {**fresh, **json.loads(json.dumps(status_at(run_dir, at_s)))} == fresh
+
+
 def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decisions = [(one["event"], one["what"], one["because"]) for one in as_json(capsys, str(run_dir), "--why", "0:5")]
     whats = [what for _, what, _ in decisions]
@@ -201,6 +209,7 @@ def test_a_long_recording_is_named_by_its_path(
         (("--to", "1:99"), f"term 1 has no event 99: it has {EVENTS}, numbered from 0"),
         (("--to", "2:1"), "there is no term 2 in the recording; there is: 1"),
         (("--to", "5"), "--to '5' is not TERM:EVENT"),
+        (("--to", f"1:{'9' * 5000}"), "is not TERM:EVENT"),
         (("--until", "patience > 3"), "is no condition"),
         (("--until", "wait > 3; import os"), "is no condition"),
         (("--why", "everything"), "is not PROMPT or EPOCH:PROMPT"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.events import (
+    EndRun,
     Event,
     KernelAlive,
     MessageReceived,
@@ -183,6 +184,18 @@ def test_nothing_is_written_before_the_first_event(tmp_path: Path) -> None:
     one.flush()
     one.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_event_that_fails_unexpectedly_costs_no_other(tmp_path: Path) -> None:
+    one = EventRecording(tmp_path, CoreInputs("", 1, Position()), 1_000_000)
+    one.begin(0.0)
+    for handled in (True, False, True, False, False):
+        one.event(Tick(), 1.0)
+        if handled:
+            one.commands([EndRun("the end", 0)], [b""])
+    one.close()
+    [block] = Recordings.of(tmp_path).of_term(1).blocks()
+    assert block.counts == [1, 0, 1, 0, 0]
 
 
 def test_files_are_readable_for_their_owner_only(tmp_path: Path) -> None:

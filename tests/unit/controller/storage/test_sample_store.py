@@ -18,7 +18,9 @@ from flowrt.errors import FlowError
 from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.sample_records import (
     MAX_MESSAGE_RECORD_BYTES,
+    GeneratedSample,
     GroupChoice,
+    SampleRecord,
     ScoredSample,
     TrainedSample,
     decode_record,
@@ -64,7 +66,11 @@ def trained(prompt: int = 1, member: int = 0, step: int = 7) -> TrainedSample:
     return TrainedSample(step, 0, prompt, member, 0, 1.25, (logprobs, trainer_logprobs))
 
 
-def data(record: ScoredSample | TrainedSample) -> bytes:
+def generated() -> GeneratedSample:
+    return GeneratedSample(0, 1, 0, 0, 0.75)
+
+
+def data(record: SampleRecord) -> bytes:
     found = encode_record(record)
     assert found is not None
     return found
@@ -79,16 +85,15 @@ def rows(path: Path, eval_name: str = "") -> tuple[SampleRow, ...]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
-    tmp_path: Path, order: tuple[int, ...], at_once: bool
-) -> None:
+def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(tmp_path: Path, order: tuple[int, ...]) -> None:
     one = writer(tmp_path)
-    records = [([(data(scored()), 6)], []), ([(data(trained()), 6)], []), ([], [GroupEnd(0, 1, 7)])]
+    records = [
+        ([(data(scored()), 6)], []),
+        ([(data(trained()), 6), (data(generated()), 6)], []),
+        ([], [GroupEnd(0, 1, 7)]),
+    ]
     for at in order:
         assert not one.write(*records[at])
-        if not at_once:  # as several transactions; together otherwise, which is the same for the file
-            one.write([])
     one.close()
     [row] = rows(tmp_path)
     sample = SampleReader(tmp_path).get(row.id)
@@ -98,7 +103,7 @@ def test_what_is_known_of_a_sample_is_joined_in_whatever_order_it_comes(
     assert (sample.ids, sample.logprobs) == ((4, 5, 6), (-0.5, -1.0, -1.5))
     assert sample.trainer_logprobs == (-0.25, -1.0, -2.0)
     assert sample.versions() == (0, 0, 0)
-    assert row.staleness == 7
+    assert (row.staleness, row.generate_s, row.reward_s) == (7, 0.75, 0.01)
     assert not row.reason
 
 
@@ -188,6 +193,8 @@ def test_malformed_records_are_counted_and_change_nothing_else(tmp_path: Path) -
         data(replace(scored(), data=(b"t\xff", b"t", b""))),
         data(replace(scored(), data=(b"t", b"t", b"abc"))),
         data(replace(trained(), advantage=float("nan"))),
+        data(replace(generated(), generate_s=float("nan"))),
+        data(replace(generated(), generate_s=-1.0)),
         data(replace(trained(), data=(b"a", b""))),
     ]
     one = writer(tmp_path)

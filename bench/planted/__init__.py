@@ -1,0 +1,1 @@
+"""Runs with one planted cause of waiting each, in real processes around simulated engines."""

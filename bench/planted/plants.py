@@ -1,0 +1,95 @@
+"""What is planted in a run, and what the attribution has to say of it. Times are real seconds."""
+
+from dataclasses import dataclass, replace
+
+from end_to_end.simulated.workloads import WORKLOADS, Workload
+
+from flowrt.engines.simulated.costs import GenerationCost, ScoreCost, TrainCost
+from flowrt.engines.simulated.lengths import LogNormal
+
+STEPS = 10
+TRAIN_S, SCORE_S, SWAP_S, SAVE_S, READ_S, STOP_S = 0.6, 0.05, 1.0, 0.6, 0.15, 5.0
+TOKEN_S = 0.005
+BASE = Workload(
+    "planted",
+    responses=LogNormal(median=40, sigma=0.1, longest=80),
+    reference=ScoreCost(sample_s=0.001, pass_samples=16),
+    train=TrainCost(token_s=0.0, optimizer_s=0.05),
+    decode=GenerationCost(base_s=TOKEN_S, load_s=0.005),
+    reward=ScoreCost(sample_s=0.001, pass_samples=16),
+    transfer_s=0.0,
+    rollout_workers=2,
+    rows=8,
+    groups=4,
+    members=4,
+    prompts=64,
+    micro_batch_tokens=100_000,
+    steps=STEPS,
+)
+"""A step is 16 samples, of which two workers generate eight each in about 0.2 s."""
+SAMPLES = STEPS * BASE.samples
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Seconds that are planted: of a role and kind of time, over the whole run."""
+
+    role: str
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A planted cause.
+
+    Attributes:
+        workload: the costs of the run.
+        role: the role that has to wait, or is kept from its work,
+        kind: as this kind of time, the first of all but ``busy``, ``other`` and ``away``,
+        root: because of a worker whose name begins so; empty: whoever.
+        mode: bound and policies.
+        planted: the seconds that have to be found again.
+    """
+
+    workload: Workload
+    role: str
+    kind: str
+    root: str
+    mode: str = "delayed"
+    planted: Planted | None = None
+
+
+PLANTS = {
+    "trainer": Plant(
+        replace(BASE, train=TrainCost(token_s=0.0, optimizer_s=TRAIN_S)),
+        *("rollout", "gate", "trainer"),
+        planted=Planted("trainer", "busy", STEPS * TRAIN_S),
+    ),
+    "bound 0": Plant(
+        replace(BASE, train=TrainCost(token_s=0.0, optimizer_s=0.3)), "trainer", "samples", "", mode="streaming"
+    ),
+    "reference": Plant(
+        replace(BASE, reference=ScoreCost(sample_s=SCORE_S, pass_samples=16)),
+        *("trainer", "samples", "reference"),
+        planted=Planted("reference", "busy", SAMPLES * SCORE_S),
+    ),
+    "reward": Plant(
+        replace(BASE, reward=ScoreCost(sample_s=SCORE_S, pass_samples=16)),
+        *("trainer", "samples", "reward"),
+        planted=Planted("reward", "busy", SAMPLES * SCORE_S),
+    ),
+    "straggler": Plant(BASE, "trainer", "samples", "rollout-1"),
+    "swap": Plant(
+        replace(BASE, decode=GenerationCost(base_s=TOKEN_S, load_s=SWAP_S)),
+        *("rollout", "update", ""),
+    ),
+    "save": Plant(BASE, "trainer", "save", "", planted=Planted("trainer", "save", STEPS * SAVE_S)),
+    "source": Plant(BASE, "rollout", "samples", "source"),
+    "stop": Plant(BASE, "rollout", "", "", planted=Planted("rollout", "away", STOP_S)),
+    "late": Plant(replace(BASE, steps=3 * STEPS), "rollout", "", ""),
+}
+"""By name. Two of the twelve of the acceptance are not here: a slow link, and ranks of which one is slow."""
+WORKLOADS.update({f"planted {name}": plant.workload for name, plant in PLANTS.items()})
+SLOW_DECODE = replace(BASE, decode=GenerationCost(base_s=4 * TOKEN_S, load_s=0.005))
+WORKLOADS["planted slow"] = SLOW_DECODE

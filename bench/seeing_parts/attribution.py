@@ -1,0 +1,196 @@
+"""Attribution: runs in real processes with one planted cause each, and whether it is named.
+
+- causes_missed: planted causes whose kind of time, or root, is not the first of the role that is kept from its work;
+- attribution_gap: the largest relative error of the planted seconds that were found again;
+- attribution_sum_error: the largest relative difference of a role's seconds in a step from those that its workers were
+  there;
+- attribution_other: the largest share of `other` of all workers of a run; attribution_other_job: that of the default
+  job.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from end_to_end.simulated.modes import Play
+from planted.plants import PLANTS, STEPS, STOP_S, Plant
+
+from flowrt.controller.attribution.causes import KINDS
+from flowrt.observability.attribution import Times, add_up, read
+
+BOUNDS: Mapping[str, float] = {
+    "causes_missed": 0.0,
+    "attribution_gap": 0.1,
+    "attribution_sum_error": 0.001,
+    "attribution_other": 0.03,
+    "attribution_other_job": 0.08,
+}
+QUICK = ("trainer", "reference", "stop")
+BENCH = Path(__file__).parents[1]
+WORKERS = (("rollout-0",), ("rollout-1",), ("reference",), ("reward",), ("source",), ("trainer",))
+LATE = "rollout-late"
+RUN_S = 240.0
+NOT_LOST = ("busy", "other", "away")
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """All figures of this row; with ``quick`` of three plants, and without the default job."""
+    figures = dict.fromkeys(("causes_missed", "attribution_gap", "attribution_sum_error", "attribution_other"), 0.0)
+    with Cast() as cast:
+        for name in QUICK if quick else PLANTS:
+            for figure, value in of_plant(cast, name).items():
+                largest = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
+                figures[figure] = largest
+    if not quick:
+        figures["attribution_other_job"] = _of_job()
+    return figures
+
+
+def of_plant(cast: "Cast", name: str) -> dict[str, float]:
+    """Run a plant, and hold what was attributed against it."""
+    plant = PLANTS[name]
+    with tempfile.TemporaryDirectory(prefix="flowrt-planted-") as directory:
+        cast.play(name, plant, Path(directory))
+        lines, damaged = read(Path(directory))
+        assert not damaged
+    steps = [line for line in lines if 0 < line["step"] < plant.workload.steps]  # the first one fills the pipeline
+    return {
+        "causes_missed": float(not _is_named(name, plant, add_up(steps))),
+        "attribution_gap": _gap(plant, add_up(lines)),
+        "attribution_sum_error": _sum_error(name, steps),
+        "attribution_other": _other(add_up(steps)),
+    }
+
+
+def _is_named(name: str, plant: Plant, times: Times) -> bool:
+    if not plant.kind:
+        return True
+    shares = times.shares()[plant.role]
+    first = max((kind for kind in KINDS if kind not in NOT_LOST), key=lambda kind: shares[kind])
+    root, _ = times.root(plant.role, first)
+    is_named = first == plant.kind and root.startswith(plant.root)
+    if not is_named:
+        print(f"{name}: {plant.role} {first} because of {root or '-'}; expected {plant.kind}, {plant.root or '-'}")
+    return is_named
+
+
+def _gap(plant: Plant, times: Times) -> float:
+    planted = plant.planted
+    if planted is None:
+        return 0.0
+    return abs(times.roles[planted.role].get(planted.kind, 0.0) - planted.seconds) / planted.seconds
+
+
+def _sum_error(name: str, steps: list[dict[str, Any]]) -> float:
+    """Of the roles whose workers are there from before the first to after the last of these steps."""
+    errors = [0.0]
+    for line in steps:
+        whole_s = line["to_s"] - line["from_s"]
+        for role, of in line["roles"].items():
+            if name in ("late", "stop") and role == "rollout":  # one is not there all the time
+                continue
+            seconds = sum(of[kind] for kind in KINDS)
+            errors.append(abs(seconds - of["workers"] * whole_s) / (of["workers"] * whole_s))
+    return max(errors)
+
+
+def _other(times: Times) -> float:
+    total = sum(sum(of.values()) for of in times.roles.values())
+    return sum(of.get("other", 0.0) for of in times.roles.values()) / total
+
+
+# ---- processes
+
+
+class Cast:
+    """The processes of a controller and its workers; they play run after run."""
+
+    def __init__(self) -> None:
+        self._processes = {words[0]: _start(*words) for words in (("controller",), *WORKERS, (LATE,))}
+
+    def __enter__(self) -> "Cast":
+        for process in self._processes.values():
+            _hear(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait(10.0)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def play(self, name: str, plant: Plant, run_dir: Path) -> None:
+        """Run a plant. Raises RuntimeError if it does not end well."""
+        play = Play(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
+        controller = self._processes["controller"]
+        _tell(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
+        address = _hear(controller)
+        playing = [process for worker, process in self._processes.items() if worker not in ("controller", LATE)]
+        for process in playing:
+            _tell(process, {"address": address})
+        if name == "late":
+            _wait_for_steps(run_dir, STEPS)
+            _tell(self._processes[LATE], {"address": address})
+            playing.append(self._processes[LATE])
+        if name == "stop":
+            _wait_for_steps(run_dir, 3)
+            self._processes["rollout-0"].send_signal(signal.SIGSTOP)
+            time.sleep(STOP_S)
+            self._processes["rollout-0"].send_signal(signal.SIGCONT)
+        summary = _hear(controller)
+        errors = [error for process in playing if (error := _hear(process))]
+        if summary["exit_code"] or errors:
+            raise RuntimeError(f"plant {name!r}: {summary['reason']}; {'; '.join(errors)}")
+
+
+def _start(*words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "planted.process", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def _tell(process: "subprocess.Popen[str]", what: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.flush()
+
+
+def _hear(process: "subprocess.Popen[str]") -> Any:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"process {process.pid} of the planted run has gone; its errors are above")
+    return json.loads(line)
+
+
+def _wait_for_steps(run_dir: Path, steps: int) -> None:
+    end_s = time.monotonic() + RUN_S
+    path = run_dir / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < steps:
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"{run_dir} has not {steps} steps after {RUN_S:.0f} s")
+        time.sleep(0.05)
+
+
+def _of_job() -> float:
+    """The share of `other` in the default job, of the time from its second step to its last."""
+    with tempfile.TemporaryDirectory(prefix="flowrt-planted-") as directory:
+        run_dir = Path(directory) / "run"
+        command = [sys.executable, "-m", "flowrt.cli", "run", "--steps", "60", "--run-dir", str(run_dir)]
+        subprocess.run(command, check=True, timeout=2 * RUN_S, stdout=subprocess.DEVNULL)
+        lines, _ = read(run_dir)
+    return _other(add_up([line for line in lines if 0 < line["step"] < 60]))

@@ -1,0 +1,134 @@
+"""Exporters: whether they tell the same numbers, and what they cost.
+
+`numbers_wrong` counts the (metric, step) of 50 random ones, of a real run, that differ between metrics.jsonl and
+TensorBoard (single precision), W&B (offline file) or the Prometheus text of a run that ended with that step;
+`trace_wrong` counts spans of the run's timeline that a Perfetto trace lacks or has at another time (1 us), and slices
+of a track that overlap. `export_*_s` is the time of `flowrt export`, with its imports. `exporter_cost` is the share of
+samples/s that a run loses while TensorBoard and an exporter of the user follow it live, of the best of each kind.
+"""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+
+from common.exported_numbers import (
+    metrics_numbers,
+    prometheus_numbers,
+    tensorboard_numbers,
+    wandb_numbers,
+)
+
+from flowrt.observability.exporters.prometheus import prometheus_text
+from flowrt.observability.exporters.tensorboard_files import tag
+from flowrt.observability.run_reader import RunReader
+
+BOUNDS = {"numbers_wrong": 0.0, "trace_wrong": 0.0}
+DRAWN = 50
+SINGLE = 2.0**-23
+US = 1e-6
+OWN = """
+class Exporter:
+    def step(self, line): pass
+    def samples(self, rows): pass
+    def close(self): pass
+"""
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Run, export, and compare."""
+    with tempfile.TemporaryDirectory(prefix="flowrt-exporters-") as name:
+        directory = Path(name)
+        run_dir = directory / "run"
+        plain = [_run(run_dir, 30 if quick else 120)]
+        (directory / "own.py").write_text(OWN)
+        seconds = {
+            "tensorboard": _export(run_dir, "--tensorboard", directory / "tb"),
+            "wandb": _export(run_dir, "--wandb", "--wandb-dir", directory),
+            "perfetto": _export(run_dir, "--perfetto", directory / "run.json.gz"),
+            "prometheus": _export(run_dir, "--prometheus", directory / "run.txt"),
+        }
+        found = {f"export_{name}_s": value for name, value in seconds.items()}
+        found["numbers_wrong"] = float(_count_wrong(run_dir, directory))
+        found["trace_wrong"] = float(_count_wrong_spans(run_dir, directory / "run.json.gz"))
+        if not quick:
+            followed = []
+            for number in range(3):
+                own = ("--exporters", "tensorboard", f"{directory}/own.py:Exporter")
+                followed.append(_run(directory / f"followed-{number}", 120, *own))
+                plain.append(_run(directory / f"plain-{number}", 120))
+            found["exporter_cost"] = 1 - max(followed) / max(plain)
+        return found
+
+
+def _run(run_dir: Path, steps: int, *arguments: str) -> float:
+    """Run the default job; returns samples/s."""
+    words = [sys.executable, "-m", "flowrt.cli", "run", "--steps", str(steps), "--run-dir", str(run_dir), *arguments]
+    subprocess.run(words, check=True, capture_output=True, timeout=600)
+    return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
+
+
+def _export(run_dir: Path, *arguments: str | Path) -> float:
+    start_s = perf_counter()
+    words = [sys.executable, "-m", "flowrt.cli", "export", str(run_dir), *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    subprocess.run(words, check=True, capture_output=True, timeout=120, env=environment)
+    return perf_counter() - start_s
+
+
+def _count_wrong(run_dir: Path, directory: Path) -> int:
+    known = metrics_numbers(run_dir)
+    board = tensorboard_numbers(directory / "tb")
+    [path] = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    logged = wandb_numbers(path)
+    draw = random.Random(0)
+    drawn = [(step, name) for step, line in known.items() for name in line if name != "step"]
+    chosen = draw.sample(drawn, min(DRAWN, len(drawn)))
+    wrong = 0
+    for step, name in chosen:
+        value = known[step][name]
+        single = board.get(step, {}).get(tag(name))
+        is_right = single is not None and abs(single - value) <= SINGLE * abs(value)
+        is_right &= logged.get(step, {}).get(name) == value
+        is_right &= _prometheus(run_dir, directory / "cut", step).get(name) == value
+        wrong += not is_right
+    return wrong
+
+
+def _prometheus(run_dir: Path, cut: Path, step: int) -> dict[str, float]:
+    """The Prometheus text of the run up to this step."""
+    cut.mkdir(exist_ok=True)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(lines[: step + 1]))
+    return prometheus_numbers(prometheus_text(RunReader(cut)))
+
+
+def _count_wrong_spans(run_dir: Path, trace_path: Path) -> int:
+    trace = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"]
+    slices = [one for one in trace if one["ph"] == "X"]
+    tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for one in slices:
+        start_ns = round(1000 * one["ts"])
+        tracks[one["pid"], one["tid"]].append((start_ns, start_ns + round(1000 * one["dur"])))
+    overlaps = sum(end > start for track in tracks.values() for (_, end), (start, _) in pairwise(sorted(track)))
+    drawn = sorted((one["name"], one["ts"] * US, one["dur"] * US) for one in slices if one["cat"] != "version")
+    lines = [
+        json.loads(line)
+        for path in sorted((run_dir / "timeline").glob("*.jsonl.gz"))
+        for line in gzip.decompress(path.read_bytes()).splitlines()
+    ]
+    known = sorted(
+        (line.get("wait") or line["kind"], line["start_s"], line["end_s"] - line["start_s"]) for line in lines
+    )
+    differing: int = sum(
+        one[0] != other[0] or abs(one[1] - other[1]) > US or abs(one[2] - other[2]) > US
+        for one, other in zip(drawn, known, strict=False)
+    )
+    return overlaps + differing + abs(len(drawn) - len(known))

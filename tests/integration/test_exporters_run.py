@@ -1,0 +1,124 @@
+"""Exporters of real runs: they follow it live, and one that dies or hangs costs the run nothing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common.exported_numbers import metrics_numbers, tensorboard_numbers
+
+from flowrt.observability.exporters.tensorboard_files import tag
+from tests.integration.conftest import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SMALL = [
+    *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "4", "--rollout.workers", "1"),
+    *("--algorithm.kl.coef", "0", "--max-run-restarts", "0", "--trainer.save", "False"),
+]
+OWN = """
+import json, os, time
+
+class Dies:
+    def step(self, line):
+        if line["step"] == 2:
+            os._exit(7)
+    def samples(self, rows): pass
+    def close(self): pass
+
+class Writes:
+    def __init__(self):
+        self.file = open("written.jsonl", "a")
+    def step(self, line):
+        self.file.write(json.dumps(line) + "\\n")
+        self.file.flush()
+    def samples(self, rows):
+        assert rows and {"prompt_text", "completion", "reward"} <= rows[0].keys()
+    def close(self):
+        self.file.write('"closed"\\n')
+        self.file.close()
+
+class Hangs:
+    def step(self, line):
+        if line["step"] == 1:
+            time.sleep(600)
+    def samples(self, rows): pass
+    def close(self): pass
+"""
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def assert_on_the_board(run_dir: Path, directory: Path) -> None:
+    """TensorBoard has all numbers of metrics.jsonl, in single precision."""
+    board = tensorboard_numbers(directory)
+    for step, line in metrics_numbers(run_dir).items():
+        for name, value in line.items():
+            if name != "step":
+                assert board[step][tag(name)] == pytest.approx(value, rel=2**-23), (step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_exporters_follow_a_run_and_none_of_them_ends_it(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    for name in ("dies", "writes", "hangs"):
+        (tmp_path / f"{name}.py").write_text(OWN)
+    own = [f"{tmp_path}/{name}.py:{name.capitalize()}" for name in ("dies", "writes", "hangs")]
+    run = launch(*("--model", str(untrained_model), *SMALL, "--steps", "60"), "--exporters", "tensorboard", *own)
+    assert run.wait(180.0) == 0, run.output
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 60
+    assert_on_the_board(run.run_dir, run.run_dir / "tensorboard")
+    written = (run.run_dir.parent / "written.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in written[:-1]] == list(range(60))
+    assert written[-1] == '"closed"'
+    assert "exporter-dies exited with exit code 7" in run.words
+    assert "exporter-hangs did not end within 15 s and is killed" in run.words
+    found = events(run.run_dir)
+    assert any(one["kind"] == "exporter" and "exporter-dies exited" in one["text"] for one in found)
+    assert found[0]["kind"] == "started"
+    assert found[-1]["kind"] == "ended"
+    joined = {one["worker"] for one in found if one["kind"] == "joined"}
+    assert {"source", "trainer", "rollout", "reward"} <= {name.partition("-")[0] for name in joined}
+    assert len([one for one in found if one["kind"] == "published"]) >= 59
+    assert not [one for one in found if one["kind"] == "warning"]
+    # The model has not learned to answer: no reward differs, and nothing ends.
+    assert {one["text"].split()[1] for one in found if one["kind"] == "guard"} <= {
+        "zero_variance_fraction",
+        "truncated",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_an_export_follows_a_live_run_to_its_end(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    run = launch("--model", str(untrained_model), *SMALL, "--steps", "40")
+    metrics = run.run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, 120.0, lambda: run.output)
+    words = [sys.executable, "-m", "flowrt.cli", "export", str(run.run_dir), "--tensorboard", str(tmp_path), "--follow"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as export:
+        assert run.wait(180.0) == 0, run.output
+        output, _ = export.communicate(timeout=60.0)
+    assert export.returncode == 0, output
+    assert_on_the_board(run.run_dir, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--exporters", "tensorbord"], "neither tensorboard nor wandb nor FILE.py:CLASS"),
+        (["--exporters", "nothing.py:Mine"], "there is no file"),
+        (["--exporters", "tensorboard", "tensorboard"], "two that are named 'tensorboard'"),
+        (["--guards.command", "no-such-program x"], "there is no such program"),
+        (["--guards.command", "'a"], "is no command line"),
+    ],
+)
+def test_bad_options_are_one_sentence(refused: Callable[..., Any], arguments: list[str], sentence: str) -> None:
+    assert sentence in refused("arithmetic", *arguments).sentence()

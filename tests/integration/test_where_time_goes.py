@@ -1,0 +1,134 @@
+"""Attribution of real runs: the seconds of every step add up, whoever comes late, is killed or stands still."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrt.controller.attribution.causes import KINDS
+from flowrt.controller.storage.timeline_file import read_timeline
+from tests.integration.conftest import FLOWRT, wait_until
+
+pytestmark = pytest.mark.slow
+SMALL = [
+    *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),
+    *("--algorithm.kl.coef", "0"),
+]
+STOPPED_S = 2.5
+TOLERANCE_S = 0.002
+"""Of a step: the event log and the attribution read the clock one after the other."""
+
+
+def lines(run_dir: Path, name: str = "attribution.jsonl") -> list[dict[str, Any]]:
+    path = run_dir / name
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def presence(run_dir: Path) -> dict[str, tuple[str, float, float]]:
+    """Role, joining and leaving of each worker, by the event log."""
+    roles = {line["worker"]: line["role"] for line in read_timeline(run_dir)}
+    found: dict[str, tuple[str, float, float]] = {}
+    for event in lines(run_dir, "events.jsonl"):
+        worker = event.get("worker", "")
+        if event["kind"] in ("joined", "restarted") and worker in roles:
+            found[worker] = roles[worker], event["wall_s"], float("inf")
+        if event["kind"] == "gone" and worker in found:
+            found[worker] = roles[worker], found[worker][1], event["wall_s"]
+    return found
+
+
+def assert_adds_up(run_dir: Path, steps: list[dict[str, Any]]) -> None:
+    """The seconds of each step are those of the workers that were there."""
+    there = presence(run_dir)
+    assert [line["step"] for line in steps] == list(range(len(steps)))
+    for before, after in pairwise(steps):
+        assert before["to_s"] == after["from_s"]
+    for line in steps:
+        for role in {role for role, _, _ in there.values()}:
+            expected = sum(
+                max(min(left_s, line["to_s"]) - max(joined_s, line["from_s"]), 0.0)
+                for of, joined_s, left_s in there.values()
+                if of == role
+            )
+            found = sum(line["roles"].get(role, {}).get(kind, 0.0) for kind in KINDS)
+            assert found == pytest.approx(expected, rel=0.001, abs=TOLERANCE_S * 3), (line["step"], role)
+
+
+@pytest.fixture
+def run(launch: Callable[..., Any], untrained_model: Path) -> Any:
+    run = launch("--model", str(untrained_model), "--steps", "100000", *SMALL)
+    run.wait_for_training()
+    return run
+
+
+@pytest.fixture
+def late(run: Any, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that joins during the run."""
+    address = (run.run_dir / "address").read_text().strip()
+    with (tmp_path / "late.log").open("wb") as log:
+        command = [str(FLOWRT), "worker", "rollout", "--controller", address, "--name", "late"]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    yield process
+    process.kill()
+    process.wait(10.0)
+
+
+def kinds_of(run_dir: Path, worker: str) -> set[str]:
+    return {line["kind"] for line in read_timeline(run_dir) if line["worker"] == worker and "kind" in line}
+
+
+def test_a_late_a_killed_and_a_stopped_worker(run: Any, late: subprocess.Popen[bytes]) -> None:
+    run_dir = run.run_dir
+    wait_until(lambda: "generate" in kinds_of(run_dir, "late"), 180.0, lambda: run.output)
+    late.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)  # how long it stands still is what is measured
+    late.send_signal(signal.SIGCONT)
+    wait_until(lambda: "stopped" in kinds_of(run_dir, "late"), 60.0, lambda: run.log("controller"))
+    stops = [one for one in read_timeline(run_dir) if one["worker"] == "late" and one.get("kind") == "stopped"]
+    assert sum(one["end_s"] - one["start_s"] for one in stops) == pytest.approx(STOPPED_S, abs=0.5)
+    shown = subprocess.run(
+        [str(FLOWRT), "time", str(run_dir), "--json"], capture_output=True, text=True, timeout=60.0, check=True
+    )
+    assert json.loads(shown.stdout)["sentences"], "of a run that goes on"
+    late.kill()
+    wait_until(lambda: presence(run_dir)["late"][2] < float("inf"), 60.0, lambda: run.log("controller"))
+    done = len(lines(run_dir))
+    wait_until(lambda: len(lines(run_dir)) > done + 3, 60.0, lambda: run.log("controller"))
+    steps = lines(run_dir)
+    run.signal(signal.SIGINT)
+    assert run.wait(30.0) == 130, run.output
+    assert_adds_up(run_dir, steps)
+    away = sum(line["roles"]["rollout"]["away"] for line in steps)
+    assert away >= 0.8 * STOPPED_S
+    assert any(worker == "late" for line in steps for worker, _ in line["worst"].get("away", ()))
+    assert lines(run_dir)[-1]["step"] == len(lines(run_dir)) - 1, "the step in progress has its line"
+
+
+def test_a_run_that_ends_says_where_its_time_went(launch: Callable[..., Any], untrained_model: Path) -> None:
+    run = launch("--model", str(untrained_model), "--steps", "8", *SMALL)
+    assert run.wait(120.0) == 0, run.output
+    steps = lines(run.run_dir)
+    assert_adds_up(run.run_dir, steps[:-1])
+    assert [line["step"] for line in steps] == list(range(9)), "the time after the last step is that of one more"
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert steps[-1]["to_s"] == pytest.approx(summary["wall_s"], abs=0.5)
+    for role in ("rollout", "trainer", "reward"):
+        assert sum(summary["time"][role].values()) == pytest.approx(1.0, abs=0.001)
+        assert summary["time"][role]["busy"] == summary["busy_fraction"][role]
+        assert f"time of {role}" in run.output
+    assert summary["time"]["trainer"]["busy"] > 0
+    waits = {line["wait"] for line in read_timeline(run.run_dir) if "wait" in line}
+    assert "gate" in waits or "samples" in waits
+    shown = subprocess.run(
+        [str(FLOWRT), "time", str(run.run_dir), "--worker", "rollout-0"], capture_output=True, text=True, timeout=60.0
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "rollout-0: " in shown.stdout

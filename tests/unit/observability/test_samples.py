@@ -1,0 +1,224 @@
+"""Reading stored samples: orders, filters, copies of a file that is written, and damaged files."""
+
+import contextlib
+import itertools
+import shutil
+import sqlite3
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import GroupEnd, SampleWriter
+from flowrt.errors import ConfigError
+from flowrt.launcher.terminal import PlainConsole
+from flowrt.launcher.views.samples import SampleOptions, show
+from flowrt.observability import samples as module
+from flowrt.observability.completions_table import write_jsonl, write_parquet
+from flowrt.observability.samples import Order, SampleFilter, SampleReader
+from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
+
+STEPS, MEMBERS = 10, 4
+
+
+def fill(path: Path, *, is_open: bool = False) -> SampleWriter:
+    """Ten steps of one group; the reward is a number of its own for each sample."""
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=1 << 30, life=1, step=0)
+    for step in range(STEPS):
+        records = []
+        for member in range(MEMBERS):
+            number = step * MEMBERS + member
+            scored = ScoredSample(
+                flow="train",
+                eval_name="",
+                epoch=step // 5,
+                prompt=step,
+                member=member,
+                attempt=0,
+                reward=number * 7 % (STEPS * MEMBERS) / 10,
+                parts=(("exact", 1.0), *((("short", 0.5),) if member else ())),
+                finish="stop",
+                reason="error: no" if number == 13 else "",
+                is_single=False,
+                spans=(max(step - 1, 0), 1, step, 2),
+                reward_s=0.0,
+                data=(pack_text(f"prompt {step}"), pack_text(f"answer {number} " * 80), struct.pack("<3i", 1, 2, 3)),
+            )
+            logprobs = struct.pack("<3e", -1, -2, -3)
+            trained = TrainedSample(step, step // 5, step, member, 0, 0.5, (logprobs, logprobs))
+            records += [(encode_record(one) or b"", step) for one in (scored, trained)]
+        assert not writer.write(records, [GroupEnd(step // 5, step, step)])
+    if not is_open:
+        writer.close()
+    return writer
+
+
+def test_orders_and_pages(tmp_path: Path) -> None:
+    fill(tmp_path)
+    reader = SampleReader(tmp_path)
+    assert reader.count == STEPS * MEMBERS
+    rewards = [row.reward or 0.0 for row in reader.query(order="worst", limit=100).samples]
+    assert rewards == sorted(rewards)
+    assert [row.reward for row in reader.query(order="best", limit=100).samples] == rewards[::-1]
+    assert [row.step for row in reader.query(limit=5).samples] == [9, 9, 9, 9, 8]
+    orders: tuple[Order, ...] = ("newest", "oldest", "worst", "best", "random")
+    for order in orders:
+        pages = [reader.query(order=order, limit=7, offset=first).samples for first in range(0, 42, 7)]
+        found = [row.id for page in pages for row in page]
+        assert sorted(found) == list(range(1, 41))
+        assert [row.id for row in reader.each(SampleFilter(), order)] == found
+        assert [row.id for row in reader.each(SampleFilter(), order, 3)] == found[:3]
+    some = [row.id for row in reader.query(order="random", limit=7, seed=1).samples]
+    assert some != [row.id for row in reader.query(order="random", limit=7, seed=2).samples]
+
+
+def test_filters(tmp_path: Path) -> None:
+    fill(tmp_path)
+    reader = SampleReader(tmp_path)
+    assert reader.query(SampleFilter(first_step=2, last_step=4)).total == 3 * MEMBERS
+    assert reader.query(SampleFilter(prompt=3, epoch=0)).total == MEMBERS
+    assert reader.query(SampleFilter(prompt=3, epoch=1)).total == 0
+    assert [row.member for row in reader.query(SampleFilter(reason="error")).samples] == [1]
+    assert reader.query(SampleFilter(reason="err")).total == 0
+    assert reader.query(SampleFilter(grep=r"answer 3\d ")).total == 10
+    assert reader.query(SampleFilter(grep="prompt 3$")).total == MEMBERS
+    assert reader.query(SampleFilter(first_step=2**70)).total == 0
+    assert reader.reward_names() == ("exact", "short")
+    [first, *_] = reader.query(SampleFilter(prompt=3), limit=1).samples
+    assert len(reader.group(first.id)) == MEMBERS
+    sample = reader.get(first.id)
+    assert sample is not None
+    assert sample.versions() == (2, 3, 3)
+    assert reader.get(10**9) is None
+
+
+def test_tables_have_the_columns_of_trl(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    fill(tmp_path)
+    reader = SampleReader(tmp_path)
+    out = tmp_path / "out.parquet"
+    assert write_parquet(reader.each(SampleFilter()), reader.reward_names(), out) == STEPS * MEMBERS
+    table = parquet.read_table(out)
+    assert table.column_names == ["step", "prompt", "completion", "exact", "short", "advantage"]
+    assert table.column("short").to_pylist()[:2] == [None, 0.5]
+    assert table.column("step").to_pylist() == [step for step in range(STEPS) for _ in range(MEMBERS)]
+    assert write_jsonl(reader.each(SampleFilter()), (), tmp_path / "out.jsonl") == STEPS * MEMBERS
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_copy_of_a_file_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    copy.mkdir()
+    writer = fill(run, is_open=True)
+    assert SampleReader(run).count == STEPS * MEMBERS
+    for name in (SAMPLES, f"{SAMPLES}-wal"):  # without the index of the log
+        shutil.copy(run / name, copy)
+    writer.close()
+    connect = module._connect
+
+    def refuse(path: Path, options: str = "") -> sqlite3.Connection:
+        if path.parent == copy:
+            raise sqlite3.OperationalError("unable to open database file")  # as in a directory that is read only
+        return connect(path, options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_connect", refuse)
+        assert SampleReader(copy).count == STEPS * MEMBERS
+    before = sorted(path.name for path in copy.iterdir())
+    assert SampleReader(copy / SAMPLES).count == STEPS * MEMBERS
+    assert {SAMPLES, f"{SAMPLES}-wal"} <= {*before}
+    shutil.copy(run / SAMPLES, tmp_path)
+    assert SampleReader(tmp_path).count == STEPS * MEMBERS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run", SAMPLES]
+
+
+def test_a_damaged_file_is_a_sentence_or_what_can_be_read(tmp_path: Path) -> None:
+    fill(tmp_path)
+    whole = (tmp_path / SAMPLES).read_bytes()
+    refused = 0
+    for seed in range(60):
+        random, data = Random(seed), bytearray(whole)
+        if seed % 3 == 0:
+            data = data[: random.randrange(len(data))]
+        for _ in range(random.choice((0, 1, 20, 400)) if data else 0):
+            data[random.randrange(len(data))] = random.randrange(256)
+        (tmp_path / SAMPLES).write_bytes(data)
+        console = PlainConsole(file=(tmp_path / "out").open("w"), width=100)
+        for options in (SampleOptions(limit=100, tokens=True), SampleOptions(grep="a.*b"), SampleOptions(prompt="3")):
+            try:
+                show(tmp_path, options, console)
+            except ConfigError as error:
+                refused += 1
+                text = str(error)
+                assert text.isprintable()
+                assert SAMPLES in text or "prompt 3" in text
+        console.file.close()
+    assert refused > 20
+
+
+def test_what_is_no_store_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there: the run has not begun"):
+        SampleReader(tmp_path)
+    (tmp_path / SAMPLES).touch()
+    with pytest.raises(ConfigError, match=r"samples\.sqlite cannot be read: its schema has version 0"):
+        SampleReader(tmp_path)
+    (tmp_path / SAMPLES).write_bytes(b"no database at all " * 1000)
+    with pytest.raises(ConfigError, match="file is not a database; nothing was changed"):
+        SampleReader(tmp_path)
+
+
+WRITES = """
+import sys, itertools
+from pathlib import Path
+from tests.unit.observability.test_samples import fill_forever
+fill_forever(Path(sys.argv[1]))
+"""
+
+
+def fill_forever(path: Path) -> None:
+    """Write until this process is killed; says so once something is there."""
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=200_000, life=1, step=0)
+    for step in itertools.count():
+        record = ScoredSample(
+            flow="train",
+            eval_name="",
+            epoch=0,
+            prompt=step,
+            member=0,
+            attempt=0,
+            reward=0.0,
+            parts=(),
+            finish="stop",
+            reason="",
+            is_single=False,
+            spans=(step, 1),
+            reward_s=0.0,
+            data=(pack_text("p"), pack_text(f"{step} " * 300), b""),
+        )
+        writer.write([(encode_record(record) or b"", step)])
+        if step == 20:
+            sys.stdout.write("written\n")
+            sys.stdout.flush()
+
+
+def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
+    """At any moment, also while it deletes: the next one goes on with the same file."""
+    newest = -1
+    for seed in range(6):
+        with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"written\n"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(Random(seed).random() / 2)
+            process.kill()
+        reader = SampleReader(tmp_path)
+        rows = reader.query(limit=10_000).samples
+        assert len(rows) == reader.count > 20
+        assert all(row.completion.startswith(f"{row.step} ") for row in rows)
+        newest = max(newest, rows[0].step)
+    assert newest > 20
