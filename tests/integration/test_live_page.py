@@ -70,7 +70,8 @@ async def test_kill_is_a_red_line_and_the_page_outlives_restarts(
         "0",
     ]
     run = launch("--model", str(untrained_model), "--steps", "5000", *small)
-    run.wait_for_training()
+    metrics = run.run_dir / "metrics.jsonl"
+    run.wait_for(lambda: metrics.is_file() and metrics.stat().st_size, "first step", LIMIT_S)
     port = free_port()
     async with running() as browser:
         tab = await browser.tab()
