@@ -87,12 +87,17 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 20.0) -> Any:
-        """The value of an expression as soon as it is true; looked at with every frame, or every 20 ms.
+        """The value of an expression as soon as it is true, looked at every 20 ms; it may throw until then.
 
         Raises TimeoutError with what the page says.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while not (value := await self.evaluate(expression)):
+        value: Any = None
+        while not value:
+            with contextlib.suppress(RuntimeError):  # the page is still being loaded
+                value = await self.evaluate(expression)
+            if value:
+                break
             if asyncio.get_running_loop().time() > deadline:
                 text = await self.evaluate("document.body.innerText.slice(0, 1500)")
                 raise TimeoutError(f"not within {timeout_s} s: {expression}\n{self.problems}\n{text}")

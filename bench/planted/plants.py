@@ -67,7 +67,7 @@ PLANTS = {
         planted=Planted("trainer", "busy", STEPS * TRAIN_S),
     ),
     "bound 0": Plant(
-        replace(BASE, train=TrainCost(token_s=0.0, optimizer_s=0.3)), "trainer", "samples", "rollout", mode="streaming"
+        replace(BASE, train=TrainCost(token_s=0.0, optimizer_s=0.3)), "trainer", "samples", "", mode="streaming"
     ),
     "reference": Plant(
         replace(BASE, reference=ScoreCost(sample_s=SCORE_S, pass_samples=16)),

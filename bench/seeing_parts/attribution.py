@@ -36,6 +36,7 @@ BOUNDS: Mapping[str, float] = {
 QUICK = ("trainer", "reference", "stop")
 BENCH = Path(__file__).parents[1]
 WORKERS = (("rollout-0",), ("rollout-1",), ("reference",), ("reward",), ("source",), ("trainer",))
+LATE = "rollout-late"
 RUN_S = 240.0
 NOT_LOST = ("busy", "other", "away")
 
@@ -43,20 +44,21 @@ NOT_LOST = ("busy", "other", "away")
 def measure(quick: bool) -> dict[str, float]:
     """All figures of this row; with ``quick`` of three plants, and without the default job."""
     figures = dict.fromkeys(("causes_missed", "attribution_gap", "attribution_sum_error", "attribution_other"), 0.0)
-    for name in QUICK if quick else PLANTS:
-        for figure, value in of_plant(name).items():
-            largest = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
-            figures[figure] = largest
+    with Cast() as cast:
+        for name in QUICK if quick else PLANTS:
+            for figure, value in of_plant(cast, name).items():
+                largest = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
+                figures[figure] = largest
     if not quick:
         figures["attribution_other_job"] = _of_job()
     return figures
 
 
-def of_plant(name: str) -> dict[str, float]:
+def of_plant(cast: "Cast", name: str) -> dict[str, float]:
     """Run a plant, and hold what was attributed against it."""
     plant = PLANTS[name]
     with tempfile.TemporaryDirectory(prefix="flowrt-planted-") as directory:
-        _run(name, plant, Path(directory))
+        cast.play(name, plant, Path(directory))
         lines, damaged = read(Path(directory))
         assert not damaged
     steps = [line for line in lines if 0 < line["step"] < plant.workload.steps]  # the first one fills the pipeline
@@ -93,7 +95,7 @@ def _sum_error(name: str, steps: list[dict[str, Any]]) -> float:
     for line in steps:
         whole_s = line["to_s"] - line["from_s"]
         for role, of in line["roles"].items():
-            if name == "late" and role == "rollout":
+            if name in ("late", "stop") and role == "rollout":  # one is not there all the time
                 continue
             seconds = sum(of[kind] for kind in KINDS)
             errors.append(abs(seconds - of["workers"] * whole_s) / (of["workers"] * whole_s))
@@ -108,39 +110,47 @@ def _other(times: Times) -> float:
 # ---- processes
 
 
-def _run(name: str, plant: Plant, run_dir: Path) -> None:
-    play = Play(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
-    names = [*WORKERS, ("rollout-late",)] if name == "late" else list(WORKERS)
-    processes = {words[0]: _start(*words) for words in [("controller",), *names]}
-    try:
-        for process in processes.values():
+class Cast:
+    """The processes of a controller and its workers; they play run after run."""
+
+    def __init__(self) -> None:
+        self._processes = {words[0]: _start(*words) for words in (("controller",), *WORKERS, (LATE,))}
+
+    def __enter__(self) -> "Cast":
+        for process in self._processes.values():
             _hear(process)
-        controller = processes.pop("controller")
-        _tell(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
-        address = _hear(controller)
-        late = processes.pop("rollout-late", None)
-        for process in processes.values():
-            _tell(process, {"address": address})
-        if late is not None:
-            _wait_for_steps(run_dir, STEPS)
-            _tell(late, {"address": address})
-            processes["rollout-late"] = late
-        if name == "stop":
-            _wait_for_steps(run_dir, 3)
-            processes["rollout-0"].send_signal(signal.SIGSTOP)
-            time.sleep(STOP_S)
-            processes["rollout-0"].send_signal(signal.SIGCONT)
-        summary = _hear(controller)
-        if summary["exit_code"]:
-            raise RuntimeError(f"plant {name!r}: {summary['reason']}")
-        processes["controller"] = controller
-    finally:
-        for process in processes.values():
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
             process.kill()
             process.wait(10.0)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+
+    def play(self, name: str, plant: Plant, run_dir: Path) -> None:
+        """Run a plant. Raises RuntimeError if it does not end well."""
+        play = Play(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
+        controller = self._processes["controller"]
+        _tell(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
+        address = _hear(controller)
+        playing = [process for worker, process in self._processes.items() if worker not in ("controller", LATE)]
+        for process in playing:
+            _tell(process, {"address": address})
+        if name == "late":
+            _wait_for_steps(run_dir, STEPS)
+            _tell(self._processes[LATE], {"address": address})
+            playing.append(self._processes[LATE])
+        if name == "stop":
+            _wait_for_steps(run_dir, 3)
+            self._processes["rollout-0"].send_signal(signal.SIGSTOP)
+            time.sleep(STOP_S)
+            self._processes["rollout-0"].send_signal(signal.SIGCONT)
+        summary = _hear(controller)
+        errors = [error for process in playing if (error := _hear(process))]
+        if summary["exit_code"] or errors:
+            raise RuntimeError(f"plant {name!r}: {summary['reason']}; {'; '.join(errors)}")
 
 
 def _start(*words: str) -> "subprocess.Popen[str]":

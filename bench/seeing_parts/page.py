@@ -89,8 +89,8 @@ async def effects(browser: Browser, texts: Sequence[str]) -> list[str]:
             found += await _changes(tab, title, names)
         for at in range(0, len(texts), 500):
             server_texts = texts[at : at + 500]
-            for text in server_texts:
-                server.push("event", run.add_event("gone", "", 1, 1.0) | {"text": text, "worker": text})
+            for number, text in enumerate(server_texts, at):
+                server.push("event", run.add_event("gone", "", 1, float(number)) | {"text": text, "worker": text})
             await tab.until(f"run.events.length >= {len(run.events)}", 60)
             await tab.evaluate("events()")
             found += await _changes(tab, title, names)

@@ -5,8 +5,9 @@
 - recorder_bytes, recorder_bytes_simulated: bytes of recording an event, of the default job and of those runs;
   recorder_bytes_a_sample: of the default job, a trained sample;
 - recorder_ratio: samples/s of the default job over that without recording, by turns (median of 5; one with --quick);
-- core_events_per_s, core_recorded_ratio: events of the default job that the core handles a second, messages decoded and
-  encoded as by the server, and the same with a recording over that without (median of 9, by turns).
+- core_events_per_s, core_recorded_ratio: events of the default job that the core handles in a second of processor time,
+  messages decoded and encoded as by the server, and the same with a recording, its thread included, over that without
+  (median of 9, by turns).
 """
 
 import itertools
@@ -146,7 +147,7 @@ def _core(place: Path, recording: TermRecording) -> dict[str, float]:
 
 
 def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Path | None) -> float:
-    """The rate of a core, with a recording in ``run_dir`` or without one; the time to write its rest is included."""
+    """Events a second of this process, with a recording in ``run_dir`` or without one."""
     inputs = recording.header.inputs
     core = grpo.core(from_toml(inputs.config), inputs)
     recorder = None
@@ -154,7 +155,7 @@ def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Pat
         run_dir.mkdir()
         recorder = EventRecording(run_dir, inputs, LIMIT_BYTES)
         recorder.begin(recording.header.start_s)
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     for kind, worker, data, now in events:
         event = read_event(kind, worker, data)
         if recorder is not None:
@@ -168,4 +169,4 @@ def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Pat
             recorder.commands(commands, encoded)
     if recorder is not None:
         recorder.close()
-    return len(events) / (time.perf_counter() - start_s)
+    return len(events) / (time.process_time() - start_s)

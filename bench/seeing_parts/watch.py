@@ -13,6 +13,7 @@
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import gzip
@@ -46,6 +47,7 @@ from flowrt.launcher.observer import hello, statuses
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import STATIC, PageServer
 from flowrt.observability.run_reader import RunReader
+from flowrt.protocol.messages import Leave
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 
@@ -62,6 +64,7 @@ STEPS = 10_000
 FLOWRT = Path(sys.executable).with_name("flowrt")
 RUN_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 120.0
+LEAVE_S = 0.5
 POLL_S = 0.02
 TOKEN = "0" * 32
 SECRET = "held back"
@@ -283,11 +286,17 @@ class Observers:
     async def _follow(self, number: int) -> None:
         connection = Connection(self._address, dataclasses.replace(hello(), worker=f"observer-{number}"), None)
         await connection.open(COMMAND_TIMEOUT_S)
-        async for _ in statuses(connection):
-            self._opened.set()
+        try:
+            async for _ in statuses(connection):
+                self._opened.set()
+        finally:
+            connection.send(Leave(""))
+            connection.close()
 
     def __exit__(self, *_: object) -> None:
         self._following.cancel()
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(LEAVE_S), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -295,7 +295,7 @@ class Session:
             try:
                 if grant.parts and self.store.missing(grant.parts):
                     senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
-                    with self.timeline.busy("fetch"):
+                    with self.timeline.busy("fetch", root=grant.incoming[0].turn.sender if grant.incoming else ""):
                         await self.unless_ended(self.store.wait_for(grant.parts, senders))
             except TransferError as error:
                 reason = str(error)
@@ -411,7 +411,8 @@ class Session:
         self._stops_reported = STOPS.count()
         self._reported_s = monotonic() + offset_s
         return tuple(
-            BusySpan(one.kind, one.start_s + offset_s, one.end_s + offset_s, one.worked_s, one.rows) for one in spans
+            BusySpan(one.kind, one.start_s + offset_s, one.end_s + offset_s, one.worked_s, one.rows, one.root)
+            for one in spans
         )
 
     def _on_exchange(self, sent_s: float, answered_s: float) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -66,6 +67,8 @@ READY_S = 30.0
 WORKERS_EXIT_S = 3.0
 CONTROLLER_EXIT_S = 15.0
 PROGRESS_S = 1.0
+LOG_PREFIX = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
+"""Time and level of a line of a log."""
 
 
 def place(config: RunConfig) -> RunConfig:
@@ -195,7 +198,7 @@ async def _show_log(path: Path, view: LiveView) -> None:
     while True:
         lines = [line for line in tail.read_new().lines if line.strip()]
         if lines:
-            view.prepare(lines[-1].decode(errors="replace"))
+            view.prepare(LOG_PREFIX.sub("", lines[-1].decode(errors="replace")))
         await pause(PROGRESS_S)
 
 

@@ -134,7 +134,9 @@ def of_worker(run_dir: Path, worker: str, from_s: float, to_s: float) -> Times |
         length_s = line["end_s"] - line["start_s"]
         if "kind" in line:
             worked_s = float(line.get("worked_s", length_s))
-            spans.append(Interval(str(line["kind"]), line["start_s"], line["end_s"], worked_s))
+            spans.append(
+                Interval(str(line["kind"]), line["start_s"], line["end_s"], worked_s, root=str(line.get("root", "")))
+            )
         elif (cause := CAUSES.get(str(line.get("wait")))) is not None:
             root = str(line.get("root", ""))
             waits.append(WaitInterval(WorkerId(worker), cause, root, line["start_s"], line["end_s"]))

@@ -157,6 +157,7 @@ class BusySpan:
     end_s: float
     worked_s: float = -1.0  # seconds of it that were work, the rest gaps between merged spans; -1: all of it
     rows: float = -1.0  # mean number of occupied rows of the engine; -1: unknown
+    root: str = ""  # of a wait for tensors: the worker that sends them
 
 
 @dataclass(frozen=True, slots=True)

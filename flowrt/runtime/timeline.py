@@ -32,6 +32,8 @@ class Span(NamedTuple):
     """Seconds of it that were work, the others gaps between spans that were merged; -1: all of it."""
     rows: float = -1.0
     """Mean number of rows of the engine that were occupied while it worked; -1: unknown."""
+    root: str = ""
+    """The worker that a wait is blocked on; empty for work."""
 
     @property
     def work_s(self) -> float:
@@ -44,6 +46,7 @@ class _OpenSpan:
     kind: str
     start_s: float
     rows: float
+    root: str
 
 
 class Timeline:
@@ -56,15 +59,18 @@ class Timeline:
         self._open: list[_OpenSpan] = []
 
     @contextmanager
-    def busy(self, kind: str, rows: float = -1.0) -> Iterator[None]:
-        """Record the time spent in the block under ``kind``, with the number of occupied rows."""
-        span = _OpenSpan(kind, self._clock.now(), rows)
+    def busy(self, kind: str, rows: float = -1.0, root: str = "") -> Iterator[None]:
+        """Record the time spent in the block under ``kind``, with the number of occupied rows.
+
+        ``root``: of a wait, the worker that it is blocked on.
+        """
+        span = _OpenSpan(kind, self._clock.now(), rows, root)
         self._open.append(span)
         try:
             yield
         finally:
             self._open.remove(span)
-            self.add(Span(kind, span.start_s, self._clock.now(), rows=rows))
+            self.add(Span(kind, span.start_s, self._clock.now(), rows=rows, root=root))
 
     def add(self, span: Span) -> None:
         index = self._last.get(span.kind)
@@ -73,6 +79,7 @@ class Timeline:
             index is not None
             and last is not None
             and (last.rows < 0) == (span.rows < 0)
+            and last.root == span.root
             and span.start_s - last.end_s < MERGE_GAP_S
         ):
             self._spans[index] = _merged(last, span)
@@ -85,7 +92,7 @@ class Timeline:
         now = self._clock.now()
         for one in self._open:
             if now > one.start_s:
-                self.add(Span(one.kind, one.start_s, now, rows=one.rows))
+                self.add(Span(one.kind, one.start_s, now, rows=one.rows, root=one.root))
                 one.start_s = now
         spans, self._spans = self._spans, []
         self._last.clear()
@@ -99,7 +106,7 @@ def _merged(first: Span, second: Span) -> Span:
         rows = (first.rows * first.work_s + second.rows * second.work_s) / worked_s
     end_s = max(first.end_s, second.end_s)
     has_gap = end_s - first.start_s - worked_s > MIN_GAP_S
-    return Span(first.kind, first.start_s, end_s, worked_s if has_gap else -1.0, rows)
+    return Span(first.kind, first.start_s, end_s, worked_s if has_gap else -1.0, rows, first.root)
 
 
 def busy_fraction(spans: list[Span], start_s: float, end_s: float) -> float:

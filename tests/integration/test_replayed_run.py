@@ -21,7 +21,7 @@ from flowrt.observability.replay import Replay
 from tests.integration.conftest import FLOWRT
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
-STEPS = 40
+STEPS = 30
 SEEN = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
 NAME = f"-{os.getpid()}"
 """How the names of this process's observers end."""

@@ -139,6 +139,9 @@ def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any
     assert all(row.version_min == row.version_max == row.step and row.eval_name == "held_out" for row in evaluated)
     assert f"held_out:{EVAL - 1}" in shown(run.run_dir, "--eval", "held_out", "--newest", "100")
 
+    one = shown(run.run_dir, "--eval", "held_out", "--prompt", "held_out:2", "--step", str(max(versions)))
+    assert "1 of 1 samples" in one
+    assert shown(run.run_dir, "--eval", "held_out", "--prompt", "2", "--step", str(max(versions))) == one
     table = run.run_dir / "table.jsonl"
     shown(run.run_dir, "--jsonl", str(table))
     written = [json.loads(line) for line in table.read_text().splitlines()]

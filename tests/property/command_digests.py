@@ -1,4 +1,5 @@
-"""Prints a digest of all events and commands of simulated runs, and of what the controller said of its waits.
+"""Prints a digest of all events and commands of simulated runs, of what the controller said of its waits, and of
+their causes.
 
 A child of test_hash_seeds: the same in every process, whatever its hash seed.
 """
@@ -67,6 +68,7 @@ def main() -> None:
             if cluster.actions % 20 == 0:
                 waits = cluster.core.wait_graph(cluster.clock.now()).sentences(100)
                 digest.update(repr(waits).encode())
+                digest.update(repr(cluster.core.waits.take()).encode())
         for entry in cluster.log:
             digest.update(repr(entry).encode())
         sys.stdout.write(f"{seed} {len(cluster.log)} {digest.hexdigest()}\n")

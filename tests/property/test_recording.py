@@ -23,6 +23,7 @@ from tests.simulation.recorded_runs import RecordedCluster
 
 ROOT = Path(__file__).parents[2]
 HASH_SEEDS = ("0", "1", "2")
+pytestmark = pytest.mark.slow
 
 
 class Replayer:
@@ -71,7 +72,6 @@ def test_a_recording_replays_to_the_same_commands_and_states(
         assert [(one.damage, one.stopped) for one in extents] == [("", "")] * cluster.term
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_recordings_that_replay(replayers: list[Replayer], tmp_path: Path) -> None:
     """It is killed while it records, once after each of several numbers of runs."""
     cut = 0

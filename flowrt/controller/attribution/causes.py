@@ -60,3 +60,5 @@ class Interval(NamedTuple):
     """Seconds of it that were work; the rest are gaps between spans that were merged."""
     rows: float = -1.0
     """Mean number of occupied rows; -1 if the worker has none."""
+    root: str = ""
+    """Of a wait for tensors: the worker that sends them."""

@@ -92,7 +92,8 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
         else:
             wait = min((item.number for item in present if item.rank == WAIT), default=-1)
             if rank == FETCHING:
-                found[Kind.SAMPLES.value, ""] += length_s
+                fetch = min(item.number for item in present)
+                found[Kind.SAMPLES.value, all_spans[fetch].root] += length_s
                 continue
             if rank == WAIT:
                 found[_key(all_waits[wait])] += length_s

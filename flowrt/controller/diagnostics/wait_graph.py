@@ -396,7 +396,7 @@ def wait_graph(
         env: what it runs with.
         now: seconds on the run's clock.
         request_timeout_s: how long a worker waits for an answer.
-        first: workers that are listed before others, after those whose wait is overdue, unsatisfiable or a deadlock.
+        first: workers that are listed before those whose wait is overdue, unsatisfiable or a deadlock, and all others.
     """
     builder = WaitGraphBuilder(state, env, now)
     requests = builder.requests(request_timeout_s)
@@ -405,10 +405,10 @@ def wait_graph(
     deadlocks = find_deadlocks(known, builder.at_work | fetching)
     waiting = {edge.who for edge in edges} | fetching | state.requests.waiting()
     members = [member for member in state.membership.members() if member.role != OBSERVER]
-    alarming = {edge.who for edge in edges if edge.overdue or not edge.blocked_on}.union(first, *deadlocks)
+    alarming = {edge.who for edge in edges if edge.overdue or not edge.blocked_on}.union(*deadlocks)
     listed = members
     if len(members) > MAX_WORKERS:
-        listed = [one for one in members if one.id in alarming] + [one for one in members if one.id not in alarming]
+        listed = sorted(members, key=lambda one: (one.id not in first, one.id not in alarming))
     unlisted = max(len(state.requests) - MAX_WAITS, 0) + max(len(fetching) - MAX_WAITS, 0)
     return WaitGraph(
         workers=tuple(builder.worker_states(listed[:MAX_WORKERS], waiting)),

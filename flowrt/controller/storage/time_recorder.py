@@ -80,7 +80,16 @@ class TimeRecorder:
                 continue
             length_s = span.end_s - span.start_s
             worked_s = span.worked_s if 0 <= span.worked_s <= length_s else length_s
-            found.append(Interval(span.kind[:MAX_KIND_CHARS], span.start_s, span.end_s, worked_s, span.rows))
+            found.append(
+                Interval(
+                    span.kind[:MAX_KIND_CHARS],
+                    span.start_s,
+                    span.end_s,
+                    worked_s,
+                    span.rows,
+                    span.root[:MAX_KIND_CHARS],
+                )
+            )
         self.account.add_spans(worker, found)
         for one in () if self._is_broken else found:
             line = {"worker": worker, "role": role, "kind": one.kind, **self._times(one.start_s, one.end_s)}
@@ -88,6 +97,8 @@ class TimeRecorder:
                 line["worked_s"] = round(one.worked_s, 6)
             if 0 <= one.rows < math.inf:
                 line["rows"] = round(one.rows, 2)
+            if one.root:
+                line["root"] = one.root
             self._timeline.add(line)
 
     def add_waits(self, waits: Iterable[WaitInterval]) -> None:

@@ -87,13 +87,15 @@ class LiveView:
 
     def _draw(self, status: Mapping[str, Any]) -> Group:
         step, steps = status["step"], status["steps"]
+        bar = Table.grid()  # alone it would not end its line
+        bar.add_row(ProgressBar(total=steps, completed=step, width=HISTORY))
         waits = Table.grid(padding=(0, 2))
         for who, what, seconds in grouped((what, who, seconds) for who, what, seconds in status["waits"])[:MAX_WAITS]:
             waits.add_row(Text(who, style="cyan"), f"waits {seconds:5.1f} s for", Text(what, style="dim"))
         waits.add_row(Text("busy", style="green"), "", Text(_busy(status), style="dim"))
         return Group(
             Text(_line(status) if status["latest"] else f"step 0/{steps}: waiting for the first samples"),
-            ProgressBar(total=steps, completed=step, width=HISTORY),
+            bar,
             *(Text(evaluation_text(name, of), style="magenta") for name, of in status.get("evaluated", {}).items()),
             Text("reward " + "".join(_BARS[round(8 * min(max(reward, 0), 1))] for reward in self._rewards)),
             waits,

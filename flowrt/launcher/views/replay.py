@@ -61,7 +61,9 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
     if options.why:
         return _show_decisions(recordings, terms, options, console)
     replay: Replay | None = None
+    mismatches: list[str] = []
     for recording in terms:
+        mismatches += [replay.mismatch] if replay is not None and replay.mismatch else []
         replay = Replay(recording, force=options.force, check=options.check)
         if holds is not None:
             if any(holds(replay) for _ in replay.run()):
@@ -81,9 +83,13 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
     if options.as_test:
         console.file.write(test_file(run_dir, replay))
         return EXIT_OK
-    status = {**replay.status(options.at_s), "terms": [_described(one) for one in recordings.terms.values()]}
+    status = {
+        **replay.status(options.at_s),
+        "terms": [_described(one) for one in recordings.terms.values()],
+        "unreadable_terms": recordings.unreadable,
+        "mismatch": "; ".join([*mismatches, *([replay.mismatch] if replay.mismatch else [])]),
+    }
     if options.as_json:
-        status |= {"unreadable_terms": recordings.unreadable, "mismatch": replay.mismatch}
         console.file.write(json.dumps(status, allow_nan=False) + "\n")
     else:
         _print(recordings, replay, status, options, console)
@@ -94,16 +100,12 @@ def _terms(recordings: Recordings, options: ReplayOptions) -> list[TermRecording
     """The terms to replay, in order; the last one, or the one that is asked for, unless all are to be searched."""
     if options.to:
         term, colon, event = options.to.rpartition(":")
-        if not (colon and all(word.isascii() and word.isdecimal() for word in (term, event))):
+        if not (colon and all(word.isascii() and word.isdecimal() and len(word) < 20 for word in (term, event))):
             raise ConfigError(f"--to {options.to!r:.80} is not TERM:EVENT, two whole numbers")
         return [recordings.of_term(int(term))]
     if options.at_s is not None:
         found = recordings.at(options.at_s)
-        return (
-            [one for one in recordings.terms.values() if one.term <= found.term or one is found]
-            if options.why
-            else [found]
-        )
+        return [one for one in recordings.terms.values() if one is found or (options.why and one.term < found.term)]
     everything = list(recordings.terms.values())
     return everything if options.until or options.why or options.check else everything[-1:]
 
@@ -144,11 +146,11 @@ def _print(
             )
         if term["stopped"]:
             console.print(f"the recording of term {term['term']} was stopped: {term['stopped']}")
-    if replay.mismatch:
-        console.print(Text(f"the replay differs from the run: {printable(replay.mismatch)}", style=RED))
+    if status["mismatch"]:
+        console.print(Text(f"the replay differs from the run: {printable(status['mismatch'])}", style=RED))
     console.print(
         f"term {replay.recording.term} after event {replay.events - 1}, at {status['at_s']:.3f} s of the run"
-        + ("" if replay.mismatch else "; the commands are those of the run")
+        + ("" if status["mismatch"] else "; the commands are those of the run")
         + ("; every invariant holds after every event" if options.check else "")
     )
     console.print(draw(status))

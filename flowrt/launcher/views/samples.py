@@ -17,7 +17,7 @@ from flowrt.observability.completions_table import STDOUT, write_jsonl, write_pa
 from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.protocol.prompt_numbers import prompt_name
-from flowrt.recipes.eval_names import evaluated_row
+from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG
 
 DEFAULT_LIMIT = 8
@@ -33,7 +33,7 @@ class SampleOptions:
     limit: int | None = None
     """The most samples; None: 8, or all of them in a file."""
     prompt: str = ""
-    """Number, or NAME:ROW."""
+    """Number, or NAME:ROW; of an evaluation its row."""
     reason: str = ""
     grep: str = ""
     eval_name: str = ""
@@ -91,7 +91,7 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
         there = f"there are answers on {', '.join(evaluated)}" if evaluated else "there is none of any evaluation"
         raise ConfigError(f"no answer of an evaluation on {options.eval_name!r:.80} is stored; {there}")
     first, last = options.steps or (None, None)
-    prompt = number_of(options.prompt, names) if options.prompt else None
+    prompt = _prompt_number(options, names) if options.prompt else None
     flow = SampleFilter(eval_name=options.eval_name)
     wanted = dataclasses.replace(
         flow, first_step=first, last_step=last, prompt=prompt, reason=options.reason, grep=options.grep
@@ -108,6 +108,16 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
     if prompt is not None and not _any(reader, dataclasses.replace(flow, prompt=prompt)):
         raise ConfigError(f"no sample of prompt {options.prompt} is stored; flowrt ledger shows what became of it")
     return wanted
+
+
+def _prompt_number(options: SampleOptions, names: tuple[str, ...]) -> int:
+    """The number of the prompt that is asked for; of an evaluation, it is given as ROW or NAME:ROW."""
+    name, _, row = options.prompt.rpartition(":")
+    if not options.eval_name:
+        return number_of(options.prompt, names)
+    if name not in ("", options.eval_name):
+        raise ConfigError(f"--prompt {options.prompt!r:.80} is not a row of {options.eval_name}")
+    return first_number(options.eval_name) + number_of(row, ())
 
 
 def _any(reader: SampleReader, wanted: SampleFilter) -> bool:

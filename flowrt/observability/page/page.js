@@ -127,7 +127,7 @@ function filterSamples(all, asked) {
   let pattern;
   try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
   const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
-    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").includes(v) || s.finish === v))
+    .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
     .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
     .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
   const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
@@ -149,9 +149,10 @@ function why(what, file, setting) {
   return `No ${what} yet.`;
 }
 
+/** Adds steps; those that are known already are replaced. */
 function addSeries({ steps, columns }) {
   if (!steps.length) return;
-  dropFrom(steps[0]);
+  cutFrom(steps[0]);
   const had = run.steps.length;
   run.steps.push(...steps);
   for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
@@ -162,10 +163,15 @@ function addSeries({ steps, columns }) {
 
 /** Steps from `step` on are rolled back: they are kept to be drawn in grey. */
 function dropFrom(step) {
+  const cut = cutFrom(step);
+  if (cut) run.old.push(cut);
+}
+
+function cutFrom(step) {
   const at = run.steps.findIndex((one) => one >= step);
-  if (at < 0) return;
+  if (at < 0) return null;
   const columns = Object.fromEntries(Object.entries(run.columns).map(([name, column]) => [name, column.splice(at)]));
-  run.old.push({ steps: run.steps.splice(at), columns });
+  return { steps: run.steps.splice(at), columns };
 }
 
 /** An evaluation that ended after the last step is in the summary alone: it belongs to the weights of that step. */
@@ -190,13 +196,15 @@ function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 
 const ORDERLY = /completed its part|left in order/;
 /** Whether an event is a fault: it is drawn and listed in red. */
 function isFault(event) {
-  return (event.kind === "gone" && !ORDERLY.test(event.text)) || ["version_lost", "guard"].includes(event.kind) || (event.kind === "ended" && event.code > 0);
+  return (event.kind === "gone" && !ORDERLY.test(event.text)) || event.kind === "version_lost" || (event.kind === "ended" && event.code > 0);
 }
-const TURNING = new Set(["resumed", "controller_restarted", "rolled_back", "restarted", "warning"]);
+const MARKED = new Set(["resumed", "controller_restarted", "rolled_back", "restarted", "warning", "guard"]);
+/** The colour of an event: red for faults, amber for warnings. */
+const inkOf = (event) => (isFault(event) ? "red" : ["guard", "warning"].includes(event.kind) ? "amber" : "soft");
 
 /** Header and alarms: where the run is, how fast, and whatever is wrong, before all else. */
-function header(connection = "") {
-  const { info, status } = run, last = run.steps.length - 1;
+function header() {
+  const { info, status } = run, connection = live.lost, last = run.steps.length - 1;
   const at = (name) => run.columns[name]?.[last];
   const done = last < 0 ? 0 : run.steps[last] + 1, steps = status?.steps || info.steps || done;
   document.title = `${visible(info.name, 80)} · flowrt`;
@@ -347,9 +355,9 @@ function curve(card, spec) {
     }
     for (const event of run.events) {
       const fault = isFault(event);
-      if (!fault && !TURNING.has(event.kind)) continue;
+      if (!fault && !MARKED.has(event.kind)) continue;
       const x = Math.round(u.valToPos(event[view.x] ?? -1, "x", true)) + 0.5;
-      ctx.strokeStyle = colour(fault ? "red" : "soft"); ctx.lineWidth = fault ? 1.5 * ratio : ratio;
+      ctx.strokeStyle = colour(inkOf(event)); ctx.lineWidth = fault ? 1.5 * ratio : ratio;
       ctx.setLineDash(fault ? [] : [3 * ratio, 3 * ratio]);
       ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
     }
@@ -376,10 +384,15 @@ function curve(card, spec) {
       if (spec.points) while (!known(value) && seen > 0) value = run.columns[name][--seen];
       parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, spec.share ? percent(value) : number(value)));
     });
-    const mark = inside && run.events.find((e) => (isFault(e) || TURNING.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
+    const mark = inside && run.events.find((e) => (isFault(e) || MARKED.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
     if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
     else if (u.scales.y.min > 0) parts.push(el("span", {}, `axis from ${number(u.scales.y.min)}`));
     readout.replaceChildren(...parts);
+  }
+  function selected(u) {
+    const { left, width } = u.select;
+    if (width > 5) zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
   function build(rows) {
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, 'DejaVu Sans', sans-serif" };
@@ -395,10 +408,11 @@ function curve(card, spec) {
       width: plot.clientWidth, height: plot.clientHeight, series: [...series, ...edges], legend: { show: false },
       bands: edges.length ? [{ series: [first + 1, first], fill }] : [],
       scales: { x: { time: false, range: () => padded() }, y: { range } },
-      axes: [{ ...axis, size: 26, incrs: view.x === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6] : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
+      axes: [
+        { ...axis, size: 26, incrs: view.x === "step" ? COUNTS : TIMES, values: (u, at) => at.map((v) => (view.x === "step" ? v.toLocaleString("en") : clock(v))) },
         { ...axis, size: 52, values: (u, at) => at.map((v) => (spec.share ? `${Number((100 * v).toPrecision(4))} %` : number(v))) }],
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
-      hooks: { draw: [marks], setCursor: [say], setSelect: [(u) => { if (u.select.width > 5) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }] },
+      hooks: { draw: [marks], setCursor: [say], setSelect: [selected] },
     }, rows, plot);
   }
   chart.draw = () => {
@@ -423,6 +437,7 @@ function clock(s, step = 1) {
   const [h, m, rest] = [Math.floor(s / 3600), Math.floor(s / 60) % 60, String(Math.floor(s % 60)).padStart(2, "0")];
   return h ? `${h}:${String(m).padStart(2, "0")}:${rest}` : `${m}:${rest}`;
 }
+const COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6];
 const TIMES = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
 
 /** Zoom of all curves and of the shares; null: the whole run. */
@@ -436,14 +451,17 @@ function zoom(range) {
 // ---------------------------------------------------------------- where the time went
 
 const CAUSES = ["busy", "samples", "gate", "weights", "update", "save", "away", "other"];
-const CAUSE_WORDS = { busy: "at work", samples: "waiting for samples", gate: "behind the staleness gate", weights: "waiting for new weights", update: "taking over weights", save: "saving", away: "away", other: "between messages" };
+const CAUSE_WORDS = {
+  busy: "at work", samples: "waiting for samples", gate: "behind the staleness gate", weights: "waiting for new weights",
+  update: "taking over weights", save: "saving", away: "away", other: "between messages",
+};
 
 /** Shares of each role's time over the steps, the sentence that names its worst wait and the root of it, worst workers. */
 function shares() {
   const body = $("#shares .body"), [low, high] = extent();
   const at = (line) => (view.x === "step" ? line.step : line.to_s);
   const lines = run.attribution.filter((line) => at(line) >= low && at(line) <= high);
-  if (!run.attribution.length) return body.replaceChildren(el("p", { class: "note" }, why("attribution", "attribution.jsonl")));
+  if (!run.attribution.length) return body.replaceChildren(note(why("attribution", "attribution.jsonl")));
   const roles = [...new Set(lines.flatMap((line) => Object.keys(line.roles)))], worst = {}, out = [];
   out.push(el("p", { class: "legend" }, ...CAUSES.map((c) => el("span", {}, key(c), CAUSE_WORDS[c]))));
   for (const role of roles) {
@@ -451,7 +469,7 @@ function shares() {
     const total = CAUSES.reduce((sum, c) => sum + sums[c], 0) || 1;
     const canvas = el("canvas", { role: "img", "aria-label": `${role}: ${CAUSES.map((c) => `${c} ${percent(sums[c] / total)}`).join(", ")}` });
     out.push(el("div", { class: "role" }, el("b", {}, role, el("br"), el("span", { class: "note" }, `${percent(sums.busy / total)} at work`)), canvas,
-      el("p", { class: "note" }, sentence(role, sums, total, lines))));
+      note(sentence(role, sums, total, lines))));
     requestAnimationFrame(() => drawShares(canvas, role, lines, low, high, at));
   }
   for (const line of lines) for (const [cause, workers] of Object.entries(line.worst || {})) for (const [who, s] of workers) (worst[cause] ??= new Map()).set(who, (worst[cause].get(who) || 0) + s);
@@ -546,7 +564,7 @@ function timeline() {
     lanes.data = data;
     lanes.image = null;
     if (known(data.last_s) && !lanes.follow) extend(data.first_s, data.last_s);
-    if (!data.lanes.length) return body.replaceChildren(el("p", { class: "note" }, why("timeline", "timeline", "timeline.mb")));
+    if (!data.lanes.length) return body.replaceChildren(note(why("timeline", "timeline", "timeline.mb")));
     if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, text);
     if (data.matrix) lanes.image = heat(data.matrix);
     const first = data.first === undefined ? lanes.first || 0 : 0;
@@ -627,7 +645,8 @@ function timeline() {
     const { data } = lanes, box = canvas.getBoundingClientRect(), width = box.width, left = gutter();
     const t = lanes.t0 + ((event.clientX - box.left - left) / (width - left)) * (lanes.t1 - lanes.t0), y = event.clientY - box.top - TOP;
     if (lanes.image) {
-      const { rows, columns } = data.matrix, row = Math.floor((y / (height() - TOP)) * rows), share = atob(data.matrix.base64).charCodeAt(row * columns + Math.floor(((t - data.t0) / (data.t1 - data.t0)) * columns)) / 255;
+      const { rows, columns, base64 } = data.matrix, row = Math.floor((y / (height() - TOP)) * rows);
+      const column = Math.floor(((t - data.t0) / (data.t1 - data.t0)) * columns), share = atob(base64).charCodeAt(row * columns + column) / 255;
       const first = Math.floor((row * data.lanes.length) / rows), last = Math.max(first, Math.floor(((row + 1) * data.lanes.length) / rows) - 1);
       return { t, first, text: data.lanes[first] && `${data.lanes[first].worker} to ${data.lanes[last].worker}: ${percent(share)} busy at ${clock(t)}` };
     }
@@ -661,13 +680,24 @@ function timeline() {
   canvas.addEventListener("pointerup", (event) => {
     if (drag && !drag.moved) {
       const { t, first, text: said } = under(event);
-      if (lanes.image && first !== undefined) { lanes.first = Math.min(first, Math.max(lanes.data.lanes.length - ROWS, 0)); ask(); } else { lanes.at = t; instant.hidden = Boolean(embedded); readout.replaceChildren(visible(said || "")); draw(); }
+      if (lanes.image && first !== undefined) {
+        lanes.first = Math.min(first, Math.max(lanes.data.lanes.length - ROWS, 0));
+        ask();
+      } else {
+        lanes.at = t;
+        instant.hidden = Boolean(embedded);
+        readout.replaceChildren(visible(said || ""));
+        draw();
+      }
     }
     drag = null;
   });
   canvas.addEventListener("keydown", (event) => {
     const width = lanes.t1 - lanes.t0;
-    const act = { ArrowLeft: () => show(lanes.t0 - width / 5, lanes.t1 - width / 5), ArrowRight: () => show(lanes.t0 + width / 5, lanes.t1 + width / 5), "+": () => scale(0.7), "-": () => scale(1 / 0.7), 0: () => show(...lanes.whole) }[event.key];
+    const move = (by) => () => show(lanes.t0 + by, lanes.t1 + by);
+    const act = {
+      ArrowLeft: move(-width / 5), ArrowRight: move(width / 5), "+": () => scale(0.7), "-": () => scale(1 / 0.7), 0: () => show(...lanes.whole),
+    }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
   function tick() {
@@ -679,7 +709,7 @@ function timeline() {
   timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
   timeline.tick = tick;
   timeline.ask = ask;
-  body.replaceChildren(el("p", { class: "note" }, "The timeline is read."));
+  body.replaceChildren(note("The timeline is read."));
   return ask();
 }
 
@@ -696,8 +726,8 @@ function fitted(c, text, width) {
 /** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
 function waits() {
   const body = $("#waits .body"), graph = run.status?.graph;
-  if (run.info.state !== "live" || embedded) return body.replaceChildren(el("p", { class: "note" }, "Nothing waits: the run is not live."));
-  if (!graph) return body.replaceChildren(el("p", { class: "note" }, "No controller answers."));
+  if (run.info.state !== "live" || embedded) return body.replaceChildren(note("Nothing waits: the run is not live."));
+  if (!graph) return body.replaceChildren(note("No controller answers."));
   const list = graph.waits || [], merged = new Map(), chains = new Map(), holds = new Map((graph.workers || []).map((w) => [w[0], w[4] || w[2]]));
   for (const wait of list) {
     const name = [wait.who, wait.what.replace(/\d+/g, "#"), wait.blocked_on].join("|"), same = merged.get(name);
@@ -710,14 +740,24 @@ function waits() {
     const direct = (chains.get(name) || []).filter((who) => !seen.includes(who)), shown = direct.slice(0, 8).map((who) => who + (chains.has(who) ? ` (and so ${behind(who, [...seen, who])})` : ""));
     return shown.join(", ") + (direct.length > 8 ? ` and ${direct.length - 8} more` : "");
   };
-  const rows = [...merged.values()].sort((a, b) => b.age_s - a.age_s).map((w) => el("tr", { class: w.overdue || w.unsatisfiable ? "fault" : undefined },
-    el("td", {}, w.times > 1 ? `${w.who} × ${w.times}` : w.who), el("td", {}, w.what), el("td", { class: "n" }, duration(w.age_s)), el("td", { class: "n" }, w.limit_s === null ? "none" : duration(w.limit_s)), el("td", {}, w.blocked_on || "no worker")));
+  const rows = [...merged.values()].sort((a, b) => b.age_s - a.age_s).map((w) => row(
+    [w.times > 1 ? `${w.who} × ${w.times}` : w.who, w.what, right(duration(w.age_s)), right(w.limit_s === null ? "none" : duration(w.limit_s)), w.blocked_on || "no worker"],
+    { class: w.overdue || w.unsatisfiable ? "fault" : undefined }));
+  const card = (root) => {
+    const held = holds.get(root) ? ` (${visible(holds.get(root), 80)})` : "";
+    return el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${held} holds up `), behind(root, [root]));
+  };
   const left = (graph.more || 0) + (graph.others || 0);
   body.replaceChildren(
-    el("div", { class: "chains" }, ...roots.map((root) => el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${holds.get(root) ? ` (${visible(holds.get(root), 80)})` : ""} holds up `), behind(root, [root])))),
-    rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : el("p", { class: "note" }, "No worker waits: all are at work."),
-    left ? el("p", { class: "note" }, `${left} waits and workers are not shown.`) : "");
+    el("div", { class: "chains" }, ...roots.map(card)),
+    rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : note("No worker waits: all are at work."),
+    left ? note(`${left} waits and workers are not shown.`) : "");
 }
+
+const note = (...children) => el("p", { class: "note" }, ...children);
+const right = (value) => el("td", { class: "n" }, String(value ?? "–"));
+/** A row of a table: cells as they are, everything else in cells of its own. */
+const row = (cells, attributes = {}) => el("tr", attributes, ...cells.map((c) => (c instanceof HTMLTableCellElement ? c : el("td", {}, c))));
 
 /** A table in a scrolling box; a name with "#" is a column of numbers. */
 function table(names, rows, kind = "") {
@@ -727,17 +767,18 @@ function table(names, rows, kind = "") {
 
 // ---------------------------------------------------------------- samples
 
-const PAGE = 50;
+const PAGE = 50, REASONS = ["timeout", "error", "memory", "died", "invalid", "http", "filtered", "lost"], ENDED = { filtered: "filtered", lost: "lost" };
 /** The stored samples: filters, table, and one of them opened with its tokens, its group and the life of its prompt. */
 function samples() {
   const body = $("#samples .body"), place = el("div"), opened = el("div", { class: "opened" }), count = el("span", { class: "note", "aria-live": "polite" });
   const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
+  const step = (name, label) => el("input", { name, type: "number", min: 0, "aria-label": label });
   const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
   const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
     el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
-    el("label", {}, "ended ", select("reason", [["", "in any way"], ["timeout", "reward: timeout"], ["error", "reward: error"], ["memory", "reward: memory"], ["invalid", "reward: invalid"], ["length", "at the length limit"], ["dropped", "dropped"]])),
-    el("label", {}, "steps ", el("input", { name: "from", type: "number", min: 0, "aria-label": "first step" }), " to ", el("input", { name: "to", type: "number", min: 0, "aria-label": "last step" })),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
+    el("label", {}, "steps ", step("from", "first step"), " to ", step("to", "last step")),
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training and evaluations"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
   let offset = 0;
   const more = el("div", { class: "tools" });
@@ -748,73 +789,95 @@ function samples() {
     query.set("limit", PAGE); query.set("offset", offset);
     try {
       const { samples: found, total } = await get(`api/samples?${query}`);
-      if (!total && query.size <= 3 && (run.info.files["samples.sqlite"] !== "present" || config("samples.per_step") === 0)) return body.replaceChildren(el("p", { class: "note" }, why("samples", "samples.sqlite", "samples.per_step")));
+      const stored = run.info.files["samples.sqlite"] === "present" && config("samples.per_step") !== 0;
+      if (!total && query.size <= 3 && !stored) return body.replaceChildren(note(why("samples", "samples.sqlite", "samples.per_step")));
       if (!form.isConnected) body.replaceChildren(form, place, more, opened);
       count.replaceChildren(total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No sample is like that.");
       const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => { offset = at; ask(); } }, label); b.disabled = at < 0 || at >= total; return b; };
       more.replaceChildren(...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []));
       list(found);
-    } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(el("p", { class: "note" }, error.message)); }
+    } catch (error) { count.replaceChildren(visible(error.message)); if (!form.isConnected) body.replaceChildren(note(error.message)); }
   }
   function list(found) {
-    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(row), "samples") : "");
+    place.replaceChildren(found.length ? table(["step#w5", "promptw6", "reward#w5", "partsw9", "tokens#w5", "stale#w5", "endedw7", "prompt textw16", "completion"], found.map(sampleRow), "samples") : "");
   }
-  function row(s) {
+  function sampleRow(s) {
     const act = () => { for (const one of place.querySelectorAll("tr.chosen")) one.classList.remove("chosen"); line.classList.add("chosen"); open(s.id); };
     const bad = s.reason && !/^(ok|trained|)$/.test(s.reason);
-    const line = el("tr", { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } },
-      el("td", { class: "n" }, String(s.step ?? "–")), el("td", {}, `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`), el("td", { class: "n" }, number(s.reward)), el("td", {}, partsOf(s)),
-      el("td", { class: "n" }, String(typeof s.tokens === "number" ? s.tokens : s.count ?? "–")), el("td", { class: "n" }, String(s.staleness ?? "–")), el("td", { class: bad ? "fault" : "" }, [s.finish, s.reason].filter(Boolean).join(", ")),
-      el("td", {}, el("div", {}, visible(s.prompt_text ?? "", 240))), el("td", {}, el("div", {}, visible(s.completion ?? "", 240))));
+    const ended = [s.finish, s.reason, s.eval_name && `of ${s.eval_name}`].filter(Boolean).join(", ");
+    const text = (shown) => el("td", {}, el("div", {}, visible(shown ?? "", 240)));
+    const line = row([
+      right(s.step), `${s.epoch ? `${s.epoch}:` : ""}${s.prompt}`, right(number(s.reward)), partsOf(s), right(known(s.tokens) ? s.tokens : s.count), right(s.staleness),
+      el("td", { class: bad ? "fault" : "" }, ended), text(s.prompt_text), text(s.completion),
+    ], { class: "open", tabindex: 0, "aria-label": `open sample ${s.id}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
     return line;
   }
   const partsOf = (s) => Object.entries(s.parts || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
 
   async function open(id) {
     let s;
-    try { s = await get(`api/sample/${id}`); } catch (error) { return opened.replaceChildren(el("p", { class: "note" }, error.message)); }
-    const facts = [["sample", s.id], ["step", s.step], ["prompt", `${s.epoch}:${s.prompt}`], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)], ["advantage", number(s.advantage)], ["ended", [s.finish, s.reason].filter(Boolean).join(", ")],
-      ["versions", known(s.version_min) ? `${s.version_min} to ${s.version_max}` : ""], ["generated in", known(s.generate_s) ? duration(s.generate_s) : ""], ["rewarded in", known(s.reward_s) ? duration(s.reward_s) : ""]];
+    try { s = await get(`api/sample/${id}`); } catch (error) { return opened.replaceChildren(note(error.message)); }
+    const facts = [
+      ["sample", s.id], ["step", s.step], ["prompt", `${s.epoch}:${s.prompt}`], ["member", s.member], ["reward", number(s.reward)], ["parts", partsOf(s)],
+      ["advantage", number(s.advantage)], ["ended", [s.finish, s.reason].filter(Boolean).join(", ")],
+      ["versions", known(s.version_min) ? `${s.version_min} to ${s.version_max}` : ""],
+      ["generated in", known(s.generate_s) ? duration(s.generate_s) : ""], ["rewarded in", known(s.reward_s) ? duration(s.reward_s) : ""],
+    ].filter(([, value]) => !["", "–", undefined, null].includes(value));
+    const hasTexts = Array.isArray(s.tokens) && s.tokens.some((t) => t.text !== null);
     const group = el("div"), life = el("div");
     opened.replaceChildren(el("div", { class: "card" },
       el("div", { class: "line" }, el("h3", {}, `Sample ${s.id}`), el("button", { type: "button", click: () => opened.replaceChildren() }, "close")),
-      el("dl", { class: "legend line-list" }, ...facts.filter(([, v]) => v !== "" && v !== "–" && v !== undefined && v !== null).map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, String(v))))),
-      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(Array.isArray(s.tokens) && s.tokens.some((t) => t.text !== null) ? strip(s.tokens) : [whole(s.completion)]), group, life));
+      el("dl", { class: "legend line-list" }, ...facts.map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, String(v))))),
+      el("h3", {}, "Prompt"), whole(s.prompt_text), el("h3", {}, "Completion"), ...(hasTexts ? strip(s.tokens) : [whole(s.completion)]), group, life));
     opened.scrollIntoView({ block: "nearest" });
     try {
       const { samples: all } = await get(`api/samples?prompt=${s.prompt}${known(s.step) ? `&step=${s.step}` : ""}&limit=64`);
-      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || s.group.includes(one.id)));
+      const own = all.filter((one) => one.epoch === s.epoch && (!s.group?.length || one.id === s.id || s.group.includes(one.id)));
       if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
-        el("p", { class: "note" }, key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
+        note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
     try {
       const { events } = await get(`api/prompt/${s.epoch}/${s.prompt}`);
-      if (events.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], events.map((e) => el("tr", {}, el("td", { class: "n" }, clock(e.at_s)), el("td", {}, e.state), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "n" }, number(e.reward)), el("td", {}, e.reason || "")))));
+      const rows = events.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
+      if (rows.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], rows));
     } catch { /* nor one without a ledger */ }
   }
   function whole(text) {
     const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
-    return all.length <= 2000 ? shown : el("div", {}, shown, el("button", { type: "button", click: (event) => { shown.replaceChildren(visible(all, 200000)); event.target.remove(); } }, `show all ${all.length.toLocaleString("en")} characters`));
+    const showAll = (event) => { shown.replaceChildren(visible(all, 200000)); event.target.remove(); };
+    if (all.length <= 2000) return shown;
+    return el("div", {}, shown, el("button", { type: "button", click: showAll }, `show all ${all.length.toLocaleString("en")} characters`));
   }
   /** Tokens coloured by log-probability, by the trainer's difference, or by version. */
   function strip(tokens) {
     const said = el("p", { class: "readout" }, "Point at a token for its numbers."), legend = el("p", { class: "legend" }), text = el("pre", { tabindex: 0 });
     const limits = { logprob: [-0.1, -0.5, -1, -2, -4], mismatch: [0.01, 0.05, 0.1, 0.3, 1] }, shown = tokens.slice(0, 6000);
     const versions = [...new Set(tokens.map((t) => t.version))];
-    const level = { logprob: (t) => limits.logprob.filter((v) => t.logprob < v).length, mismatch: (t) => limits.mismatch.filter((v) => Math.abs(t.trainer_logprob - t.logprob) > v).length, version: (t) => versions.indexOf(t.version) % 6 };
+    const level = {
+      logprob: (t) => limits.logprob.filter((v) => t.logprob < v).length,
+      mismatch: (t) => limits.mismatch.filter((v) => Math.abs(t.trainer_logprob - t.logprob) > v).length,
+      version: (t) => versions.indexOf(t.version) % 6,
+    };
+    const names = {
+      logprob: limits.logprob.map((v, i) => `${i ? "" : "likely: "}above ${v}`).concat("below -4"),
+      mismatch: limits.mismatch.map((v) => `up to ${v}`).concat("above 1"),
+      version: versions.slice(0, 6).map((v) => `version ${v}`),
+    };
     const spans = shown.map((t, i) => el("span", { "data-i": i }, visible(t.text ?? `⟨${t.id}⟩`, 200)));
     const paint = (by) => {
       shown.forEach((t, i) => { spans[i].className = `l${level[by](t) || 0}`; });
-      const names = by === "version" ? versions.slice(0, 6).map((v) => `version ${v}`) : limits[by].map((v, i) => (by === "logprob" ? `${i ? "" : "likely: "}above ${v}` : `up to ${v}`)).concat(by === "logprob" ? "below -4" : "above 1");
-      legend.replaceChildren(...names.map((n, i) => el("span", { class: `l${i % 6}` }, n)));
+      legend.replaceChildren(...names[by].map((n, i) => el("span", { class: `l${i % 6}` }, n)));
     };
-    const choice = el("select", { "aria-label": "colour of tokens", change: () => paint(choice.value) }, el("option", { value: "logprob" }, "log-probability"), el("option", { value: "mismatch" }, "difference to the trainer"), el("option", { value: "version" }, "version"));
+    const options = [["logprob", "log-probability"], ["mismatch", "difference to the trainer"], ["version", "version"]];
+    const choice = el("select", { "aria-label": "colour of tokens", change: () => paint(choice.value) }, ...options.map(([value, label]) => el("option", { value }, label)));
     if (!shown.some((t) => known(t.trainer_logprob))) choice.children[1].disabled = true;
     text.append(...spans);
     if (tokens.length > shown.length) text.append(` … ${tokens.length - shown.length} more tokens`);
     text.addEventListener("pointerover", (event) => {
       const t = shown[event.target.dataset?.i];
-      if (t) said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text ?? "", 40))), `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`);
+      if (!t) return;
+      const numbers = `id ${t.id} · log-prob ${number(t.logprob)} of the rollout, ${number(t.trainer_logprob)} of the trainer · version ${t.version ?? "–"}`;
+      said.replaceChildren(el("b", {}, JSON.stringify(visible(t.text ?? "", 40))), numbers);
     });
     paint("logprob");
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
@@ -830,24 +893,28 @@ function samples() {
 async function prompts() {
   const body = $("#prompts .body");
   let ledger;
-  try { ledger = await get("api/ledger"); } catch (error) { return body.replaceChildren(el("p", { class: "note" }, error.message)); }
+  try { ledger = await get("api/ledger"); } catch (error) { return body.replaceChildren(note(error.message)); }
   const states = Object.entries(ledger.states || {}), most = Math.max(1, ...states.map(([, n]) => n)), dropped = Object.entries(ledger.dropped || {});
-  if (!states.length) return body.replaceChildren(el("p", { class: "note" }, why("prompts", "ledger.sqlite")));
+  if (!states.length) return body.replaceChildren(note(why("prompts", "ledger.sqlite")));
   const bar = (n) => { const made = el("span", { class: "bar" }); made.style.width = `${(100 * n) / most}%`; return made; };
-  body.replaceChildren(table(["state", "prompts#", ""], states.map(([name, n]) => el("tr", {}, el("td", {}, name.replace("_", " ")), el("td", { class: "n" }, n.toLocaleString("en")), el("td", { class: "w9" }, bar(n))))),
-    el("h3", {}, "Dropped"), dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => el("tr", {}, el("td", {}, name), el("td", { class: "n" }, n.toLocaleString("en"))))) : el("p", { class: "note" }, "No prompt was dropped."));
+  const count = (n) => right(n.toLocaleString("en"));
+  body.replaceChildren(
+    table(["state", "prompts#", ""], states.map(([name, n]) => row([name.replace("_", " "), count(n), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
+    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n)]))) : note("No prompt was dropped."));
 }
 
+const eventRow = (e) => row([right(clock(e.wall_s)), right(e.step), el("td", { class: "once" }, e.kind.replace("_", " ")), e.text], { class: { red: "fault", amber: "warned" }[inkOf(e)] });
 /** What happened, newest first; faults in red. */
 function events() {
   const body = $("#events .body");
-  if (!run.events.length) return body.replaceChildren(el("p", { class: "note" }, why("events", "events.jsonl")));
+  if (!run.events.length) return body.replaceChildren(note(why("events", "events.jsonl")));
   const faults = run.events.filter(isFault).length, old = body.querySelector("select")?.value || "notable";
-  const choice = el("select", { "aria-label": "which events", change: events }, el("option", { value: "notable" }, "without versions and checkpoints"), el("option", { value: "all" }, "all"), el("option", { value: "faults" }, `faults alone (${faults})`));
+  const options = [["notable", "without versions and checkpoints"], ["all", "all"], ["faults", `faults alone (${faults})`]];
+  const choice = el("select", { "aria-label": "which events", change: events }, ...options.map(([value, label]) => el("option", { value }, label)));
   choice.value = old;
   const kept = run.events.filter((e) => (old === "all" ? true : old === "faults" ? isFault(e) : !["published", "checkpoint"].includes(e.kind)));
   body.replaceChildren(el("div", { class: "tools" }, choice, el("span", { class: "note" }, kept.length > 400 ? `the newest 400 of ${kept.length}` : `${kept.length} events`)),
-    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map((e) => el("tr", { class: isFault(e) ? "fault" : undefined }, el("td", { class: "n" }, clock(e.wall_s)), el("td", { class: "n" }, String(e.step ?? "–")), el("td", { class: "once" }, e.kind.replace("_", " ")), el("td", {}, e.text)))) : el("p", { class: "note" }, "No event of this kind."));
+    kept.length ? table(["at#", "step#", "kind", "what"], kept.slice(-400).reverse().map(eventRow)) : note("No event of this kind."));
 }
 
 /** Configuration against the defaults, summary, last lines of the logs. */
@@ -855,16 +922,17 @@ async function files() {
   const body = $("#files .body"), { info } = run;
   const flat = (value, path = "") => (value && typeof value === "object" && !Array.isArray(value) ? Object.entries(value).flatMap(([k, v]) => flat(v, path ? `${path}.${k}` : k)) : [[path, value]]);
   const say = (value) => (value === "" ? "(empty)" : typeof value === "string" ? value : JSON.stringify(value));
-  const two = (pairs) => table(["name", "value"], pairs.map(([n, v]) => el("tr", {}, el("td", {}, n), el("td", {}, say(v)))));
+  const two = (pairs) => table(["name", "value"], pairs.map(([name, value]) => row([name, say(value)])));
   const fold = (name, ...inside) => el("details", {}, el("summary", {}, name), ...inside);
+  const log = ([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)));
   let logs = {};
   try { logs = (await get("api/logs")).files; } catch { /* said below */ }
   body.replaceChildren(
-    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([n, v, d]) => el("tr", {}, el("td", {}, n), el("td", {}, say(v)), el("td", {}, say(d))))) : el("p", { class: "note" }, "Every setting has its default."),
+    info.changed.length ? table(["setting", "value", "default"], info.changed.map(([name, ...values]) => row([name, ...values.map(say)]))) : note("Every setting has its default."),
     fold("All settings", two(flat(info.config))),
-    info.summary ? fold("Summary", two(flat(info.summary))) : el("p", { class: "note" }, info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
-    ...Object.entries(logs).filter(([, lines]) => lines.length).map(([name, lines]) => fold(`Log: ${visible(name, 80)}, last ${lines.length} lines`, el("pre", { tabindex: 0 }, visible(lines.join("\n"), 40000)))),
-    Object.keys(logs).length ? "" : el("p", { class: "note" }, "No logs: the directory has none."));
+    info.summary ? fold("Summary", two(flat(info.summary))) : note(info.state === "live" ? "The summary is written at the end." : "There is no summary: the run did not end in order."),
+    ...Object.entries(logs).filter(([, lines]) => lines.length).map(log),
+    Object.keys(logs).length ? "" : note("No logs: the directory has none."));
 }
 
 // ---------------------------------------------------------------- live
@@ -878,25 +946,45 @@ function later(name, action, ms) {
 function live() {
   const stream = new EventSource("api/stream");
   const on = (name, act) => stream.addEventListener(name, (message) => act(JSON.parse(message.data)));
-  stream.onopen = () => { header(); if (live.opened) catchUp(); live.opened = true; };
+  stream.onopen = () => {
+    live.lost = "";
+    header();
+    catchUp(!live.opened);
+    live.opened = true;
+  };
   stream.onerror = () => {
-    header("connection lost");
+    live.lost = "connection lost";
+    header();
     if (stream.readyState === EventSource.CLOSED) setTimeout(live, 1000);
   };
   on("status", (status) => { run.status = status; later("status", () => { header(); waits(); }, 50); });
   on("step", (line) => {
-    addSeries({ steps: [line.step], columns: Object.fromEntries(Object.entries(line).filter(([, v]) => known(v)).map(([n, v]) => [n, [v]])) });
-    later("curves", () => { header(); curves(); timeline.tick(); }, 300);
-    later("attribution", moreAttribution, 2000);
-    later("tables", () => { samples.refresh(); prompts(); }, 5000);
+    // Steps may have been missed while there was no connection.
+    if (line.step > (run.steps.at(-1) ?? -1) + 1) return later("missed", missed, 50);
+    const numbers = Object.entries(line).filter(([, value]) => known(value)).map(([name, value]) => [name, [value]]);
+    addSeries({ steps: [line.step], columns: Object.fromEntries(numbers) });
+    newSteps();
   });
   on("event", (event) => {
+    if (live.catching) { live.again = true; return; }
+    const same = (one) => one.unix_s === event.unix_s && one.text === event.text && one.worker === event.worker;
+    if (run.events.slice(-100).some(same)) return; // it has come with the answer to a request, too
     run.events.push(event);
     run.next++;
     later("events", () => { events(); curves(); timeline.draw(); }, 50);
-    if (event.kind === "ended") setTimeout(catchUp, 1500);
+    if (event.kind === "ended") setTimeout(catchUp, 1500, false);
   });
   on("rewound", ({ step }) => { dropFrom(step); later("curves", curves, 50); });
+}
+
+function newSteps() {
+  later("curves", () => { header(); curves(); timeline.tick(); }, 300);
+  later("attribution", moreAttribution, 2000);
+  later("tables", () => { samples.refresh(); prompts(); }, 5000);
+}
+
+async function missed() {
+  try { addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`)); newSteps(); } catch { /* with the next step again */ }
 }
 
 async function moreAttribution() {
@@ -906,18 +994,24 @@ async function moreAttribution() {
   if (lines.length) shares();
 }
 
-/** After an interruption: what has happened meanwhile, and nothing else. */
-async function catchUp() {
+/** What has happened since the page was filled, or since the connection was lost, and nothing else. */
+async function catchUp(isFirst) {
+  live.catching = true;
   try {
-    run.info = await get("api/run");
-    const { events: fresh, next } = await get(`api/events?from=${run.next}`);
-    for (const event of fresh) if (event.kind === "rolled_back" && known(event.first)) dropFrom(event.first);
-    run.events.push(...fresh);
-    run.next = next;
+    if (!isFirst) run.info = await get("api/run");
+    do {
+      live.again = false;
+      const { events: fresh, next } = await get(`api/events?from=${run.next}`);
+      for (const event of fresh) if (event.kind === "rolled_back" && known(event.first)) dropFrom(event.first);
+      run.events.push(...fresh);
+      run.next = next;
+    } while (live.again);
+    live.catching = false;
     addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`));
     addLastEvaluations();
-    header(); curves(); events(); waits(); files(); prompts(); moreAttribution(); timeline.tick();
-  } catch { later("again", catchUp, 1000); }
+    header(); curves(); events();
+    if (!isFirst) { waits(); files(); prompts(); moreAttribution(); timeline.tick(); }
+  } catch { later("again", () => catchUp(isFirst), 1000); }
 }
 
 async function start() {

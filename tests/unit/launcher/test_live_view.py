@@ -1,10 +1,12 @@
 """The live view and the final table say what a person looks for."""
 
 import io
+import re
 
 from rich.console import Console
 
 from flowrt.launcher.views.live import LiveView, summary_table
+from flowrt.launcher.views.waits import duration
 
 LATEST = {
     "step": 6,
@@ -95,3 +97,51 @@ def test_the_table_has_every_number_of_the_summary() -> None:
     expected = ("120", "39.0 s", "0.250 → 0.970", "0.330 → -", "15360 (503/s)", "8692", "0.99 (1, 1)", "0, 0")
     for text in (*expected, "gate 70%, busy 24%", "busy 93%"):
         assert text in out.getvalue(), text
+
+
+def shown(status: dict[str, object], height: int = 24) -> str:
+    """The display of a terminal for this status."""
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=120, height=height, color_system=None)) as view:
+        view.show(status)
+    return out.getvalue()
+
+
+def test_equal_waits_are_one_line_and_who_is_busy_fits_on_a_terminal() -> None:
+    admission = [["source", "admission: 32 groups live, step 5 in training", 0.5 + at] for at in range(16)]
+    slots = [[f"rollout-{at}", "slots ready for rollout", 2.0] for at in range(64)]
+    display = shown({**STATUS, "waits": admission + slots})
+    words = " ".join(display.split())
+    assert "source x16 waits 15.5 s for admission: 32 groups live, step 5 in training" in words
+    assert "rollout-0, rollout-1, rollout-2 and 61 more waits 2.0 s for slots ready for rollout" in words
+    assert display.count("admission") == 1
+    assert "busy trainer-0" in words
+    assert re.search(r"^reward ", display, re.MULTILINE)  # below the bar, not behind it
+
+
+def test_the_time_left_and_the_last_evaluation_are_shown() -> None:
+    evaluated = {"held_out": {"evaluations": 2, "version": 40, "avg@4": 0.5, "avg@4_error": 0.125}}
+    display = shown({**STATUS, "eta_s": 754.0, "evaluated": evaluated})
+    assert f"{LINE}  13 min left" in display
+    assert "evaluation held_out of version 40: avg@4 0.500 ± 0.125" in display
+
+
+def test_times_are_written_as_people_do() -> None:
+    assert [duration(seconds) for seconds in (0.4, 99, 100, 5_000, 11_100)] == [
+        "0 s",
+        "99 s",
+        "2 min",
+        "83 min",
+        "3 h 05 min",
+    ]
+
+
+def test_the_preparation_of_a_run_shows_its_progress_and_its_time() -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, width=100)) as view:
+        view.prepare("warm start, step 46: mean reward \x1b0.297")
+    assert "warm start, step 46: mean reward \\x1b0.297" in out.getvalue()
+    table = Console(file=io.StringIO(), width=120)
+    table.print(summary_table(SUMMARY, 508.04))
+    assert isinstance(table.file, io.StringIO)
+    assert "39.0 s, after 508.0 s of preparation" in table.file.getvalue()

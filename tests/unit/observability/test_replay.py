@@ -209,6 +209,7 @@ def test_a_long_recording_is_named_by_its_path(
         (("--to", "1:99"), f"term 1 has no event 99: it has {EVENTS}, numbered from 0"),
         (("--to", "2:1"), "there is no term 2 in the recording; there is: 1"),
         (("--to", "5"), "--to '5' is not TERM:EVENT"),
+        (("--to", f"1:{'9' * 5000}"), "is not TERM:EVENT"),
         (("--until", "patience > 3"), "is no condition"),
         (("--until", "wait > 3; import os"), "is no condition"),
         (("--why", "everything"), "is not PROMPT or EPOCH:PROMPT"),

@@ -1,8 +1,12 @@
 """Reading stored samples: orders, filters, copies of a file that is written, and damaged files."""
 
+import contextlib
+import itertools
 import shutil
 import sqlite3
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -166,3 +170,55 @@ def test_what_is_no_store_is_named(tmp_path: Path) -> None:
     (tmp_path / SAMPLES).write_bytes(b"no database at all " * 1000)
     with pytest.raises(ConfigError, match="file is not a database; nothing was changed"):
         SampleReader(tmp_path)
+
+
+WRITES = """
+import sys, itertools
+from pathlib import Path
+from tests.unit.observability.test_samples import fill_forever
+fill_forever(Path(sys.argv[1]))
+"""
+
+
+def fill_forever(path: Path) -> None:
+    """Write until this process is killed; says so once something is there."""
+    writer = SampleWriter(path / SAMPLES, per_step=32, max_bytes=200_000, life=1, step=0)
+    for step in itertools.count():
+        record = ScoredSample(
+            flow="train",
+            eval_name="",
+            epoch=0,
+            prompt=step,
+            member=0,
+            attempt=0,
+            reward=0.0,
+            parts=(),
+            finish="stop",
+            reason="",
+            is_single=False,
+            spans=(step, 1),
+            reward_s=0.0,
+            data=(pack_text("p"), pack_text(f"{step} " * 300), b""),
+        )
+        writer.write([(encode_record(record) or b"", step)])
+        if step == 20:
+            sys.stdout.write("written\n")
+            sys.stdout.flush()
+
+
+def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
+    """At any moment, also while it deletes: the next one goes on with the same file."""
+    newest = -1
+    for seed in range(6):
+        with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"written\n"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(Random(seed).random() / 2)
+            process.kill()
+        reader = SampleReader(tmp_path)
+        rows = reader.query(limit=10_000).samples
+        assert len(rows) == reader.count > 20
+        assert all(row.completion.startswith(f"{row.step} ") for row in rows)
+        newest = max(newest, rows[0].step)
+    assert newest > 20
