@@ -22,10 +22,20 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parallel
-def test_a_guard_warns_and_one_holds_the_run_on_policy(launch: Callable[..., Any], untrained_model: Path) -> None:
+def test_a_guard_warns_and_one_holds_the_run_on_policy(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    notify = tmp_path / "notify.sh"
+    notify.write_text("#!/bin/sh\ncat >> told.jsonl\nexit 3\n")
+    notify.chmod(0o700)
     run = launch(
+        *("--guards.command", str(notify)),
         *("--model", str(untrained_model), *SMALL, "--steps", "16", "--max-staleness", "2"),
         *("--trainer.warmup-steps", "10", "--guard", "lr below 0.00055 steps=5 action=hold hold_steps=4"),
         *("--guard", "lr above 0.00095 steps=2"),
@@ -45,6 +55,13 @@ def test_a_guard_warns_and_one_holds_the_run_on_policy(launch: Callable[..., Any
     assert "the staleness bound is 0 for 4 steps" in warned[0]
     assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in warned[1]
     assert "step 10: guard lr above 0.00095 for 2 steps (warn): lr is 0.001" in run.words
+    told = [json.loads(line) for line in (run.run_dir / "told.jsonl").read_text().splitlines()]
+    happened = events(run.run_dir)
+    fired = [line for line in happened if line["kind"] == "guard"]
+    assert told == [{**line, "run_dir": str(run.run_dir)} for line in fired]
+    assert [line["step"] for line in fired if "guard lr" in line["text"]] == [4, 10]
+    failed = [line["text"] for line in happened if line["kind"] == "warning"]
+    assert failed == [f"guards.command {notify} ended with exit code 3"] * len(told)
     assert json.loads((run.run_dir / "summary.json").read_text())["prompts_lost"] == 0
 
 
@@ -72,6 +89,11 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
     assert [line["step"] for line in lines(run.run_dir)] == list(range(8))
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
+    kinds = [line["kind"] for line in events(run.run_dir)]
+    assert [kind for kind in kinds if kind in ("started", "resumed", "ended", "rolled_back")] == [
+        *("started", "ended", "resumed", "ended", "resumed", "ended")
+    ]
+    assert {"joined", "published", "checkpoint", "guard"} <= {*kinds}  # who leaves after the end is no event
 
 
 @pytest.mark.slow
@@ -89,6 +111,6 @@ def test_a_guard_stops_the_run_and_resume_goes_on(launch: Callable[..., Any], un
 def test_a_run_that_learns_has_no_false_alarm(launch: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     run = launch("--exporters", "tensorboard", *arguments)
     assert run.wait(240.0) == 0, run.output
-    found = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    found = events(run.run_dir)
     assert len([one for one in found if one["kind"] == "published"]) >= 11
     assert [one["text"] for one in found if one["kind"] in ("guard", "warning", "exporter")] == []
