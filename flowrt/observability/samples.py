@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import struct
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ class SampleFilter:
         if not self.grep:
             return None
         try:
-            return re.compile(self.grep)
+            with warnings.catch_warnings(action="ignore"):  # of what a later Python reads otherwise
+                return re.compile(self.grep)
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{self.grep!r:.80} is not a regular expression: {error}") from error
 

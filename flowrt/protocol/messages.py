@@ -436,7 +436,6 @@ Message = (
     | EvictVersion
     | Report
     | Status
-    | Follow
     | Drain
     | RenewLease
     | Inventory
@@ -444,6 +443,7 @@ Message = (
     | Evaluated
     | SampleRecords
     | Notice
+    | Follow
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)
 PROTOCOL = 11

@@ -147,6 +147,8 @@ def test_a_long_text_and_each_hostile_one(tmp_path: Path) -> None:
     check(tmp_path, [*HOSTILE, "<b>" * 300_000, "\ud800\udc00", "\udc00\ud800"])
 
 
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
 @settings(max_examples=examples(100), deadline=None)
 @given(st.text(max_size=12) | st.text("()[]{}*+?|\\^$.a1,", max_size=12))
 def test_any_regular_expression_is_taken_or_refused_with_a_sentence(pattern: str) -> None:

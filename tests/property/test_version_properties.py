@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowrt.controller.core import HANDLERS
 from flowrt.controller.environment import Environment
-from flowrt.controller.events import AppendReplay, Send
+from flowrt.controller.events import AppendReplay, LogEvent, Send
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
@@ -165,7 +165,8 @@ class Walk(RuleBasedStateMachine):
 
     def hear(self, worker: WorkerId, message: m.Publish | m.WeightsStaged | m.FetchFailed | m.WeightsActivated) -> None:
         commands = HANDLERS[type(message)](self.state, self.env, worker, message, self.now)
-        assert all(isinstance(one, AppendReplay) for one in commands)  # for a controller that comes back
+        # Entries are for a controller that comes back.
+        assert all(isinstance(one, AppendReplay | LogEvent) for one in commands)
         self.move()
 
     def move(self) -> None:

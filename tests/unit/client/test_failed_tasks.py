@@ -11,7 +11,7 @@ from flowrt.client.session import Session
 from flowrt.client.weights import WeightTransfers
 from flowrt.controller.events import EndRun, Tick
 from flowrt.errors import EXIT_STALLED, FlowError, RemoteProtocolError
-from flowrt.protocol.messages import EvictVersion, FetchFailed, Message, Publish, ReceiveWeights, Welcome
+from flowrt.protocol.messages import EvictVersion, FetchFailed, Heartbeat, Message, Publish, ReceiveWeights, Welcome
 from flowrt.protocol.records import NO_BASE, LaneTurn, Position, Weights
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights.snapshot import Snapshot
@@ -65,7 +65,7 @@ class ScriptedConnection:
     def handle_directly(self, _: Callable[[Message], None]) -> None:
         pass
 
-    async def heartbeat(self) -> None:
+    async def heartbeat(self, _: Heartbeat) -> None:
         await asyncio.Event().wait()
 
     def send(self, _: Message) -> None:

@@ -221,5 +221,5 @@ async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
             assert columns["inline"] == {"reward": [2.0, 2.0, 0.0, 0.0]}
 
     with pytest.raises(Stopped):
-        await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint)]))
+        await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint), "--samples.per-step", "0"]))
     assert seen == ["12", "12", "", ""]
