@@ -7,13 +7,13 @@
 - A host that was suspended, or a virtual machine that was moved, has another offset afterwards.
 """
 
-import threading
+import contextlib
 import time
 from collections import deque
 from typing import NamedTuple
 
 from flowrt.runtime.timeline import Span
-from flowrt.runtime.waits import sleep_blocking
+from flowrt.runtime.waits import every
 
 WINDOW = 16
 """Exchanges among which that with the least round trip is chosen."""
@@ -96,35 +96,29 @@ class StopWatcher:
 
     def __init__(self) -> None:
         self._stops: list[Span] = []
-        self._is_started = False
+        self._last_s, self._last_cpu_s = 0.0, 0.0
+        self._thread = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Start the thread, if it does not run yet."""
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(target=self._watch, name="flowrt stops", daemon=True).start()
+        """Start the thread."""
+        self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
+        self._thread.enter_context(every(self._look, POLL_S, "flowrt stops"))
 
-    def count(self) -> int:
-        """The number of stops so far."""
-        return len(self._stops)
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.close()
 
-    def since(self, count: int) -> list[Span]:
-        """The stops after the first ``count``, on the clock of this process."""
-        return self._stops[count:]
+    def take(self) -> list[Span]:
+        """The stops since the last call, on the clock of this process."""
+        stops, self._stops = self._stops, []
+        return stops
 
     def note(self, last_s: float, now: float, cpu_s: float) -> None:
         """The thread ran at ``last_s`` and next at ``now``; the process used ``cpu_s`` seconds of processors."""
         if now - last_s > MIN_STOP_S and cpu_s < MAX_STOPPED_CPU * (now - last_s) and len(self._stops) < MAX_STOPS:
             self._stops.append(Span(STOPPED, last_s, now))
 
-    def _watch(self) -> None:
-        last_s, last_cpu_s = time.monotonic(), time.process_time()
-        while True:
-            sleep_blocking(POLL_S)
-            now, cpu_s = time.monotonic(), time.process_time()
-            self.note(last_s, now, cpu_s - last_cpu_s)
-            last_s, last_cpu_s = now, cpu_s
-
-
-STOPS = StopWatcher()
-"""Of this process; sessions start it."""
+    def _look(self) -> None:
+        now, cpu_s = time.monotonic(), time.process_time()
+        self.note(self._last_s, now, cpu_s - self._last_cpu_s)
+        self._last_s, self._last_cpu_s = now, cpu_s

@@ -18,7 +18,7 @@ import torch
 
 from flowrt.client.batch import Batch, Columns, Numbers
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
-from flowrt.client.controller_clock import STOPPED, STOPS, ControllerClock
+from flowrt.client.controller_clock import STOPPED, ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable
 from flowrt.client.resync import ResyncState, resync_messages
@@ -77,8 +77,8 @@ class Session:
         self._clock = ControllerClock(is_shared=welcome.clock == clock_name())
         self._reported_s = 0.0
         """Up to this time of the controller's clock what this worker did is reported."""
-        STOPS.start()
-        self._stops_reported = STOPS.count()
+        self._stops = StopWatcher()
+        self._stops.start()
         self.store = TensorStore(welcome.columns, welcome.store_bytes)
         self._connection = connection
         self._loop = asyncio.get_running_loop()
@@ -407,8 +407,7 @@ class Session:
         offset_s = self._clock.offset_s
         if offset_s is None:
             return ()
-        spans = [*self.timeline.drain(), *STOPS.since(self._stops_reported)]
-        self._stops_reported = STOPS.count()
+        spans = [*self.timeline.drain(), *self._stops.take()]
         self._reported_s = monotonic() + offset_s
         return tuple(
             BusySpan(one.kind, one.start_s + offset_s, one.end_s + offset_s, one.worked_s, one.rows, one.root)
@@ -472,6 +471,7 @@ class Session:
     async def close(self, error: str = "") -> None:
         """Leave the run and close the connection; ``error`` is the reason of a failure."""
         self.report()
+        self._stops.close()
         self.send(m.Leave(error))
         self.end(Stopped("the session is closed", 0))
         await cancel_and_wait(self._tasks, CLOSE_S)

@@ -281,8 +281,8 @@ def test_unknown_command_names_the_right_one() -> None:
     [said] = ended.stderr.splitlines()
     assert "'ran'" in said
     assert said.endswith(
-        "there is: config, data, doctor, drain, eval, export, keys, ledger, replay, resume, reward, run, samples, slurm, "
-        "status, time, watch, worker"
+        "there is: config, data, doctor, drain, eval, export, keys, ledger, replay, resume, reward, run, samples, "
+        "slurm, status, time, watch, worker"
     )
 
 

@@ -70,6 +70,6 @@ def test_a_stop_is_a_long_gap_without_processor_time() -> None:
     watcher.note(0.0, 0.3, 0.0)
     watcher.note(1.0, 6.0, 4.9)  # it computed, and let no other thread run
     watcher.note(10.0, 15.0, 0.01)
-    (stop,) = watcher.since(0)
+    (stop,) = watcher.take()
     assert (stop.kind, stop.start_s, stop.end_s) == ("stopped", 10.0, 15.0)
-    assert watcher.since(watcher.count()) == []
+    assert watcher.take() == []
