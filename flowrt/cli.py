@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The port of ``--watch [PORT]``, which `flowrt run` takes beside the flags of its configuration, and the rest."""
+    """The port of ``--watch [PORT]``, which `flowrt run` takes in addition to its configuration, and the rest."""
     for at, word in enumerate(words):
         flag, equals, port = word.partition("=")
         if flag != WATCH_FLAG:

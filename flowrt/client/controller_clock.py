@@ -1,6 +1,6 @@
 """The controller's clock as a worker sees it: the offset of its own clock, and stops of its process.
 
-- Processes of one host share the monotonic clock (Linux), so the offset is 0 if both say the same clock.
+- Processes of one host share the monotonic clock (Linux), so the offset is 0 if both name the same clock.
 - Otherwise it is estimated from heartbeats, which are answered with the controller's time: the middle of the exchange
   with the least round trip of the last `WINDOW`, as in NTP (RFC 5905, section 8). The error is at most half of that
   round trip, and the drift of the clocks meanwhile.
@@ -91,7 +91,7 @@ class ControllerClock:
 class StopWatcher:
     """A thread that notices when this process has not run: it was stopped, or its machine paused.
 
-    A process that computes without letting this thread run is told apart by the processor time that it used.
+    A process that computes without letting this thread run is recognised by the processor time that it used.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class StopWatcher:
     def start(self) -> None:
         """Start the thread."""
         self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
-        self._thread.enter_context(every(self._look, POLL_S, "flowrt stops"))
+        self._thread.enter_context(every(self._check, POLL_S, "flowrt stops"))
 
     def close(self) -> None:
         """End the thread."""
@@ -118,7 +118,7 @@ class StopWatcher:
         if now - last_s > MIN_STOP_S and cpu_s < MAX_STOPPED_CPU * (now - last_s) and len(self._stops) < MAX_STOPS:
             self._stops.append(Span(STOPPED, last_s, now))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now, cpu_s = time.monotonic(), time.process_time()
         self.note(self._last_s, now, cpu_s - self._last_cpu_s)
         self._last_s, self._last_cpu_s = now, cpu_s

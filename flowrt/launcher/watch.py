@@ -34,7 +34,7 @@ KEPT = ".watch_token"
 CONNECT_S = 5.0
 RETRY_S = 1.0
 SILENCE_S = 10.0
-"""A controller that sends no status for so long is connected to again."""
+"""A controller that sends no status for this time is connected to again."""
 ENDED_STATUS_S = 2.0
 
 
@@ -69,9 +69,9 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     token = run_token(options.run_dir)
     server = PageServer(reader, Access(token, _names(options.host)), prometheus_text)
     port = await server.start(options.host, options.port)
-    _say(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
+    _print(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
     if not _is_loopback(options.host):
-        _say(
+        _print(
             console,
             "this page has no TLS: on the way to another host its token and the run's texts can be read; "
             f"prefer --host {LOOPBACK} and ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
@@ -97,22 +97,22 @@ async def _follow_controller(
     run_dir: Path, keys: WorkerKeys | None, show: Callable[[dict[str, Any] | None], None], console: Console
 ) -> None:
     """Pass on every status of the run's controller; when it goes, wait for the next one."""
-    said = ""
+    shown = ""
     while True:
         try:
             async with connected(address_of(run_dir), keys, CONNECT_S, str(run_dir)) as connection:
-                said = ""
+                shown = ""
                 received = statuses(connection)
                 while True:
                     status = await wait_until(anext(received), LivenessTimeout(SILENCE_S), "a status", CONTROLLER)
                     show(status)
         except (FlowError, StopAsyncIteration) as error:
             # The last status of a run that has ended stays for a moment, then the files speak.
-            await pause(RETRY_S if said else ENDED_STATUS_S)
-            if str(error) != said:
+            await pause(RETRY_S if shown else ENDED_STATUS_S)
+            if str(error) != shown:
                 show(None)
-                said = str(error) or type(error).__name__
-                _say(console, f"no status from the controller: {said}")
+                shown = str(error) or type(error).__name__
+                _print(console, f"no status from the controller: {shown}")
 
 
 def run_token(run_dir: Path) -> str:
@@ -154,5 +154,5 @@ def _url(host: str, port: int, token: str) -> str:
     return f"http://{shown}:{port}/?token={token}"
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(printable(text, one_line=True), highlight=False, markup=False, soft_wrap=True)

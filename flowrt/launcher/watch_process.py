@@ -1,4 +1,4 @@
-"""The page of a local run: `flowrt watch` beside it, and run.html at its end. Neither is needed by the run itself."""
+"""The page of a local run: a process of `flowrt watch`, and run.html at its end. The run needs neither."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 PAGE_TIMEOUT_S = 120.0
 STOP_S = 5.0
 LAST_LOOK_S = 2.0
-"""The page stays for so long after the end of the run, so that an open one sees it."""
+"""The page stays for this time after the end of the run, so that an open one sees it."""
 _UNTIL_CLOSED = BoundedElsewhere("the end of the run")
 
 
@@ -102,11 +102,11 @@ async def write_page(run_dir: Path) -> str:
         sys.executable, *words, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     try:
-        _, said = await wait_until(child.communicate(), PAGE_TIMEOUT_S, "run.html", "its process")
+        _, output = await wait_until(child.communicate(), PAGE_TIMEOUT_S, "run.html", "its process")
     except WaitExpired:
         child.kill()
         return f"run.html was not written within {PAGE_TIMEOUT_S:.0f} s; write it with flowrt export {run_dir} --html"
     if child.returncode != 0:
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = output.decode(errors="replace").strip().splitlines()
         return f"run.html was not written: {lines[-1] if lines else f'exit code {child.returncode}'}"
     return f"page {run_dir / 'run.html'}"

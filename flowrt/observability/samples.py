@@ -27,7 +27,7 @@ Order = Literal["newest", "oldest", "worst", "best", "random"]
 ANY_EVALUATION = "*"
 """As the name of an evaluation: samples of all of them."""
 BUSY_TIMEOUT_S = 5.0
-_ROLLED_BACK = "EXISTS (SELECT 1 FROM lives WHERE lives.life > samples.life AND lives.step <= samples.step)"
+_ROLLED_BACK = "EXISTS (SELECT 1 FROM attempts WHERE attempts.life > samples.life AND attempts.step <= samples.step)"
 _ROW = (
     "id, step, life, flow, eval_name, epoch, prompt, member, attempt, reward, parts, finish, reason, version_min, "
     f"version_max, tokens, advantage, generate_s, reward_s, prompt_text, completion, {_ROLLED_BACK}"
@@ -291,9 +291,11 @@ class SampleReader:
         )
         return tuple(int(one) for (one,) in rows)
 
-    def lives(self) -> tuple[tuple[int, int], ...]:
+    def attempts(self) -> tuple[tuple[int, int], ...]:
         """(number, step from which it went on) of each start or resume of the run."""
-        return tuple((int(life), int(step)) for life, step in self._rows("SELECT life, step FROM lives ORDER BY life"))
+        return tuple(
+            (int(life), int(step)) for life, step in self._rows("SELECT life, step FROM attempts ORDER BY life")
+        )
 
     def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with self._database() as database:

@@ -233,9 +233,9 @@ def test_a_run_that_is_read_killed_and_resumed(
     request.addfinalizer(again.close)
     assert again.wait(180.0) == 0, again.output
     rows = all_rows(run.run_dir)
-    lives = SampleReader(run.run_dir).lives()
-    assert [life for life, _ in lives] == [1, 2]
-    resumed = lives[1][1]
+    attempts = SampleReader(run.run_dir).attempts()
+    assert [life for life, _ in attempts] == [1, 2]
+    resumed = attempts[1][1]
     assert resumed > 0
     assert {row.id for row in before} <= {row.id for row in rows}
     assert all(row.rolled_back == (row.life == 1 and row.step >= resumed) for row in rows)

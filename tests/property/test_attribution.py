@@ -102,7 +102,7 @@ def test_steps_add_up_to_the_time_from_joining_to_leaving(
         while pending and pending[0][1].end_s <= now:
             worker, span = pending.pop(0)
             account.add_spans(worker, [span])
-            account.heard(worker, span.end_s)
+            account.note_report(worker, span.end_s)
         account.close_step(number, now)
         complete += account.advance(now)
     complete += account.finish(now + 1.0)
@@ -118,7 +118,7 @@ def test_a_worker_that_is_silent_for_too_long_is_away() -> None:
     account = TimeAccount(0.0, 0, patience_s=3.0)
     account.joined("a", "rollout", 0.0)
     account.add_spans("a", [Interval("generate", 0.0, 1.0, 1.0)])
-    account.heard("a", 1.0)
+    account.note_report("a", 1.0)
     account.close_step(0, 2.0)
     assert account.advance(4.0) == [], "it may still report"
     (step,) = account.advance(5.0)

@@ -2,7 +2,7 @@
 
 A step reaches from the end of the one before it to its own. Its seconds are attributed as soon as a worker has reported
 what it did, and its account is complete when every worker has, or at most ``patience_s`` after its end: a worker that
-was not heard of for so long counts as away, and what it reports later is not counted. Memory does not grow with the
+did not report for that time counts as away, and what it reports later is not counted. Memory does not grow with the
 length of a step.
 """
 
@@ -69,6 +69,18 @@ class StepAccount:
             if kind != Kind.BUSY.value:
                 self.of_workers[kind][worker] += length_s
 
+    def end(self, now: float) -> None:
+        """Nothing later belongs to it."""
+        self.end_s = now
+
+    def close(self, step: int, now: float) -> None:
+        """It is the account of this step, which has ended."""
+        self.step, self.end_s, self.is_training = step, now, True
+
+    def cut(self, now: float) -> None:
+        """The run ends before the step does."""
+        self.end_s, self.is_training = now, False
+
     def merge(self, other: "StepAccount") -> None:
         """Add the seconds of a part of the same step."""
         for role, counts in other.seconds.items():
@@ -110,11 +122,40 @@ class _Lane:
     role: str
     swept_s: float
     """Its time is attributed up to here."""
-    heard_s: float
+    reported_s: float
     """It has reported what it did up to here."""
     gone_s: float = float("inf")
     spans: list[Interval] = field(default_factory=list)
     waits: list[WaitInterval] = field(default_factory=list)
+
+    def leave(self, now: float) -> None:
+        """The worker is not in the run any more."""
+        self.gone_s = now
+
+    def note_report(self, until_s: float) -> None:
+        """It has reported everything that it did up to this time."""
+        self.reported_s = max(self.reported_s, until_s)
+
+    def attribute(
+        self,
+        parts: Iterable[StepAccount],
+        limit_s: float,
+        now: float,
+        open_waits: Iterable[WaitInterval],
+        patience_s: float,
+    ) -> None:
+        """Attribute its time up to ``limit_s`` to the steps that it belongs to."""
+        known = [*self.waits, *open_waits]
+        silent_s = max(self.reported_s, self.swept_s)
+        if limit_s > silent_s and min(self.gone_s, now) - self.reported_s > patience_s:
+            self.spans.append(Interval(STOPPED, silent_s, limit_s, 0.0))  # its link is cut, or it was stopped
+        for part in parts:
+            end_s = min(part.end_s, limit_s)
+            if end_s > self.swept_s:
+                part.add(self.worker, self.role, sweep(self.spans, known, self.swept_s, end_s))
+                self.swept_s = end_s
+        self.spans = [span for span in self.spans if span.end_s > self.swept_s]
+        self.waits = [wait for wait in self.waits if wait.end_s > self.swept_s]
 
 
 class TimeAccount:
@@ -143,13 +184,13 @@ class TimeAccount:
     def joined(self, worker: str, role: str, now: float) -> None:
         """A worker is in the run from now on."""
         self.gone(worker, now)
-        self._lanes[worker] = _Lane(worker, role, swept_s=now, heard_s=now)
+        self._lanes[worker] = _Lane(worker, role, swept_s=now, reported_s=now)
 
     def gone(self, worker: str, now: float) -> None:
         """A worker is not in the run any more."""
         lane = self._lanes.pop(worker, None)
         if lane is not None:
-            lane.gone_s = now
+            lane.leave(now)
             self._left.append(lane)
 
     def role(self, worker: str) -> str:
@@ -176,23 +217,22 @@ class TimeAccount:
                 if wait.end_s > one.swept_s:
                     one.waits.append(wait)
 
-    def heard(self, worker: str, until_s: float) -> None:
+    def note_report(self, worker: str, until_s: float) -> None:
         """A worker has reported everything that it did up to this time."""
         lane = self._lanes.get(worker)
         if lane is not None:
-            lane.heard_s = max(lane.heard_s, until_s)
+            lane.note_report(until_s)
 
     def training_started(self, now: float) -> None:
         """The run trains from now on."""
         if not self._parts[-1].is_training and len(self._parts) == 1:
             last = self._parts[-1]
-            last.end_s = now
+            last.end(now)
             self._parts.append(StepAccount(last.step, now))
 
     def close_step(self, step: int, now: float) -> None:
         """A step ends, and the next one begins."""
-        last = self._parts[-1]
-        last.step, last.end_s, last.is_training = step, now, True
+        self._parts[-1].close(step, now)
         self._parts.append(StepAccount(step + 1, now))
 
     # ---- what is complete
@@ -208,35 +248,20 @@ class TimeAccount:
         for wait in open_waits:
             waits[wait.worker].append(wait)
         for lane in [*self._lanes.values(), *self._left]:
-            limit_s = min(max(lane.heard_s, now - self.patience_s), now)
+            limit_s = min(max(lane.reported_s, now - self.patience_s), now)
             if lane.gone_s <= now:
                 limit_s = lane.gone_s
             if limit_s - lane.swept_s >= MIN_SWEEP_S or lane.gone_s <= now or lane.swept_s < self._parts[0].end_s < now:
-                self._sweep(lane, limit_s, now, waits.get(lane.worker, ()))
+                lane.attribute(self._parts, limit_s, now, waits.get(lane.worker, ()), self.patience_s)
         self._left = [lane for lane in self._left if lane.swept_s < lane.gone_s]
         return self._take_complete()
 
     def finish(self, now: float, open_waits: Iterable[WaitInterval] = ()) -> list[StepAccount]:
         """As `advance`, without waiting for any report; the step in progress ends now."""
-        self._parts[-1].end_s = now
-        self._parts[-1].is_training = False
+        self._parts[-1].cut(now)
         for lane in self._lanes.values():
-            lane.heard_s = now
+            lane.note_report(now)
         return self.advance(now, open_waits)
-
-    def _sweep(self, lane: _Lane, limit_s: float, now: float, open_waits: Iterable[WaitInterval]) -> None:
-        known = [*lane.waits, *open_waits]
-        silent_s = max(lane.heard_s, lane.swept_s)
-        is_silent = limit_s > silent_s and (min(lane.gone_s, now) - lane.heard_s > self.patience_s)
-        if is_silent:  # its link is cut, or it was stopped
-            lane.spans.append(Interval(STOPPED, silent_s, limit_s, 0.0))
-        for part in self._parts:
-            end_s = min(part.end_s, limit_s)
-            if end_s > lane.swept_s:
-                part.add(lane.worker, lane.role, sweep(lane.spans, known, lane.swept_s, end_s))
-                lane.swept_s = end_s
-        lane.spans = [span for span in lane.spans if span.end_s > lane.swept_s]
-        lane.waits = [wait for wait in lane.waits if wait.end_s > lane.swept_s]
 
     def _take_complete(self) -> list[StepAccount]:
         behind_s = min((lane.swept_s for lane in (*self._lanes.values(), *self._left)), default=float("inf"))

@@ -127,7 +127,7 @@ def find_deadlocks(edges: Iterable[Edge], at_work: Collection[str]) -> tuple[tup
             free.add(edge.who)
         elif edge.blocked_on:
             waits.setdefault(edge.who, []).append(edge.blocked_on)
-    # Nearly every wait is for somebody who can act, and mostly the first name is one: sets are made of the others.
+    # Nearly every wait is for a worker that can act, and mostly the first name is one: sets are made of the others.
     blocked_on = {
         who: set(chain.from_iterable(names))
         for who, names in waits.items()

@@ -1,6 +1,6 @@
-"""Command of the user that is told of each guard that fires (guards.command), with the event as JSON on its input.
+"""Command of the user that is run for each guard that fires (guards.command), with the event as JSON on its input.
 
-It runs beside the controller, one at a time, and has ten seconds; its failure is an event.
+It runs in a process of its own, one at a time, and has ten seconds; its failure is an event.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class GuardCommand:
         self._waiting: deque[Mapping[str, object]] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def tell(self, event: Mapping[str, object]) -> None:
+    def send(self, event: Mapping[str, object]) -> None:
         """Run the command for this event, after those for earlier ones."""
         if not self.command:
             return
@@ -78,7 +78,7 @@ class GuardCommand:
             return f"cannot be started: {error.strerror}"
         data = json.dumps({**event, "run_dir": str(self._run_dir)}).encode() + b"\n"
         try:
-            said = await wait_until(process.communicate(data), self._timeout_s, "guards.command", self.command)
+            outputs = await wait_until(process.communicate(data), self._timeout_s, "guards.command", self.command)
         except WaitExpired:
             return f"did not end within {self._timeout_s:.0f} s and was killed"
         finally:
@@ -86,5 +86,5 @@ class GuardCommand:
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode == 0:
             return ""
-        output = said[1].decode(errors="replace").strip()[-MAX_OUTPUT_CHARS:]
+        output = outputs[1].decode(errors="replace").strip()[-MAX_OUTPUT_CHARS:]
         return f"ended with exit code {process.returncode}{f': {output}' if output else ''}"

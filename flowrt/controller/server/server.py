@@ -114,7 +114,7 @@ class Server:
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
         self._followed: dict[WorkerId, tuple[str, ...]] = {}
-        """By observer: the workers of which it is told in each status."""
+        """By observer: the workers that each of its statuses names."""
         self._dismissed: dict[str, str] = {}
         """Why workers were dismissed: a connection that closes under load may lose the message that says so."""
         self._link = ServerLink(
@@ -259,7 +259,7 @@ class Server:
             self._followed[worker] = message.workers[:MAX_FOLLOWED]
         elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
             if type(message) is m.Heartbeat:
-                self.times.account.heard(worker, min(message.reported_s, self._clock.now()))
+                self.times.account.note_report(worker, min(message.reported_s, self._clock.now()))
             self._handle(MessageReceived(worker, message), data)
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
@@ -421,7 +421,7 @@ class Server:
                     log.warning("step %d: %s", step, text)
                 event = self.events.add(kind, text, step, now, about, **dict(fields))
                 if kind == "guard":
-                    self._guard_command.tell(event)
+                    self._guard_command.send(event)
             case EndRun(reason, code):
                 log.info("the run ends: %s", reason)
                 self.events.add("ended", f"the run ends: {reason}", self._core.state.window.step, now, code=code)

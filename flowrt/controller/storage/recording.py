@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -96,7 +97,7 @@ class EventRecording:
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
-            self._writer.stopped = str(error)
+            self._writer.stop(str(error))
             return
         self._thread = thread
 
@@ -142,10 +143,9 @@ class EventRecording:
             self.flush()
 
     def _fill(self, handled: int) -> None:
-        """Events whose handling ended in an error that nobody expected have no commands."""
+        """Events whose handling ended in an unexpected error have no commands."""
         block = self._pending.block
-        if (missing := len(block.kinds) - len(block.counts) - handled) > 0:
-            block.counts += [0] * missing
+        block.counts.extend([0] * (len(block.kinds) - len(block.counts) - handled))
 
     def flush(self) -> None:
         """Hand what was recorded to the thread."""
@@ -153,7 +153,7 @@ class EventRecording:
         if not pending.block.kinds or self._thread is None:
             return
         self._fill(0)
-        pending.block.first = self._events
+        pending.block.begin_at(self._events)
         self._events += len(pending.block.kinds)
         self._pending = _Pending()
         self._queued_bytes += sum(map(len, pending.block.data))
@@ -194,8 +194,7 @@ class EventRecording:
         while (pending := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
             if not writer.stopped:
                 digest.add(pending.receivers, pending.contents)
-                pending.block.digest = digest.value()
-                writer.write(pending.block)
+                writer.write(replace(pending.block, digest=digest.value()))
             self._written_bytes += sum(map(len, pending.block.data))
         writer.close()
 
@@ -215,6 +214,10 @@ class _SegmentWriter:
         self.stopped = ""
         """Why nothing more is written; empty while it is."""
 
+    def stop(self, reason: str) -> None:
+        """Write nothing more."""
+        self.stopped = reason
+
     def write(self, block: EventBlock) -> None:
         """Write a block, in a new segment if this one is full. A failure sets ``stopped``."""
         try:
@@ -228,7 +231,7 @@ class _SegmentWriter:
                 self._segment += 1
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
-        except (*PROGRAMMING_ERRORS, FlowError) as error:  # without a reason nobody would know
+        except (*PROGRAMMING_ERRORS, FlowError) as error:  # the log has the reason
             log.exception("the recording has failed")
             self._fail(f"there is a bug in flowrt ({error!r}), see the log")
 

@@ -129,6 +129,10 @@ class EventBlock:
     digest: bytes = b""
     """Of all commands since the beginning of the term."""
 
+    def begin_at(self, event: int) -> None:
+        """Number the events from this one on."""
+        self.first = event
+
     def pack(self) -> list[Any]:
         """The content of a block."""
         return [
@@ -272,9 +276,11 @@ _IDENTITY: dict[type, Callable[[Any], object]] = {
 
 
 def _command_bytes(command: Any) -> bytes:
-    told = command.entry if type(command) is AppendReplay else command
-    identity = _IDENTITY.get(type(told))
-    return repr(told if identity is None else (type(told).__name__, identity(told))).encode(errors="surrogatepass")
+    record = command.entry if type(command) is AppendReplay else command
+    identity = _IDENTITY.get(type(record))
+    return repr(record if identity is None else (type(record).__name__, identity(record))).encode(
+        errors="surrogatepass"
+    )
 
 
 # ---- headers

@@ -144,7 +144,7 @@ class RunMetrics:
         return text
 
     def eta_s(self, steps: int) -> float | None:
-        """Seconds until so many steps are done, by the rate of the last ones; None before the first."""
+        """Seconds until this number of steps is done, by the rate of the last ones; None before the first."""
         if not self._step_ends:
             return None
         (first, first_s), (last, last_s) = self._step_ends[0], self._step_ends[-1]

@@ -1,7 +1,7 @@
 """Tables of samples.sqlite.
 
 - ``samples`` has a row a sample. A text is TEXT as it is, or a BLOB: zlib over its UTF-8 bytes (``surrogatepass``).
-- ``lives`` has a row for each start or resume of the run: the step from which it went on. Samples of an earlier life
+- ``attempts`` has a row for each start or resume of the run: the step from which it went on. Samples of an earlier life
   with that step or a later one were rolled back.
 - ``left_out`` counts the samples that were not stored, by reason.
 """
@@ -23,7 +23,7 @@ CREATE TABLE samples (
 CREATE UNIQUE INDEX trained_sample ON samples (epoch, prompt, member, attempt, life) WHERE flow = 'train';
 CREATE UNIQUE INDEX evaluated_sample ON samples (eval_name, step, prompt, member, life) WHERE flow = 'eval';
 CREATE INDEX samples_by_step ON samples (step, flagged);
-CREATE TABLE lives (life INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
+CREATE TABLE attempts (life INTEGER PRIMARY KEY, step INTEGER NOT NULL, unix_s REAL NOT NULL);
 CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOUT ROWID;
 """
 

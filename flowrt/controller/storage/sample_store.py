@@ -301,7 +301,7 @@ class SampleWriter:
             database.execute("PRAGMA synchronous=NORMAL")
             database.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             database.execute(f"PRAGMA journal_size_limit={LOG_PAGES * 4096}")
-            database.execute("INSERT OR IGNORE INTO lives VALUES (?, ?, ?)", (self._life, self._step, time.time()))
+            database.execute("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?)", (self._life, self._step, time.time()))
         except sqlite3.Error:
             database.close()
             raise

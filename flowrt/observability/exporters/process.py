@@ -92,13 +92,13 @@ def main() -> int:
 
 
 def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
-    """End the exporter; returns its last words and the exit code, without it if it hangs."""
-    said: list[str] = []
+    """End the exporter; returns its last message and its exit code; one that hangs is left."""
+    messages: list[str] = []
     failed: list[BaseException] = []
 
     def close() -> None:
         try:
-            said.append(sink.close())
+            messages.append(sink.close())
         except Exception as error:  # noqa: BLE001 (of the user's class, and of libraries)
             failed.append(error)
 
@@ -109,7 +109,7 @@ def _closed(sink: Sink, timeout_s: float) -> tuple[str, int]:
         return f"its end failed: {type(failed[0]).__name__}: {failed[0]}", EXIT_FAILED
     if not has_ended:
         return f"it did not end within {timeout_s:.0f} s and is left", EXIT_FAILED
-    return said[0], EXIT_OK
+    return messages[0], EXIT_OK
 
 
 def _leave(code: int) -> None:

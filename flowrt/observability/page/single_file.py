@@ -29,7 +29,7 @@ EDGE_S = 60.0
 SAMPLES = (("worst", 50), ("best", 50), ("newest", 70), ("random", 30))
 """Samples by order: 200 at most."""
 OPENED = 24
-"""Samples whose tokens are given: so many of the worst and of the newest."""
+"""Samples whose tokens are given: this number of the worst and of the newest."""
 SHARES = "api/attribution?from=0"
 PAGE = "page.html"
 DATA_TYPE = "application/octet-stream"
@@ -55,7 +55,7 @@ def write(run_dir: Path, path: Path | None = None) -> Path:
 
 
 def answers(reader: RunReader) -> Answers:
-    """What the page of a run asks for, by path; what is left out of it is said in ``left_out``."""
+    """What the page of a run asks for, by path; what is left out of it is listed in ``left_out``."""
     found: Answers = {
         "api/run": reader.run(),
         "api/series?from=0": reader.series(),
@@ -129,14 +129,14 @@ def page(found: Answers, most_bytes: int = MAX_BYTES) -> str:
     Raises FlowError if it does not fit without all that can be left out, or if the page's own files are not there.
     """
     found = dict(found)
-    said: list[str] = []
+    left_out: list[str] = []
     for what, leave_out in (*LEFT_OUT, ("", lambda _: None)):
         text = _assembled(base64.b64encode(gzip.compress(to_json(found).encode(), mtime=0)).decode())
         if len(text) <= most_bytes:
             return text
         leave_out(found)
-        said.append(what)
-        found["left_out"] = f"{', '.join(said)}; flowrt watch on the run directory has them"
+        left_out.append(what)
+        found["left_out"] = f"{', '.join(left_out)}; flowrt watch on the run directory has them"
     raise FlowError(f"the page of the run would be over {most_bytes >> 20} MB; open it with flowrt watch")
 
 

@@ -25,9 +25,9 @@ KEPT_UPDATES = 4096
 """Updates that a stream may be behind; after that the page is told to fetch the steps."""
 MAX_BATCH = 256
 WRITE_TIMEOUT_S = 10.0
-"""A reader that takes nothing for so long is disconnected."""
+"""A reader that takes nothing for this time is disconnected."""
 QUIET_S = 15.0
-"""With nothing to say for so long a comment is sent, so that both ends notice a lost connection."""
+"""Without an event for this time a comment is sent, so that both ends notice a lost connection."""
 SEND_BYTES = 128 << 10
 """Of a connection's output that the kernel keeps."""
 Status = Mapping[str, Any]

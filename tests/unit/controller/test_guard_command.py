@@ -18,7 +18,7 @@ def script(tmp_path: Path, text: str) -> str:
 
 async def told(command: GuardCommand, *events: dict[str, object]) -> None:
     for event in events:
-        command.tell(event)
+        command.send(event)
     task = command._task
     if task is not None:
         await task

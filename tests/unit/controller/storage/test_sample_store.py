@@ -173,7 +173,7 @@ def test_samples_of_steps_that_are_rolled_back_stay_with_their_life(tmp_path: Pa
     found = {(row.step, row.life): row.rolled_back for row in rows(tmp_path)}
     assert found == {(0, 1): False, (1, 1): False, (2, 1): True, (3, 1): True, (2, 2): False}
     reader = SampleReader(tmp_path)
-    assert reader.lives() == ((1, 0), (2, 2))
+    assert reader.attempts() == ((1, 0), (2, 2))
     assert reader.query(SampleFilter(with_rolled_back=False)).total == 3
 
 
