@@ -48,10 +48,10 @@ def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list
     )
     statuses: list[dict[str, Any]] = []
     run.wait_for_training()
-    [stopped, *_] = run.find("flowrt.roles.rollout")
+    [stopped, *_] = run.find("flowrt.roles.rollout", "rollout-0")
     run.signal(signal.SIGSTOP, stopped)  # so that it holds samples when it is killed
     stages: list[Callable[[dict[str, Any]], object]] = [
-        lambda status: all("rollout" in one[4] for one in status["graph"]["workers"] if one[1] == "rollout"),
+        lambda status: any("rollout" in one[4] for one in status["graph"]["workers"] if one[0] == "rollout-0"),
         lambda status: status["step"] >= STEPS // 2,
     ]
     victims = [lambda: stopped, lambda: run.find("flowrt.launcher.controller_main")[0]]
