@@ -39,7 +39,7 @@ def test_nothing_is_left_where_the_agent_was_killed(
     run.wait_for(lambda: list((run.run_dir / "checkpoints").glob("step-*")), "a checkpoint")
     agent = agent_of(run)
     run.signal(signal.SIGKILL, agent)
-    run.wait_for(lambda: run.find("flowrt.ranks.torchrun") and agent_of(run).pid != agent.pid, "another agent")
+    run.wait_for(lambda: any(one.pid != agent.pid for one in run.find("flowrt.ranks.torchrun")), "another agent")
     assert run.wait(180.0) == 0, run.output
     run.assert_gone(10.0)
     assert os.listdir(temporary) == []
