@@ -274,9 +274,7 @@ def _count(text: str) -> int:
 
 def _time_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
-    parser.add_argument(
-        "--steps", "--step", default="", metavar="A:B", help="only from step A to before step B, or of one step"
-    )
+    parser.add_argument("--steps", "--step", default="", metavar="A:B", help="only of steps A to B, or of one step")
     parser.add_argument("--worker", default="", metavar="W", help="of this worker alone, from the timeline")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
 

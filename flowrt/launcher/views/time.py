@@ -22,16 +22,16 @@ STEPS = re.compile(r"(\d{0,10}):(\d{0,10})|(\d{1,10})")
 
 
 def steps_range(text: str) -> tuple[int, int | None]:
-    """Parse A:B (from step A to before step B, either may be left out) or one step. Raises ConfigError."""
+    """The first and the last step of A:B, of which either may be left out, or of one step. Raises ConfigError."""
     found = STEPS.fullmatch(text)
     if found is None:
         raise ConfigError(f"--steps {text!r} is no range of steps; write A:B, A:, :B or one step")
     if found[3]:
-        return int(found[3]), int(found[3]) + 1
-    first, end = int(found[1] or 0), int(found[2]) if found[2] else None
-    if end is not None and end <= first:
-        raise ConfigError(f"--steps {text!r} has no step; B of A:B is the step after the last one")
-    return first, end
+        return int(found[3]), int(found[3])
+    first, last = int(found[1] or 0), int(found[2]) if found[2] else None
+    if last is not None and last < first:
+        raise ConfigError(f"--steps {text!r} has no step: the last step is before the first")
+    return first, last
 
 
 def show(run_dir: Path, steps: str, worker: str, console: Console, *, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def show(run_dir: Path, steps: str, worker: str, console: Console, *, as_json: b
     """
     if not (run_dir / CONFIG).is_file() and not (run_dir / ATTRIBUTION).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has neither {CONFIG} nor {ATTRIBUTION}")
-    first, end = steps_range(steps) if steps else (0, None)
+    first, last = steps_range(steps) if steps else (0, None)
     try:
         lines, damaged = read(run_dir)
     except OSError as error:
@@ -59,7 +59,7 @@ def show(run_dir: Path, steps: str, worker: str, console: Console, *, as_json: b
             f"{run_dir / ATTRIBUTION} says nothing about the time of this run: {what}; a line is written up to three "
             "heartbeats after the end of each step"
         )
-    chosen = [line for line in lines if line["step"] >= first and (end is None or line["step"] < end)]
+    chosen = [line for line in lines if line["step"] >= first and (last is None or line["step"] <= last)]
     if not chosen:
         raise ConfigError(f"no step of {steps} is there; {run_dir} has steps {lines[0]['step']} to {lines[-1]['step']}")
     times = add_up(chosen)
