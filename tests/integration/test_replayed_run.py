@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flowrt.controller.events import Tick, WorkerConnected, WorkerDisconnected
@@ -18,10 +20,10 @@ from flowrt.ids import OBSERVER
 from flowrt.launcher.observer import address_of, fetch_status
 from flowrt.observability.recordings import Recordings
 from flowrt.observability.replay import Replay
-from tests.integration.conftest import FLOWRT
+from tests.integration.conftest import FLOWRT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
-STEPS = 30
+STEPS = 40
 SEEN = ("step", "live_groups", "workers", "versions", "latest_version", "dropped", "drained", "ended")
 NAME = f"-{os.getpid()}"
 """How the names of this process's observers end."""
@@ -38,6 +40,23 @@ def timeless(status: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def seen(run: Launch, statuses: list[dict[str, Any]]) -> dict[str, Any]:
+    """A status of the run, which becomes one of ``statuses``."""
+    statuses.append(asyncio.run(fetch_status(address_of(run.run_dir), None, 5.0, "the run")))
+    return statuses[-1]
+
+
+def stopped_with_samples(run: Launch, worker: psutil.Process, statuses: list[dict[str, Any]]) -> bool:
+    """Stop rollout-0; True if it has samples to generate. If not, it goes on."""
+    run.signal(signal.SIGSTOP, worker)
+    for _ in range(2):  # the first may be older than what the worker sent before it was stopped
+        status = seen(run, statuses)
+    if any("rollout" in one[4] for one in status["graph"]["workers"] if one[0] == "rollout-0"):
+        return True
+    run.signal(signal.SIGCONT, worker)
+    return False
+
+
 @pytest.fixture(scope="module")
 def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list[dict[str, Any]]]:
     """The directory of the run, which has ended, and every status that was seen of it."""
@@ -48,25 +67,17 @@ def observed(launch: Callable[..., Any], taught_model: Path) -> tuple[Path, list
     )
     statuses: list[dict[str, Any]] = []
     run.wait_for_training()
-    [stopped, *_] = run.find("flowrt.roles.rollout", "rollout-0")
-    run.signal(signal.SIGSTOP, stopped)  # so that it holds samples when it is killed
-    stages: list[Callable[[dict[str, Any]], object]] = [
-        lambda status: any("rollout" in one[4] for one in status["graph"]["workers"] if one[0] == "rollout-0"),
-        lambda status: status["step"] >= STEPS // 2,
-    ]
-    victims = [lambda: stopped, lambda: run.find("flowrt.launcher.controller_main")[0]]
+    [victim, *_] = run.find("flowrt.roles.rollout", "rollout-0")
+    run.wait_for(lambda: stopped_with_samples(run, victim, statuses), "rollout-0 to hold samples when it is stopped")
+    run.signal(signal.SIGKILL, victim)
+    run.wait_for(lambda: seen(run, statuses)["step"] >= STEPS // 3, f"step {STEPS // 3}")
+    # A controller that is killed has not written the events since the last tick: what is seen last is not compared.
+    run.wait_for(lambda: seen(run, [])["step"] >= STEPS // 2, f"step {STEPS // 2}")
+    run.signal(signal.SIGKILL, run.find("flowrt.launcher.controller_main")[0])
     while run.processes():
-        try:
-            statuses.append(asyncio.run(fetch_status(address_of(run.run_dir), None, 5.0, "the run")))
-        except (FlowError, OSError):
-            continue  # there is no controller for a moment, or the run has ended
-        if stages and stages[0](statuses[-1]):
-            run.signal(signal.SIGKILL, victims.pop(0)())
-            stages.pop(0)
-            if not stages:
-                statuses.pop()  # a controller that is killed has not written the events since the last tick
+        with suppress(FlowError, OSError):  # there is no controller for a moment, or the run has ended
+            seen(run, statuses)
     assert run.wait(60.0) == 0, run.output
-    assert not stages
     return run.run_dir, statuses
 
 

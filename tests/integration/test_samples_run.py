@@ -35,6 +35,7 @@ def mine(response, answer, prompt):
     return len(response) / 10
 """
 STEPS, PROMPTS, MEMBERS, EVAL = 4, 4, 4, 6
+CHECKPOINT_EVERY = 100
 ALL = [
     *("--prompts-per-step", str(PROMPTS), "--group-size", str(MEMBERS), "--samples.per-step", str(PROMPTS * MEMBERS)),
 ]
@@ -154,6 +155,17 @@ def test_texts_rewards_tokens_and_evaluations_of_a_run(launch: Callable[..., Any
     run.assert_gone(10.0)
 
 
+def read_while_written(run_dir: Path) -> bool:
+    done = samples(run_dir, "--worst", "3")
+    assert done.returncode == 0, done.stderr
+    return True
+
+
+def stored_until(run_dir: Path) -> int:
+    """The last step of which a sample is stored, or -1."""
+    return max((row.step for row in all_rows(run_dir)), default=-1)
+
+
 def tokens_match_the_trainers(run_dir: Path, metrics: list[dict[str, Any]]) -> None:
     """Means over the stored log-probabilities are the trainer's own metrics of the step, to the rounding of float16."""
     of_step: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -201,18 +213,18 @@ def test_a_run_that_is_read_killed_and_resumed(
     """Read while it is written, after SIGKILL, as a copy that cannot be written, and after it was resumed."""
     run = launch(
         *("--sft.steps", "30", "--sft.answer-only-steps", "0", "--rollout.max-new-tokens", "8", *ALL),
-        *("--steps", "5000", "--checkpoint.every", "3", "--data.eval-prompts", "8"),
+        *("--steps", "5000", "--checkpoint.every", str(CHECKPOINT_EVERY), "--data.eval-prompts", "8"),
     )
-    run.wait_for_training()
-    looks = 0
-    while (lines(run.run_dir)[-1]["step"] if lines(run.run_dir) else 0) < 7:
-        done = samples(run.run_dir, "--worst", "3")
-        assert done.returncode == 0, done.stderr
-        looks += 1
-        run.wait_for(lambda at=looks: len(lines(run.run_dir)) > min(at, 7), "another step")
+    run.wait_for((run.run_dir / SAMPLES).is_file, "a sample store", 120.0)
+    checkpoint = run.run_dir / "checkpoints" / f"step-{CHECKPOINT_EVERY:06}"
+    run.wait_for(lambda: read_while_written(run.run_dir), "samples that can be read")
+    run.wait_for(checkpoint.is_dir, "a checkpoint", 120.0)
+    # Some samples are stored that the checkpoint does not have, and the next checkpoint is many steps ahead.
+    run.wait_for(lambda: stored_until(run.run_dir) > CHECKPOINT_EVERY, "a sample beyond the checkpoint")
     run.kill_all()
     before = all_rows(run.run_dir)
     assert len({row.step for row in before}) >= 4
+    assert max(row.step for row in before) > CHECKPOINT_EVERY
     assert "completion:" in shown(run.run_dir)
 
     copy = tmp_path / "copy"
@@ -236,7 +248,7 @@ def test_a_run_that_is_read_killed_and_resumed(
     attempts = SampleReader(run.run_dir).attempts()
     assert [life for life, _ in attempts] == [1, 2]
     resumed = attempts[1][1]
-    assert resumed > 0
+    assert resumed == CHECKPOINT_EVERY
     assert {row.id for row in before} <= {row.id for row in rows}
     assert all(row.rolled_back == (row.life == 1 and row.step >= resumed) for row in rows)
     valid = [row for row in rows if not row.rolled_back]

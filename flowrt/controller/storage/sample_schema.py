@@ -7,6 +7,8 @@
 """
 
 import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 SAMPLES = "samples.sqlite"
 """File name of the sample store in the run directory."""
@@ -28,6 +30,17 @@ CREATE TABLE left_out (reason TEXT PRIMARY KEY, samples INTEGER NOT NULL) WITHOU
 """
 
 
-def create_sample_tables(database: sqlite3.Connection) -> None:
-    """Create all tables of an empty file. Raises sqlite3.Error."""
-    database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {SAMPLES_VERSION}; COMMIT")
+def create_sample_file(path: Path) -> None:
+    """Create the file with all its tables, unless there is one. Raises sqlite3.Error and OSError.
+
+    It gets its name when it is whole, so that a reader never finds one without tables.
+    """
+    if path.is_file() and path.stat().st_size:
+        return
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    new.touch(mode=0o600)  # SQLite would make it readable for all users; its log gets the same rights
+    with closing(sqlite3.connect(new, isolation_level=None)) as database:
+        database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {SAMPLES_VERSION}; COMMIT")
+    new.replace(path)

@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from flowrt.controller.storage.sample_schema import SAMPLES_VERSION, create_sample_tables
+from flowrt.controller.storage.sample_schema import SAMPLES_VERSION, create_sample_file
 from flowrt.errors import FlowError
 from flowrt.protocol.sample_records import (
     EVAL,
@@ -287,13 +287,9 @@ class SampleWriter:
         """The file; it is created if it is not there. Raises sqlite3.Error and OSError."""
         if self._db is not None:
             return self._db
-        self._path.touch(mode=0o600)  # SQLite would make it readable for all users; its log gets the same rights
+        create_sample_file(self._path)
         database = sqlite3.connect(self._path, isolation_level=None, timeout=5.0, check_same_thread=False)
         try:
-            if database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
-                database.execute("PRAGMA auto_vacuum=INCREMENTAL")
-                database.execute("PRAGMA journal_mode=WAL")
-                create_sample_tables(database)
             [(version,)] = database.execute("PRAGMA user_version").fetchall()
             if version != SAMPLES_VERSION:
                 raise sqlite3.DatabaseError(f"it has schema version {version}, and this flowrt has {SAMPLES_VERSION}")
