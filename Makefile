@@ -23,12 +23,14 @@ run: $(STAMP)
 REAL := sglang or slurm or netns or chromium or gpu or npu
 PURE := tests/unit tests/property tests/architecture
 
-# Between two edits: what needs no whole run, with fewer examples; within 90 s on two cores.
+# Between two edits: what needs no whole run, with fewer examples and at most three cases of a test with parameters;
+# within 90 s on two cores.
 fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast -m "not (slow or long)" $(PURE) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile fast --cases 3 -m "not (slow or long)" \
+		$(PURE) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" $(PURE) $(ARGS)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ($(REAL) or long or slow)" tests/integration $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and parallel and not ($(REAL) or long)" tests/integration $(ARGS)
 	$(BIN)/python -m pytest -m "slow and not ($(REAL) or long or parallel)" tests/integration tests/fault $(ARGS)

@@ -1,4 +1,5 @@
 import signal
+from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
@@ -22,6 +23,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--must", action="append", default=[], metavar="MARKER", help="what is so marked may not be skipped"
     )
+    parser.addoption(
+        "--cases", type=int, default=0, metavar="N", help="run at most N cases of each test with parameters; 0: all"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep some cases of a test with many, spread evenly over them, so that every run keeps the same."""
+    most = config.getoption("--cases")
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {
+        item
+        for of_test in cases.values()
+        for item in (of_test if len(of_test) <= most else [of_test[i * len(of_test) // most] for i in range(most)])
+    }
+    if most and len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,6 +69,7 @@ def test_no_term_is_defined_twice() -> None:
     assert len(every) == len(set(every))
 
 
+@pytest.mark.slow
 def test_house_measures_every_metric(tmp_path: Path) -> None:
     result = run_house(ROOT / "scripts/house", "--json", str(tmp_path / "house.json"))
     assert result.returncode == 0, result.stderr

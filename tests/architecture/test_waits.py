@@ -167,6 +167,7 @@ def _is_of_ranks(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("ranks.call", "self._ranks.call")
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_each_other_only_where_their_deadline_is_known() -> None:
     found = {
         (str(path.relative_to(ROOT)), call): line
@@ -226,6 +227,7 @@ def test_the_lint_sees_collectives(code: str, seen: bool) -> None:
     assert bool(list(collectives(ast.parse(code)))) is seen
 
 
+@pytest.mark.slow
 def test_every_wait_goes_through_the_primitive() -> None:
     found = {
         (str(path.relative_to(ROOT)), call): line

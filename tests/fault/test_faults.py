@@ -71,6 +71,7 @@ def test_no_fault_of_one_process_loses_or_doubles_anything(tmp_path: Path) -> No
     assert "kill trainer" in said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root only")
 def test_nothing_is_lost_or_doubled_by_a_fault_of_each_group(tmp_path: Path) -> None:
     metrics, _ = campaign(tmp_path, "--only", *SAMPLE)

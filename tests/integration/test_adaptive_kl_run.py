@@ -12,6 +12,7 @@ from flowrt.algorithms.kl import AdaptiveKl
 COEF, TARGET, HORIZON, PROMPTS, SIZE = 0.01, 0.001, 64, 4, 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_the_coefficient_follows_the_divergence_on_two_ranks_and_across_a_resume(

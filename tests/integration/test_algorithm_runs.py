@@ -43,7 +43,7 @@ def test_the_example_is_one_short_file() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parallel
-@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
     launch: Callable[..., Any], untrained_model: Path, tmp_path: Path, engine: str
 ) -> None:
@@ -60,6 +60,7 @@ def test_an_objective_of_the_users_trains_on_two_ranks_and_resumes(
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_a_reference_is_started_if_the_users_objective_needs_one(
@@ -95,7 +96,9 @@ def test_several_updates_a_step_publish_one_version(
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", [name if at < 2 else pytest.param(name, marks=pytest.mark.long) for at, name in enumerate(BROKEN)]
+)
 def test_a_file_that_defines_no_objective_is_refused_before_the_run(
     refused: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:

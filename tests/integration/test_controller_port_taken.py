@@ -62,6 +62,7 @@ def assert_exact(run: Any) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.long
 def test_temporary_process_at_the_controllers_port_costs_only_time(
     launch: Callable[..., Any], untrained_model: Path
 ) -> None:

@@ -52,6 +52,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+@pytest.mark.long
 def test_a_run_of_two_sets_that_is_killed_and_resumed_trains_the_seeded_order(
     launch: Callable[..., Any], flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

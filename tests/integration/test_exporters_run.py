@@ -62,6 +62,7 @@ def assert_on_the_board(run_dir: Path, directory: Path) -> None:
                 assert board[step][tag(name)] == pytest.approx(value, rel=2**-23), (step, name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
 def test_exporters_follow_a_run_and_none_of_them_ends_it(

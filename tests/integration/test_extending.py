@@ -31,6 +31,10 @@ class Block:
     text: str
 
 
+LONG = ("role", "engine", "message")
+"""Those whose tests `make test-long` runs."""
+
+
 def blocks(section: str) -> list[Block]:
     found = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [Block(*one) for one in found]
@@ -64,7 +68,10 @@ def test_the_page_has_a_section_for_each_extension() -> None:
     assert tuple(kind for kind, _ in SECTIONS) == KINDS
 
 
-@pytest.mark.parametrize(("kind", "section"), SECTIONS, ids=[kind for kind, _ in SECTIONS])
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [pytest.param(*one, id=one[0], marks=[pytest.mark.long] * (one[0] in LONG)) for one in SECTIONS],
+)
 def test_an_extension_works_as_shown_and_touches_few_files(kind: str, section: str, copy: Path) -> None:
     every = blocks(section)
     files = {block.path for block in every if block.path}

@@ -34,6 +34,7 @@ def test_another_method_has_another_gradient() -> None:
     assert found["padded"] > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.timeout(520)

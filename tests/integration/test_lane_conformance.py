@@ -156,6 +156,7 @@ async def test_hung_peer_fails_at_the_deadline_and_a_new_incarnation_works(start
         await moved(pair, sending, SMALL, seed=9, incarnation=1)
 
 
+@pytest.mark.long
 async def test_slow_transfer_with_progress_does_not_fail(start: Start, transport: str) -> None:
     deadline_s = 1.0
     pair = await start(transport, deadline_s)

@@ -14,7 +14,9 @@ BOTH = (True, False)
 SMALL, LARGE = [["int32", [3, 0, 5]]], [["uint8", [40_000_000]]]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm", "socket"])
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(lane, marks=pytest.mark.long) for lane in ("gloo", "socket"))]
+)
 async def test_hanging_peer_does_not_delay_other_lanes(transport: str) -> None:
     hanging = Pair(transport, DEADLINE_S, peer.transports(), 10.0, "hanging")
     other = Pair(transport, DEADLINE_S, {}, 10.0, "other", beside=hanging)

@@ -23,7 +23,7 @@ RUN = [
 LEAST = 0.5
 """Of the estimate. It has room for what torch takes with accelerators, and for the largest step there can be."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 MODULES = ("flowrt.roles.", "flowrt.ranks.", "flowrt.runtime.parent_death")

@@ -50,6 +50,7 @@ def test_the_only_worker_of_each_role_is_replaced_within_five_seconds(
     assert (summary["prompts_lost"], summary["prompts_trained_twice"]) == (0, 0)
 
 
+@pytest.mark.long
 def test_status_names_the_vacant_role(launch: Callable[..., Any], untrained_model: Path) -> None:
     """Without a supervisor that may start it again: the run says so at once, and ends after the absence limit."""
     limits = ("--supervisor.max-worker-restarts", "0", "--supervisor.role-vacancy-timeout-s", "20")

@@ -27,6 +27,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
 
 
+@pytest.mark.long
 def test_an_averaged_reference_survives_a_kill_and_a_resume(launch: Callable[..., Any]) -> None:
     flags = [*SETTINGS, "--reference.average", "0.5"]
     plain = launch(*flags)
@@ -49,6 +50,7 @@ def test_a_copy_has_no_divergence_in_the_step_after_the_refresh(launch: Callable
     assert min(found[1], found[3], found[5]) > 1e-9
 
 
+@pytest.mark.long
 def test_another_checkpoint_as_reference(launch: Callable[..., Any]) -> None:
     trained = launch(*SETTINGS, "--trainer.save", "True", "--steps", "3")
     assert trained.wait(120.0) == 0, trained.output

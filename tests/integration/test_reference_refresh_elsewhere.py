@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = pytest.mark.long
 EVERY = 2
 SMALL = [
     *("--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "0", "--rollout.workers", "1"),

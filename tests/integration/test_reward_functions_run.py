@@ -74,7 +74,10 @@ def test_metrics_have_each_function_and_part_and_how_calls_failed(launch: Callab
     launched.assert_gone(10.0)
 
 
-@pytest.mark.parametrize("policy", ["regenerate", "drop_group", "train_remaining"])
+@pytest.mark.parametrize(
+    "policy",
+    ["regenerate", *(pytest.param(policy, marks=pytest.mark.long) for policy in ("drop_group", "train_remaining"))],
+)
 def test_a_dropped_sample_counts_as_lost(launch: Callable[..., Any], flags: list[str], policy: str) -> None:
     launched = launch(*flags, "--reward.on-failure", "drop", "--on-lost-sample", policy)
     assert launched.wait(180.0) == 0, launched.output

@@ -196,6 +196,7 @@ def bad_input(run_dir: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_nothing_is_stored_or_sent_if_none_is_asked_for(launch: Callable[..., Any], hostile: list[str]) -> None:
     run = launch(
         *hostile, "--samples.per-step", "0", "--steps", "2", "--data.eval-prompts", "0", "--eval.interval", "0"

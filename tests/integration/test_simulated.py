@@ -28,6 +28,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", BOUNDS)
 def test_a_simulated_run_loses_nothing_and_keeps_the_bound(metrics: dict[str, float], mode: str) -> None:
     steps = LEAST_STEPS if BOUNDS[mode] == 0 else STEPS
@@ -37,17 +38,20 @@ def test_a_simulated_run_loses_nothing_and_keeps_the_bound(metrics: dict[str, fl
     assert metrics[f"staleness_max_{mode}_paper"] <= BOUNDS[mode]
 
 
+@pytest.mark.long
 def test_overlapping_tasks_is_faster_than_barriers_and_asynchrony_faster_still(metrics: dict[str, float]) -> None:
     assert metrics["speedup_sync_paper"] == 1.0
     assert metrics["speedup_streaming_paper"] > 1.4
     assert metrics["speedup_tail_paper"] > metrics["speedup_streaming_paper"]
 
 
+@pytest.mark.long
 def test_no_mode_beats_its_theory(metrics: dict[str, float]) -> None:
     for mode in BOUNDS:
         assert metrics[f"step_s_{mode}_paper"] > 0.97 * metrics[f"theory_step_s_{mode}_paper"]
 
 
+@pytest.mark.long
 def test_every_second_is_accounted_for(metrics: dict[str, float]) -> None:
     for mode in BOUNDS:
         for role in ("rollout", "reference", "reward", "trainer"):

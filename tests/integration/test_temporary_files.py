@@ -46,6 +46,7 @@ def test_nothing_is_left_where_the_agent_was_killed(
     assert not (run.run_dir / "ranks").exists()
 
 
+@pytest.mark.long
 def test_resume_removes_files_of_a_killed_launcher(
     launch: Callable[..., Any], untrained_model: Path, temporary: Path
 ) -> None:

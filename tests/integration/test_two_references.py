@@ -15,6 +15,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.long
 def test_two_workers_score_the_run_and_a_killed_one_is_replaced(launch: Callable[..., Any]) -> None:
     run = launch(*SETTINGS)
     run.wait_for_training()

@@ -8,6 +8,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +63,7 @@ def test_every_run_completes_and_keeps_its_promises(scenario: Scenario) -> None:
     assert_sound(SimulatedCluster(scenario).run())
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(scenarios(steps=6, strict_issue_order=False, groups_per_step=2))
 def test_nothing_is_dropped_without_faults(scenario: Scenario) -> None:

@@ -14,6 +14,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
 LEAST = 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["codec", "core"])
 def test_the_corpus_finds_nothing(target: str) -> None:
     lines = (CORPUS / f"{target}.hex").read_text().split()

@@ -63,7 +63,7 @@ def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
-def test_what_the_mind_refuses_changes_nothing(seed: int) -> None:
+def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
     noise, talk = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
     draw, sensible = noise.random, list(SENSIBLE)
     for _ in range(25):
@@ -147,6 +147,7 @@ def test_nested_claims_cost_no_more_than_the_bytes_that_back_them() -> None:
     assert peak_bytes((b"\xdd" + struct.pack(">I", 10_000)) * 1000 + bytes(5000)) < 2**20  # 78 MiB, once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", [b"\x91\xc0", b"\x80", b"\xa2ab"], ids=["arrays of one", "empty maps", "short texts"])
 def test_a_large_message_of_tiny_items_is_refused_before_they_are_made(item: bytes) -> None:
     count = 600_000

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def begun() -> tuple[CoreDriver, list[m.Message]]:
     return after, truth
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
 def test_what_is_claimed_is_refused_or_fits_together(seed: int) -> None:

@@ -64,6 +64,7 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDENTITIES)
 @given(scenario=scenarios(kills=1))
 @RUNS
@@ -80,6 +81,7 @@ def without_counts(log: list[Any]) -> list[Any]:
     return [dataclasses.replace(one, counts=()) if hasattr(one, "counts") else one for one in log]
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(filtered_scenarios())
 def test_every_step_trains_its_groups_and_none_that_is_refused(scenario: Scenario) -> None:
@@ -88,6 +90,7 @@ def test_every_step_trains_its_groups_and_none_that_is_refused(scenario: Scenari
     assert_filtered(cluster)
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(80))
 @given(filtered_scenarios(**MISFORTUNES), st.sampled_from(OnLostSample), st.integers(1, 2))
 def test_with_every_misfortune(scenario: Scenario, policy: OnLostSample, at_once: int) -> None:
@@ -192,6 +195,7 @@ def course(cluster: SimulatedCluster) -> dict[tuple[int, int], tuple[str, int]]:
     return {pair: end for pair, end in ends.items() if end[0] in ("trained", "dropped")}
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(
     filtered_scenarios(bound=0, strict_issue_order=True, steps=5, members=2),
@@ -206,6 +210,7 @@ def test_in_order_and_at_bound_0_the_choice_does_not_depend_on_timing(
     assert course(SimulatedCluster(other).run()) == course(plain)
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(40))
 @given(
     filtered_scenarios(bound=0, strict_issue_order=True, steps=5, members=2, ranks=1, checkpoint_every=1),

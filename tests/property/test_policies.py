@@ -57,6 +57,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDENTITIES)
 @given(scenario=scenarios(kills=1))
 @RUNS
@@ -74,6 +75,7 @@ def test_every_policy_keeps_the_promises(name: str, data: st.DataObject) -> None
     assert_sound(SimulatedCluster(scenario).run())
 
 
+@pytest.mark.slow
 @given(scenario=scenarios(on_lost_sample=OnLostSample.DROP_GROUP, kills=8, steps=6, **POLICIES["both"]))
 @RUNS
 def test_a_planned_step_goes_on_without_a_group_that_was_dropped(scenario: Scenario) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def test_what_was_trained_is_trained_once_however_often_the_run_is_told_to_end(
             lives.ledger.close()
 
 
+@pytest.mark.slow
 def test_steps_are_finished_and_left_begun_and_not() -> None:
     """The property above is about all of these: steps that are finished first, and steps that are given up."""
     ways: Counter[str] = Counter()

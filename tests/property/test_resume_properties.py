@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
+@pytest.mark.slow
 @settings(RUNS, max_examples=examples(60))
 @given(scenarios(), st.lists(st.integers(1, 400), min_size=1, max_size=3))
 def test_every_prompt_is_trained_once_however_often_the_run_is_cut_short(
@@ -49,6 +51,7 @@ def test_every_prompt_is_trained_once_however_often_the_run_is_cut_short(
             lives.ledger.close()
 
 
+@pytest.mark.slow
 def test_some_lives_go_on_from_a_checkpoint_and_some_take_steps_back(tmp_path: Path) -> None:
     """The property above is not about runs that were cut short before anything had happened."""
     resumed = rolled_back = 0

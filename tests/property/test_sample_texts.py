@@ -133,6 +133,7 @@ def check(path: Path, texts: list[str]) -> None:
     assert printed.count("completion:") >= len(texts)
 
 
+@pytest.mark.slow
 def test_texts_come_back_as_they_were_and_no_control_character_reaches_a_terminal(tmp_path: Path) -> None:
     for seed in range(examples(20)):
         random, path = Random(seed), tmp_path / str(seed)

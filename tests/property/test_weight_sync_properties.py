@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def test_nobody_fetches_before_it_is_so_many_versions_behind(data: st.DataObject
     assert_sound(Watched(scenario).run())
 
 
+@pytest.mark.slow
 def test_the_policy_and_not_admission_decides_in_some_of_these_runs() -> None:
     for policy in (Rolling(1), EveryN(2)):
         watched = [

@@ -25,6 +25,7 @@ async def falls_below(peer: Peer, rss: int, within_s: float) -> None:
         await asyncio.to_thread(time.sleep, LOOK_EVERY_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
 async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, puppet: Start, shared: bool) -> None:
     async with run() as stream:

@@ -41,6 +41,7 @@ def test_kl_estimate_equals_its_formula(name: KlEstimator) -> None:
     assert worst_estimate(name, CASES) <= BOUND
 
 
+@pytest.mark.slow
 def test_composed_objective_equals_its_formula() -> None:
     """Drawn compositions of loss, correction, rejection, second moment, KL, entropy and aggregation."""
     assert worst_objective(2 * CASES) <= BOUND
@@ -72,6 +73,7 @@ def test_a_gradient_through_a_stopped_factor_is_seen() -> None:
     assert error(stopped, tokens, samples, lambda drawn: sum((p * p for one in drawn for p in one.policy), 0j)) > 1e-3
 
 
+@pytest.mark.slow
 def test_every_part_of_an_objective_matters() -> None:
     """A part that is left out of the objective but not of the formula gives an error in some case."""
     rng, default = dice("liveness"), Objective()

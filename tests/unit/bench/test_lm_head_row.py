@@ -1,10 +1,12 @@
 """The measurement of the fused LM head, at a small size."""
 
+import pytest
 import torch
 from objectives_rows.lm_head import QUICK, measure, narrow_errors
 from torch import Tensor
 
 
+@pytest.mark.slow
 def test_the_fused_head_needs_less_than_the_logits() -> None:
     predictions, words, _ = QUICK
     metrics = measure(quick=True)

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from flowrt.controller.diagnostics.status import MAX_BRIEF_BYTES, brief_text, followed, status
 from flowrt.controller.diagnostics.wait_graph import MAX_WAITS, MAX_WORKERS
 from flowrt.controller.events import WorkerConnected
@@ -31,6 +33,7 @@ def brief(talk: CoreDriver, **cut_off: float) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
     talk = crowd()
     lost = f"more-{WORKERS - 1}"
@@ -46,6 +49,7 @@ def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
     assert found["graph"]["more"] >= WORKERS - MAX_WAITS
 
 
+@pytest.mark.slow
 def test_long_names_make_it_list_fewer() -> None:
     talk = crowd("é" * 150)
     found = brief(talk)

@@ -111,6 +111,7 @@ def test_an_empty_band_is_refused(low: float, high: float) -> None:
 # ---- the share of dropped groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "members"), [(0.5, 4), (0.8, 4), (0.1, 8)])
 def test_the_dropped_share_is_that_of_equal_rewards(rate: float, members: int) -> None:
     """All rewards of a group are equal with probability p^n + (1 - p)^n; within 3 sigma of a binomial."""

@@ -58,6 +58,7 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert failures == [f"guards.command {command.command} cannot be started: No such file or directory"]
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     failures: list[str] = []
     command = GuardCommand(tmp_path, failures.append, timeout_s=0.5)

@@ -83,7 +83,7 @@ def assert_same(found: dict[int, Response], wanted: dict[int, Response]) -> None
         torch.testing.assert_close(found[key].logprobs, response.logprobs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", WIDE])
+@pytest.mark.parametrize("name", ["qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", WIDE))])
 def test_answers_are_those_of_plain_steps_and_nothing_is_compiled_again(name: str) -> None:
     """Two kinds of heads: two that share keys, and one with keys of its own. 64 places are not enough: caches grow."""
     engine = engine_of(make(name), 8, compiled=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.engines.device_programs import PROGRAMS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(960)]
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 900.0
 CODE = """

@@ -92,6 +92,7 @@ def test_graphs_give_the_tokens_of_plain_steps(update: bool) -> None:
     assert 3 < step.captures <= 4 * 3 * (2 if update else 1)
 
 
+@pytest.mark.slow
 def test_a_single_row_is_graphed_too() -> None:
     plain, graphed = answers(None, update=False, rows=1), answers(Watched(), update=False, rows=1)
     assert all(torch.equal(one.tokens, graphed[key].tokens) for key, one in plain.items())

@@ -55,6 +55,7 @@ def drain(engine: TorchRollout) -> list[Response]:
     return finished
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(model: Any) -> None:
     mine = answer(model, prompts(greedy=True), rows=5, arrivals=2)
     for prompt in prompts():

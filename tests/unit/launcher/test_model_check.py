@@ -282,6 +282,7 @@ def test_top_k_that_excludes_no_token_is_refused(flags: list[str], refused: bool
 # ---- the reference
 
 
+@pytest.mark.slow
 def test_a_reference_of_the_same_vocabulary_is_accepted_and_others_are_refused(whole: Path, model: Path) -> None:
     def config(*flags: str) -> RunConfig:
         start = dataclasses.replace(parse(list(flags)), model=str(whole))

@@ -77,6 +77,7 @@ def test_a_worker_with_a_hostile_name_is_shown_by_it() -> None:
     assert "\x1b[31m" not in out.getvalue() + drawn.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
 def test_a_reader_that_has_left_changes_no_exit_code(where: str) -> None:
     words, code = (["--help"], 0) if where == "stdout" else (["run", "--steps", "0"], 2)
@@ -94,6 +95,7 @@ def test_a_reader_that_has_left_changes_no_exit_code(where: str) -> None:
     assert not ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_from_the_start_change_no_exit_code(closed: str, tmp_path: Path) -> None:
     for words, code in (("--help", 0), ("run --steps 0", 2)):

@@ -176,6 +176,7 @@ def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.Capt
     assert "rollout-0" in out
 
 
+@pytest.mark.slow
 def test_a_recording_becomes_a_test(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = replay(capsys, str(run_dir), "--to", f"1:{LEASED}", "--as-test")
     assert code == 0

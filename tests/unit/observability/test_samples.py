@@ -137,6 +137,7 @@ def test_a_copy_of_a_file_that_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run", SAMPLES]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_a_sentence_or_what_can_be_read(tmp_path: Path) -> None:
     fill(tmp_path)
     whole = (tmp_path / SAMPLES).read_bytes()
@@ -206,6 +207,7 @@ def fill_forever(path: Path) -> None:
             sys.stdout.flush()
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
     """At any moment, also while it deletes: the next one goes on with the same file."""
     newest = -1

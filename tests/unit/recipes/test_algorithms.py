@@ -160,6 +160,7 @@ def test_every_preset_is_accepted_and_trains(name: str) -> None:
     assert not torch.equal(weights, torch.cat([one.detach().reshape(-1) for one in small_model().parameters()]))
 
 
+@pytest.mark.slow
 def test_presets_differ() -> None:
     """Except for those that differ only by data: none of them is another one's name."""
     weights = {name: trained(run_config(table)) for name, table in PRESETS.items()}
@@ -175,6 +176,7 @@ def others(name: str, kind: Any, value: Any) -> tuple[Any, ...]:
     return (not value,) if kind is bool else (value * 2.0, value / 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), dict(fields(AlgorithmConfig())).items())
 def test_every_field_changes_what_is_trained(name: str, kind: Any) -> None:
     """For a preset or a combination in which the field acts, another value gives other weights."""

@@ -99,6 +99,7 @@ async def test_a_call_that_fails_costs_its_group_and_the_next_one_finds_a_proces
     assert "the group is filtered (failure 1 of the function)" in record.getMessage()
 
 
+@pytest.mark.slow
 async def test_a_call_that_hangs_is_killed_with_what_it_has_started(made: list[FilterFunction], tmp_path: Path) -> None:
     text = """
 import subprocess, time

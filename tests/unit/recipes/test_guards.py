@@ -156,6 +156,7 @@ def test_a_stopped_run_may_go_on_with_another_rule() -> None:
     assert [rule.above for rule in guard_rules(resumed) if rule.metric == "nll"] == [3.0]
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_class_of_ones_own_are_known_once_it_is_loaded() -> None:
     words = ["--algorithm", OWN, "--guard", "loss above 5"]
     assert with_own_needs(parse(words)).guard == (GuardConfig("loss", above=5.0),)

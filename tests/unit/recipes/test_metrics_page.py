@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from flowrt.controller.storage.run_metrics import OF_SAMPLES, RESERVED_FIELDS
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import CurriculumConfig, DataSetConfig, FilterConfig
@@ -57,6 +59,7 @@ def names() -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.slow
 def test_every_metric_is_on_the_page() -> None:
     patterns = [pattern(name) for name in documented()]
     divergences = re.compile(r"divergence_\d")

@@ -115,6 +115,7 @@ def test_dispatch_by_locality_moves_fewer_bytes() -> None:
     assert bytes_moved(policies(parse(LOCALITY)).dispatch, 4, 0) < 0.2 * bytes_moved(policies(parse([])).dispatch, 4, 0)
 
 
+@pytest.mark.slow
 def test_length_aware_dispatch_makes_steps_shorter_and_its_flags_matter() -> None:
     """In the simulation of `test_cluster`; with a fraction of 0 the run is that of the default."""
     plan = ClusterPlan(

@@ -59,6 +59,7 @@ def test_a_new_directory_is_closed_to_others_and_one_that_was_there_keeps_its_ri
         assert stat.S_IMODE(directory.stat().st_mode) == mode
 
 
+@pytest.mark.slow
 def test_a_controller_whose_configuration_names_no_run_directory_works_in_that_of_the_file(tmp_path: Path) -> None:
     job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
     for directory in (job, elsewhere):

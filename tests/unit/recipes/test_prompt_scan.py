@@ -68,6 +68,7 @@ def assert_same(path: Path, data: DataConfig) -> None:
     assert len(expected[0]) == len(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(line(), max_size=6), st.sampled_from(CONFIGS))
 def test_any_lines_are_read_as_by_the_general_path(

@@ -17,6 +17,7 @@ async def block(seconds: float) -> int:
     return 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "logged"), [(MAX_DELAY_S + CHECK_INTERVAL_S + 0.3, True), (0.1, False)])
 def test_a_blocked_event_loop_is_logged_with_its_duration(
     caplog: pytest.LogCaptureFixture, seconds: float, logged: bool

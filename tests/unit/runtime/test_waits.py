@@ -46,6 +46,7 @@ async def test_timeout_of_the_work_itself_is_raised_unchanged() -> None:
         await waits.wait_until(work(), 5.0, "it", "itself")
 
 
+@pytest.mark.slow
 async def test_heartbeat_renews_the_deadline() -> None:
     sign = LivenessTimeout(0.4)
     begin_s = time.monotonic()
@@ -62,6 +63,7 @@ async def test_heartbeat_renews_the_deadline() -> None:
     assert time.monotonic() - begin_s > 6 * 0.15 + 0.3
 
 
+@pytest.mark.slow
 async def test_stopped_process_does_not_blame_its_peer() -> None:
     sign, done = LivenessTimeout(0.4), asyncio.Event()
     waiter = asyncio.create_task(waits.wait_until(done.wait(), sign, "a pulse", "the patient"))
@@ -119,6 +121,7 @@ def test_waits_of_threads_have_deadlines() -> None:
     assert waits.join_thread(thread, 5.0)
 
 
+@pytest.mark.slow
 def test_peer_without_heartbeats_is_named_and_others_awaited() -> None:
     given, end_s = {1: 0, 2: 0, 3: 0}, float("inf")
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
 from flowrt.controller.policies.weight_sync import Rolling
 from flowrt.engines.simulated.costs import GenerationCost, TrainCost
@@ -44,6 +46,7 @@ def test_single_worker_takes_the_time_of_the_formula() -> None:
     assert abs(ClusterSimulation(plan).run() - DECODE.together_s(lengths)) < 1e-6
 
 
+@pytest.mark.slow
 def test_two_thousand_workers_keep_the_staleness_bound() -> None:
     plan = dataclasses.replace(
         PLAN, workers=2000, rows=4, groups_per_step=500, members=8, steps=3, lengths=Lengths(Uniform(50, 400), 0.5, 2)
@@ -65,6 +68,7 @@ def test_staleness_saves_time_and_rolling_sync_keeps_the_bound() -> None:
         assert_sound(simulation)
 
 
+@pytest.mark.slow
 def test_length_aware_dispatch_shortens_synchronous_steps() -> None:
     ratios = []
     for seed in range(4):

@@ -83,6 +83,7 @@ def test_device_transports_come_last_without_a_device_in_use(monkeypatch: pytest
     assert transports.available_transports()[-2:] == ("gloo", "hccl")
 
 
+@pytest.mark.slow
 def test_only_devices_imports_torch_npu() -> None:
     product = [path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py")]
     importing = []

@@ -169,6 +169,7 @@ def test_a_controller_does_not_start(
     assert files(run_dir) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [garbage_in_the_midst, short_log], ids=lambda one: one.__name__)
 def test_resume_ends_with_the_words_of_its_controller(spoil: Callable[[Path], None], run_dir: Path) -> None:
     spoil(run_dir / LEDGER)

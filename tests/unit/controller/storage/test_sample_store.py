@@ -261,6 +261,7 @@ def test_flagged_samples_go_too_if_nothing_else_is_left(tmp_path: Path) -> None:
 # ---- the event loop's side
 
 
+@pytest.mark.slow
 def test_what_is_over_the_rate_is_counted_and_not_queued(tmp_path: Path) -> None:
     store = SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30)
     store.begin(1, 0)

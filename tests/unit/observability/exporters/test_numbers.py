@@ -47,6 +47,7 @@ def assert_equal(found: Numbers, run_dir: Path, names: Iterable[tuple[str, str]]
                 assert one == value if exact else one == pytest.approx(value, rel=2**-23)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_all_numbers_in_single_precision(run_dir: Path, tmp_path: Path) -> None:
     done = export(run_dir, "--tensorboard", tmp_path / "tb")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_tensorboard_is_purged_when_a_run_goes_back_and_when_it_is_exported_agai
     assert_equal(tensorboard_numbers(tmp_path / "tb"), run_dir, names, exact=False)
 
 
+@pytest.mark.slow
 def test_a_wandb_file_has_all_numbers(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -110,6 +112,7 @@ def test_prometheus_text_has_the_numbers_of_the_last_step(run_dir: Path) -> None
     assert "rollout-1" not in text  # no label of a worker
 
 
+@pytest.mark.slow
 def test_random_numbers_of_steps_are_the_same_everywhere(run_dir: Path, tmp_path: Path) -> None:
     assert export(run_dir, "--tensorboard", tmp_path / "tb").returncode == 0
     board, known = tensorboard_numbers(tmp_path / "tb"), metrics_numbers(run_dir)
