@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.cookiejar import CookieJar
 from pathlib import Path
 
@@ -231,7 +231,10 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), *flags]
     if clients:
         words += ["--watch", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        _limit(process),
+    ):
         assert process.stdout is not None
         said = ""
         for line in process.stdout:
@@ -239,9 +242,31 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
             address = next((word for word in line.split() if "/?token=" in word), "")
             for _ in range(clients if address else 0):
                 Client(address).start()
-        if process.wait(RUN_TIMEOUT_S):
-            raise RuntimeError(said[-2000:])
+        if code := process.wait(RUN_TIMEOUT_S):
+            raise RuntimeError(
+                f"`{' '.join(words)}` ended with {code} after at most {RUN_TIMEOUT_S:.0f} s: {said[-2000:]}"
+            )
     return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
+
+
+@contextlib.contextmanager
+def _limit(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> Iterator[None]:
+    """Kill a run and its workers after `RUN_TIMEOUT_S`, so that what reads its output comes to an end."""
+    timer = threading.Timer(RUN_TIMEOUT_S, kill_all, [process.pid])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and all that it has started, at once."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for one in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
 
 
 def cost_figures(quick: bool) -> dict[str, float]:
@@ -346,15 +371,13 @@ def kill_at_random(run_dir: Path, model: Path, draw: random.Random) -> None:
     """A run of which all processes are killed at once, some time after its first step."""
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), "--model", str(model), *SMALL]
     metrics = run_dir / "metrics.jsonl"
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process, _limit(process):
         while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
             time.sleep(POLL_S)
+        if process.poll() is not None:
+            raise RuntimeError(f"`{' '.join(words)}` ended with {process.returncode} before its first step")
         time.sleep(draw.uniform(0.0, 6.0))
-        with contextlib.suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(process.pid)
-            for one in (launcher, *launcher.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.send_signal(signal.SIGKILL)
+        kill_all(process.pid)
 
 
 def openings(run_dir: Path, draw: random.Random) -> Iterator[list[str]]:
@@ -430,12 +453,19 @@ def http_figures() -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, float]:
+    """All figures of this row; what is under way is said on standard error, because most of it takes long."""
     workers = QUICK_WORKERS if quick else WORKERS
-    return {
-        **status_figures(workers),
-        **page_figures(workers, STEPS // 10 if quick else STEPS),
-        **http_figures(),
-        **rows_figures(quick),
-        **killed_figures(quick),
-        **cost_figures(quick),
+    parts: dict[str, Callable[[], dict[str, float]]] = {
+        "status": lambda: status_figures(workers),
+        "page": lambda: page_figures(workers, STEPS // 10 if quick else STEPS),
+        "requests": http_figures,
+        "rows": lambda: rows_figures(quick),
+        "killed runs": lambda: killed_figures(quick),
+        "cost": lambda: cost_figures(quick),
     }
+    figures: dict[str, float] = {}
+    for name, part in parts.items():
+        start_s = time.monotonic()
+        figures |= part()
+        sys.stderr.write(f"watch, {name}: {time.monotonic() - start_s:.0f} s\n")
+    return figures

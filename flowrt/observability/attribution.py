@@ -102,7 +102,7 @@ def add_up(lines: Sequence[Mapping[str, Any]]) -> Times:
     worst: dict[str, Sums[str]] = {}
     for line in lines:
         for role, of in line["roles"].items():
-            roles.setdefault(role, Sums()).add({kind: of[kind] for kind in KINDS})
+            roles.setdefault(role, Sums()).add({kind: of[kind] for kind in KINDS if kind in of})
             workers[role] = max(workers.get(role, 0), of.get("workers", 0))
         for role, cause, root, seconds in line["roots"]:
             roots[role, cause, root] += seconds

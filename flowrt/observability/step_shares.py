@@ -1,11 +1,10 @@
 """Shares of time of many steps: consecutive lines of attribution.jsonl added up, so that an answer stays small."""
 
-import heapq
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
-Key = TypeVar("Key")
+from flowrt.observability.attribution import add_up
+
 MAX_WORST = 8
 
 
@@ -21,34 +20,19 @@ def merged(lines: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]
 
 
 def _sum(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    roles: dict[str, dict[str, float]] = {}
-    roots: dict[tuple[str, str, str], float] = {}
-    worst: dict[str, dict[str, float]] = {}
-    for line in lines:
-        for role, seconds in line["roles"].items():
-            of_role = roles.setdefault(role, {})
-            for name, value in seconds.items():
-                before = of_role.get(name, 0)
-                of_role[name] = max(before, value) if name == "workers" else before + value
-        for role, cause, root, value in line.get("roots", ()):
-            roots[role, cause, root] = roots.get((role, cause, root), 0.0) + value
-        for cause, workers in line.get("worst", {}).items():
-            of_cause = worst.setdefault(cause, {})
-            for worker, value in workers:
-                of_cause[worker] = of_cause.get(worker, 0.0) + value
+    times = add_up(lines)
     return {
         "step": lines[-1]["step"],
-        "from_s": lines[0].get("from_s"),
-        "to_s": lines[-1].get("to_s"),
+        "from_s": times.from_s,
+        "to_s": times.to_s,
         "steps": len(lines),
-        "roles": {role: {name: round(value, 4) for name, value in of.items()} for role, of in roles.items()},
-        "roots": [[*key, round(value, 4)] for key, value in _largest(roots, len(roots))],
+        "roles": {
+            role: {"workers": times.workers[role], **{kind: round(value, 4) for kind, value in of.items()}}
+            for role, of in times.roles.items()
+        },
+        "roots": [[*key, round(value, 4)] for key, value in times.roots.items()],
         "worst": {
-            cause: [[worker, round(value, 4)] for worker, value in _largest(of, MAX_WORST)]
-            for cause, of in worst.items()
+            kind: [[worker, round(value, 4)] for worker, value in list(of.items())[:MAX_WORST]]
+            for kind, of in times.worst.items()
         },
     }
-
-
-def _largest(of: Mapping[Key, float], count: int) -> list[tuple[Key, float]]:
-    return heapq.nlargest(count, of.items(), key=itemgetter(1))

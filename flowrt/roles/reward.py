@@ -58,7 +58,8 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
                 scores.append(task.reward(text, bytes(answer.tolist()).decode()))
             mean_s = (monotonic() - start_s) / len(scores)
         await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
-        samples.send(batch, {row: Score(reward, {}, "", mean_s) for row, reward in enumerate(scores)})
+        with session.timeline.busy("reward"):
+            samples.send(batch, {row: Score(reward, {}, "", mean_s) for row, reward in enumerate(scores)})
 
 
 class FunctionRewards:
