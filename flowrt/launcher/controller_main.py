@@ -85,7 +85,7 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         ledger=ledger,
         keys=keys,
     )
-    server.tell_of_guards(config.guards.command)
+    server.run_on_guards(config.guards.command)
     if config.samples.per_step:
         server.store_samples(sample_store(config))
     if config.recorder.mb:

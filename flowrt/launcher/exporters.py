@@ -95,7 +95,7 @@ class ExporterProcesses:
             try:
                 child = await self._children.start(log_name(name), self._words(name))
             except ConfigError as error:
-                self._say(str(error))
+                self._note(str(error))
                 return
             self._running[name] = child
             if self._ending.is_set():
@@ -104,12 +104,12 @@ class ExporterProcesses:
             if code == EXIT_OK:
                 return
             if code == EXIT_BAD_INPUT or not left:
-                self._say(f"{child.log_tail()}; the run goes on without it")
+                self._note(f"{child.log_tail()}; the run goes on without it")
                 return
             if self._ending.is_set():
-                self._say(child.log_tail())
+                self._note(child.log_tail())
                 return
-            self._say(f"{child.log_tail()}; it is started again")
+            self._note(f"{child.log_tail()}; it is started again")
             await pause(BACKOFF_S)
 
     def _words(self, name: str) -> list[str]:
@@ -117,7 +117,7 @@ class ExporterProcesses:
         run = ["--run", str(self._run_dir), "--to", name, "--target", str(target), "--follow"]
         return [sys.executable, "-m", MODULE, *run]
 
-    def _say(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self._report(text)
         if not self._ending.is_set():
             self._log_event(text)

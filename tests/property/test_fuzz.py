@@ -1,4 +1,4 @@
-"""Noise against the codec, the mind and a live controller: nothing crashes or grows, a refusal changes nothing."""
+"""Noise against the codec, the core and a live controller: nothing crashes or grows, a refusal changes nothing."""
 
 import asyncio
 import contextlib
@@ -99,7 +99,7 @@ def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
     ],
     ids=["leases for some of the slots", "lane of another", "column that is not there", "fetch of another"],
 )
-def test_found_by_noise_in_the_mind(worker: str, message: m.Message) -> None:
+def test_found_by_noise_in_the_core(worker: str, message: m.Message) -> None:
     talk = CoreDriver()
     talk.ready_to_train()
     talk.assert_illegal(worker, message)

@@ -1,4 +1,4 @@
-"""The test of the simulations: each classic bug is planted into the mind or the ledger, and has to be found.
+"""The test of the simulations: each classic bug is planted into the core or the ledger, and has to be found.
 
 Simulated clusters run, the same ones for every bug. It is found when `Core.check`, a simulated worker or the count at
 the end objects; without a bug they all pass.

@@ -223,7 +223,7 @@ class SimulatedCluster:
         try:
             commands = self.core.transition(event, self.clock.now())
         except (LookupError, FlowError) as error:
-            raise AssertionError(f"the mind failed at {event}: {error!r}") from error
+            raise AssertionError(f"the core failed at {event}: {error!r}") from error
         self.core.check()
         self.carry_out(commands)
         if isinstance(event, Tick):

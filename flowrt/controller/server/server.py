@@ -154,7 +154,7 @@ class Server:
         """Record all events from the first one on; called before `run`."""
         self._recording = recording
 
-    def tell_of_guards(self, command: str) -> None:
+    def run_on_guards(self, command: str) -> None:
         """Run this command of the user for each guard that fires."""
         self._guard_command.command = command
 

@@ -1,4 +1,4 @@
-"""Shapes in which asynchronous RL systems are known to hang, each against the mind of the controller."""
+"""Shapes in which asynchronous RL systems are known to hang, each against the core of the controller."""
 
 from flowrt.controller.events import EndRun, Tick, WorkerDisconnected
 from flowrt.ids import WorkerId

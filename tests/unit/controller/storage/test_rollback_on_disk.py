@@ -177,7 +177,7 @@ def test_the_journal_is_cut_and_counts_the_whole_run(tmp_path: Path) -> None:
     assert summary["wall_s"] == pytest.approx(7.5)
 
 
-# ---- the mind
+# ---- the core
 
 
 def test_what_the_run_is_done_with_is_refused() -> None:
