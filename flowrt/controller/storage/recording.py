@@ -167,6 +167,7 @@ class EventRecording:
         if not reason and self._queued_bytes - self._written_bytes > MAX_PENDING_BYTES:
             reason = f"the disk is too slow: {MAX_PENDING_BYTES >> 20} MiB of events wait to be written"
         if reason:
+            self._writer.stop(reason)
             self._is_reported = True
             self.is_active = False
             self._queue.put(None)
@@ -224,6 +225,7 @@ class _SegmentWriter:
             if self._fd < 0:
                 self._open(block.first)
             if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
+                self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
                 self._append(self._packer.pack([END, self.stopped]), reserve=0)
                 self._close()
             elif self._size >= SEGMENT_BYTES:
@@ -239,7 +241,7 @@ class _SegmentWriter:
         """Write the end, and close the file."""
         try:
             if self._fd >= 0:
-                self._append(self._packer.pack([END, ""]), reserve=0)
+                self._append(self._packer.pack([END, self.stopped]), reserve=0)
             self._close()
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")

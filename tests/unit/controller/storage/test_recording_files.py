@@ -3,6 +3,7 @@
 import resource
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,8 +124,8 @@ def size_of(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in (run_dir / "recording").iterdir())
 
 
-def test_a_recording_stops_at_its_bound_and_the_run_goes_on(tmp_path: Path) -> None:
-    limit = 6000
+@pytest.mark.parametrize("limit", range(2500, 6500, 500))
+def test_a_recording_stops_at_its_bound_and_the_run_goes_on(limit: int, tmp_path: Path) -> None:
     cluster = RecordedCluster(NUMBER, tmp_path, limit_bytes=limit).play()
     assert cluster.core.ended is not None
     assert cluster.recording is not None
@@ -134,7 +135,6 @@ def test_a_recording_stops_at_its_bound_and_the_run_goes_on(tmp_path: Path) -> N
     extent = Recordings.of(tmp_path).of_term(1).extent()
     assert "recorder.mb" in extent.stopped
     assert not extent.damage
-    assert extent.events > 0
     states = dict(replayed_states(tmp_path))
     assert states.items() <= cluster.states.items()
     assert len(states) < len(cluster.states)
@@ -160,6 +160,26 @@ def test_a_full_disk_stops_the_recording_at_a_whole_block(tmp_path: Path) -> Non
     assert extent.events > 0
     assert not extent.damage
     assert dict(replayed_states(tmp_path)).items() <= cluster.states.items()
+
+
+def wait_for_a_segment(run_dir: Path, deadline_s: float = 20.0) -> None:
+    """The thread has written the beginning of a recording."""
+    deadline = time.monotonic() + deadline_s
+    while not any(path.stat().st_size for path in (run_dir / "recording").glob("*.fr")):
+        assert time.monotonic() < deadline, f"no segment after {deadline_s:.0f} s"
+        time.sleep(0.01)
+
+
+def test_a_recording_says_that_the_disk_was_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = RecordedCluster(NUMBER, tmp_path)
+    cluster.run()
+    assert cluster.recording is not None
+    wait_for_a_segment(tmp_path)
+    assert cluster.recording.stopped() == ""
+    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", -1)
+    assert "the disk is too slow" in cluster.recording.stopped()
+    cluster.recording.close()
+    assert "the disk is too slow" in Recordings.of(tmp_path).of_term(1).extent().stopped
 
 
 def test_a_directory_that_cannot_be_made_stops_the_recording(tmp_path: Path) -> None:
