@@ -7,22 +7,23 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
     data      part of one raw zlib stream a segment, at level 1, ended by a sync flush: all blocks before are readable
     content   MessagePack array, the first item is its kind:
               [BEGIN, term, segment, first event, header or None]   the first of each segment; a header in segment 0
-              [EVENTS, first event, names, columns..., digest]      see `EventBlock`
+              [EVENTS, first event, names, columns..., digest]      see `EventBlock.pack`
               [END, reason]                                         nothing follows: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
-Messages are kept as the bytes that came from the socket, and times as exact float64: rounded to microseconds, a replay
-takes another course. The content of a block is stored by columns, which compress better than records and cost less time
-to pack.
+Messages are kept as they came from the socket, but for the busy spans of reports, on which no decision depends; times are
+exact: rounded to microseconds, a replay takes another course. The messages of a kind are stored by columns of their
+fields (`flowrt.controller.storage.columns`), which compress several times better than the messages.
 """
 
 import hashlib
 import struct
 import zlib
-from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,16 @@ from flowrt.controller.state.replay import (
     StageUndone,
 )
 from flowrt.controller.state.reward_history import Outcome
+from flowrt.controller.storage.columns import ColumnPacker, ColumnReader, pack_numbers, pack_reals
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.protocol.codec import decode, encode, from_blob, to_blob
+from flowrt.protocol.codec import TAGS, decode, encode, from_blob, to_blob
+from flowrt.protocol.messages import Report
 from flowrt.protocol.records import Position
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
-MAGIC = b"flowrt recording 1\n"
+MAGIC = b"flowrt recording 2\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -80,8 +83,8 @@ _KINDS: tuple[type[Any], ...] = (
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
-_NUMBER_BYTES, _WORD_BYTES = 4, 8
-_MASK = (1 << 64) - 1
+_REPORT = TAGS[Report]
+_SPANS = 1 + [one.name for one in fields(Report)].index("spans")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,85 +132,76 @@ class EventBlock:
     digest: bytes = b""
     """Of all commands since the beginning of the term."""
 
-    def begin_at(self, event: int) -> None:
-        """Number the events from this one on."""
-        self.first = event
+    def seal(self, digest: bytes) -> None:
+        """Nothing is added any more."""
+        self.digest = digest
 
     def pack(self) -> list[Any]:
-        """The content of a block."""
+        """The content of a block: [EVENTS, first, names, sorts, senders, order, times, columns of each sort, digest].
+
+        Events of one sort and sender are next to each other, because their fields are similar: ``order`` has, for each
+        event, the place of its sort and sender in ``sorts`` and ``senders``. The sort is the tag of a message, or the
+        negative kind of another event; its columns are the number of commands, then the items of the event's array.
+        """
+        unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
+        unpacker.feed(b"".join(self.data))
+        pairs: dict[tuple[int, int], int] = {}
+        order: list[int] = []
+        rows: list[list[tuple[Any, ...]]] = []
+        for kind, worker, count, items in zip(self.kinds, self.workers, self.counts, unpacker, strict=True):
+            sort = items[0] if kind == _MESSAGE else -kind
+            place = pairs.setdefault((sort, worker), len(pairs))
+            if place == len(rows):
+                rows.append([])
+            order.append(place)
+            rows[place].append((count, *(_without_spans(items) if sort == _REPORT else items)))
+        of_sort: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+        for (sort, _), of_pair in zip(pairs, rows, strict=True):
+            of_sort[sort] += of_pair
+        packer = ColumnPacker()
         return [
             EVENTS,
             self.first,
             self.names,
-            bytes(self.kinds),
-            _pack_numbers(self.workers),
-            _pack_times(self.times),
-            _pack_numbers([len(data) for data in self.data]),
-            b"".join(self.data),
-            _pack_numbers(self.counts),
+            pack_numbers([sort for sort, _ in pairs]),
+            pack_numbers([worker for _, worker in pairs]),
+            pack_numbers(order),
+            pack_reals(self.times),
+            [packer.pack_fields(of_pairs) for of_pairs in of_sort.values()],
             self.digest,
         ]
 
     @classmethod
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
-        """Raises ValueError or TypeError for content that is not one."""
-        _, first, names, kinds, workers, times, lengths, joined, counts, digest = content
-        data, at = [], 0
-        for size in _unpack_numbers(lengths):
-            data.append(joined[at : at + size])
-            at += size
-        numbers, answers = _unpack_numbers(workers), _unpack_numbers(counts)
-        block = cls(first, list(names), list(kinds), numbers, _unpack_times(times), data, answers, digest)
-        columns = (block.workers, block.times, block.data, block.counts)
-        if any(len(column) != len(block.kinds) for column in columns) or at != len(joined):
+        """Raises ValueError, TypeError, LookupError or OverflowError for content that is not one."""
+        _, first, names, packed_sorts, packed_workers, packed_order, packed_times, columns, digest = content
+        reader = ColumnReader()
+        sorts, workers, order = map(reader.read, (packed_sorts, packed_workers, packed_order))
+        times = reader.read(packed_times)
+        sizes = Counter(order)
+        of_sort = {sort: iter(reader.read_fields(of)) for sort, of in zip(dict.fromkeys(sorts), columns, strict=True)}
+        of_pair = [list(islice(of_sort[sort], sizes[place])) for place, sort in enumerate(sorts)]
+        if (
+            sizes.keys() - range(len(sorts))
+            or len(times) != len(order)
+            or any(len(rows) != sizes[place] for place, rows in enumerate(of_pair))
+            or any(next(rest, None) is not None for rest in of_sort.values())
+        ):
             raise ValueError("the columns of a block have different lengths")
+        block = cls(first, list(names), times=times, digest=digest)
+        left = [iter(rows) for rows in of_pair]
+        for place in order:
+            count, *items = next(left[place])
+            block.kinds.append(max(-sorts[place], _MESSAGE))
+            block.workers.append(workers[place])
+            block.data.append(msgpack.packb(items, unicode_errors="surrogatepass"))
+            block.counts.append(count)
         return block
 
 
-def _by_weight(raw: bytes, size: int) -> bytes:
-    """Words of ``size`` bytes, by bytes of equal weight: of small numbers most are zero, next to each other."""
-    return b"".join(raw[weight::size] for weight in range(size))
-
-
-def _by_word(planes: bytes, size: int) -> bytes:
-    """The inverse of `_by_weight`."""
-    count, rest = divmod(len(planes), size)
-    if rest:
-        raise ValueError(f"a column is not a whole number of words of {size} bytes")
-    raw = bytearray(len(planes))
-    for weight in range(size):
-        raw[weight::size] = planes[weight * count : (weight + 1) * count]
-    return bytes(raw)
-
-
-def _pack_numbers(numbers: Sequence[int]) -> bytes:
-    return _by_weight(array("I", numbers).tobytes(), _NUMBER_BYTES)
-
-
-def _unpack_numbers(packed: bytes) -> list[int]:
-    numbers = array("I")
-    numbers.frombytes(_by_word(packed, _NUMBER_BYTES))
-    return list(numbers)
-
-
-def _pack_times(times: Sequence[float]) -> bytes:
-    """Differences of successive times as 64-bit words: exact, and small."""
-    words = array("Q")
-    words.frombytes(array("d", times).tobytes())
-    steps = [after - before & _MASK for before, after in zip([0, *words], words, strict=False)]
-    return _by_weight(array("Q", steps).tobytes(), _WORD_BYTES)
-
-
-def _unpack_times(packed: bytes) -> list[float]:
-    steps = array("Q")
-    steps.frombytes(_by_word(packed, _WORD_BYTES))
-    words, word = array("Q"), 0
-    for step in steps:
-        word = word + step & _MASK
-        words.append(word)
-    times = array("d")
-    times.frombytes(words.tobytes())
-    return list(times)
+def _without_spans(report: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The array of a `Report` without its busy spans: the core does not read them, and the timeline has them."""
+    return (*report[:_SPANS], (), *report[_SPANS + 1 :])
 
 
 # ---- events and commands
@@ -235,34 +229,35 @@ def read_event(kind: int, worker: str, data: bytes) -> Event:
 
 
 class CommandDigest:
-    """Digest of all commands of a core, in order: contents, and receivers of messages."""
+    """Digest of all commands of a core, in order: messages with their receivers, of the others what identifies them."""
 
     def __init__(self) -> None:
-        self._contents = hashlib.sha256()
-        self._receivers = hashlib.sha256()
+        self._all = hashlib.sha256()
+        self._parts: list[bytes] = []
 
-    def add(self, receivers: Iterable[str], contents: Iterable[bytes | Command]) -> None:
+    def add(self, commands: Iterable[Command], encoded: Iterable[bytes]) -> None:
         """Add commands.
 
         Args:
-            receivers: the receiver of each message among them.
-            contents: of each message its bytes, each other command as it is.
+            commands: in order.
+            encoded: the message of each Send among them, encoded; of other commands anything.
         """
-        self._receivers.update("\n".join([*receivers, ""]).encode(errors="surrogatepass"))
-        self._contents.update(b"".join([one if type(one) is bytes else _command_bytes(one) for one in contents]))
+        for command, message in zip(commands, encoded, strict=True):
+            if type(command) is Send:
+                self._parts += (command.worker.encode(errors="surrogatepass"), message)
+            else:
+                self._parts.append(_command_bytes(command))
 
     def value(self) -> bytes:
         """The digest of everything added so far."""
-        return hashlib.sha256(self._receivers.digest() + self._contents.digest()).digest()[:DIGEST_BYTES]
+        self._all.update(b"".join(self._parts))
+        self._parts.clear()
+        return self._all.digest()[:DIGEST_BYTES]
 
 
-def digest_of(digest: CommandDigest, commands: Iterable[Command]) -> None:
+def digest_of(digest: CommandDigest, commands: Sequence[Command]) -> None:
     """Add commands that were not encoded yet."""
-    known = list(commands)
-    digest.add(
-        [one.worker for one in known if type(one) is Send],
-        [encode(one.message) if type(one) is Send else one for one in known],
-    )
+    digest.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
 
 
 _IDENTITY: dict[type, Callable[[Any], object]] = {
@@ -273,14 +268,14 @@ _IDENTITY: dict[type, Callable[[Any], object]] = {
     GroupsClosed: attrgetter("groups", "slots"),
 }
 """What is digested of the frequent commands and log entries: what else is in an entry is copied from the event."""
+_pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 
 def _command_bytes(command: Any) -> bytes:
     record = command.entry if type(command) is AppendReplay else command
     identity = _IDENTITY.get(type(record))
-    return repr(record if identity is None else (type(record).__name__, identity(record))).encode(
-        errors="surrogatepass"
-    )
+    data: bytes = _pack(repr(record) if identity is None else (type(record).__name__, identity(record)))
+    return data
 
 
 # ---- headers
