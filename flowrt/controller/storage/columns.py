@@ -1,19 +1,19 @@
-"""Columns: many values of the same shape, stored so that little is left to compress.
+"""Columns: many values of the same shape, packed so that little is left to compress.
 
-A list of MessagePack values (tuples, whole and real numbers, texts, bytes) becomes a packed column, an array whose first
-item is its kind; tuples become columns of their items. The structure is read from the values: nothing here knows what
-they mean. Every value reads back as it was, real numbers bit by bit::
+A list of MessagePack values becomes a packed column, an array whose first item is its kind; tuples become columns of
+their items. The structure is read from the values: nothing here knows what they mean. Every value reads back as it was,
+real numbers bit by bit::
 
     PLAIN, values                       everything else
-    CONSTANT, count, value              equal whole numbers
+    CONSTANT, number, value             equal whole numbers
     TABLE, distinct, index              whole numbers, few distinct ones: a byte each
     NUMBERS, type, planes               whole numbers, as items of an `array` of that type
     STEPS, first, column                whole numbers: the first, and the differences from the number before
     NANOSECONDS, column                 real numbers that are whole nanoseconds: those
     REALS, column                       other real numbers: their bits as whole numbers
     TEXTS, distinct, column             texts: their numbers among the distinct ones
-    WORDS, column, lengths, column      bytes that are packed 64-bit numbers: the number of each among the distinct ones,
-                                        then the words, and the numbers, of those that occur for the first time
+    WORDS, column, lengths, column      bytes that are packed 64-bit numbers: the place of each among the distinct
+                                        ones, then the lengths and the numbers of those that are new
     BYTES, lengths, bytes               other bytes
     FIELDS, columns                     tuples of equal length: a column for each position
     MANY, lengths, column               other tuples: all their items
@@ -22,7 +22,7 @@ they mean. Every value reads back as it was, real numbers bit by bit::
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, count, pairwise, repeat
 from operator import mul, sub, truediv
 from typing import Any
 
@@ -34,54 +34,49 @@ MAX_FIELDS = 32
 """Tuples that are longer are lists of items, not records."""
 MAX_COUNT = 1 << 26
 """Bound on the values of one column: more are damage."""
-_LIMITS = ((1 << 7, "b"), (1 << 15, "h"), (1 << 31, "i"), (1 << 63, "q"))
-_BYTE, _WORD = "b", "q"
+_TYPES = ("b", "h", "i", "q")
+_WORD = "q"
 _WORD_BYTES = 8
+_LARGEST = (1 << 63) - 1
 _NS = 1e9
 Packed = Sequence[Any]
 
 
-def _item_type(low: int, high: int) -> str:
-    """The smallest type of an `array` for numbers from ``low`` to ``high``; empty if none is wide enough."""
-    largest = max(high, -1 - low)
-    return next((code for limit, code in _LIMITS if largest < limit), "")
+def _smallest(numbers: Sequence[int], types: Sequence[str] = _TYPES) -> "array[int] | None":
+    """The numbers as an array of the first of these types that is wide enough; None if none is."""
+    for code in types:
+        try:
+            return array(code, numbers)
+        except OverflowError:  # at the first number that is too large
+            continue
+    return None
+
+
+def _plain_numbers(items: "array[int]") -> Packed:
+    """NUMBERS: the items by bytes of equal weight. Of small numbers most are zero, next to each other."""
+    raw, size = items.tobytes(), items.itemsize
+    return (NUMBERS, items.typecode, raw if size == 1 else b"".join([raw[weight::size] for weight in range(size)]))
 
 
 def pack_numbers(numbers: Sequence[int]) -> Packed:
     """The column of whole numbers."""
     if not numbers:
         return (PLAIN, ())
-    low, high = min(numbers), max(numbers)
-    if low == high:
-        return (CONSTANT, len(numbers), low)
-    code = _item_type(low, high)
-    if code == _BYTE:
-        return (NUMBERS, code, array(code, numbers).tobytes())
+    if numbers.count(numbers[0]) == len(numbers):
+        return (CONSTANT, len(numbers), numbers[0])
+    if (small := _smallest(numbers, _TYPES[:1])) is not None:
+        return _plain_numbers(small)
     steps = list(map(sub, numbers[1:], numbers))
-    if (code and code != _WORD) or _item_type(min(steps), max(steps)) not in ("", _WORD):
-        return (STEPS, numbers[0], pack_steps(steps))
-    if not code:
-        return (PLAIN, numbers)
+    if steps.count(steps[0]) == len(steps) and abs(steps[0]) < _LARGEST:
+        return (STEPS, numbers[0], (CONSTANT, len(steps), steps[0]))
+    if (small := _smallest(steps, _TYPES[:-1])) is not None:
+        return (STEPS, numbers[0], _plain_numbers(small))
     distinct = dict.fromkeys(numbers)
     if len(distinct) <= min(MAX_TABLE, len(numbers) // MIN_REPEATS):
-        places = {number: place for place, number in enumerate(distinct)}
+        places = dict(zip(distinct, count()))
         return (TABLE, tuple(distinct), bytes(map(places.__getitem__, numbers)))
-    return (NUMBERS, code, _planes(array(code, numbers)))
-
-
-def pack_steps(steps: Sequence[int]) -> Packed:
-    """The column of differences: as `pack_numbers`, but without differences of them."""
-    low, high = min(steps), max(steps)
-    if low == high:
-        return (CONSTANT, len(steps), low)
-    code = _item_type(low, high)
-    return (NUMBERS, code, _planes(array(code, steps))) if code else (PLAIN, steps)
-
-
-def _planes(items: "array[int]") -> bytes:
-    """The items by bytes of equal weight: of small numbers most are zero, next to each other."""
-    raw, size = items.tobytes(), items.itemsize
-    return b"".join([raw[weight::size] for weight in range(size)])
+    items = _smallest(numbers)
+    return (PLAIN, numbers) if items is None else _plain_numbers(items)
 
 
 def pack_reals(reals: Sequence[float]) -> Packed:
@@ -91,9 +86,9 @@ def pack_reals(reals: Sequence[float]) -> Packed:
     bits = array("d", reals).tobytes()
     try:
         ns = list(map(round, map(mul, reals, repeat(_NS))))
-        if _item_type(min(ns), max(ns)) and array("d", map(truediv, ns, repeat(_NS))).tobytes() == bits:
+        if array("d", map(truediv, array(_WORD, ns), repeat(_NS))).tobytes() == bits:
             return (NANOSECONDS, pack_numbers(ns))
-    except (ValueError, OverflowError):  # one is no finite number
+    except (ValueError, OverflowError):  # one is not finite, or more than 64 bits
         pass
     return (REALS, pack_numbers(_words(bits)))
 
@@ -124,7 +119,7 @@ class ColumnPacker:
             return self._bytes(values)
         if kind is str:
             distinct = dict.fromkeys(values)
-            places = {text: place for place, text in enumerate(distinct)}
+            places = dict(zip(distinct, count()))
             return (TEXTS, tuple(distinct), pack_numbers(list(map(places.__getitem__, values))))
         return pack_reals(values) if kind is float else (PLAIN, values)
 
@@ -140,15 +135,15 @@ class ColumnPacker:
         return [self.pack(column) for column in zip(*values, strict=True)]
 
     def _bytes(self, values: Sequence[bytes]) -> Packed:
-        lengths = list(map(len, values))
-        if any([length % _WORD_BYTES for length in lengths]):
-            return (BYTES, pack_numbers(lengths), b"".join(values))
+        sizes = set(map(len, values))
+        if any(size % _WORD_BYTES for size in sizes):
+            return (BYTES, pack_numbers(list(map(len, values))), b"".join(values))
         known = self._known
-        before = len(known)
-        numbers = [known.setdefault(value, len(known)) for value in values]
-        new = [*islice(reversed(known), len(known) - before)][::-1]
-        words = pack_numbers([len(value) // _WORD_BYTES for value in new])
-        return (WORDS, pack_numbers(numbers), words, pack_numbers(_words(b"".join(new))))
+        new = [value for value in dict.fromkeys(values) if value not in known]
+        known.update(zip(new, count(len(known))))
+        lengths = [len(value) // _WORD_BYTES for value in new]
+        numbers = list(map(known.__getitem__, values))
+        return (WORDS, pack_numbers(numbers), pack_numbers(lengths), pack_numbers(_words(b"".join(new))))
 
     def _mixed(self, values: Sequence[Any], kinds: set[type]) -> Packed:
         ordered = sorted(kinds, key=lambda kind: kind.__name__)
@@ -224,10 +219,10 @@ class ColumnReader:
             raise ValueError("a mixed column is shorter than its index") from None
 
 
-def _constant(count: int, value: int) -> list[int]:
-    if count > MAX_COUNT:
-        raise ValueError(f"a column of {count} values")
-    return [value] * count
+def _constant(size: int, value: int) -> list[int]:
+    if size > MAX_COUNT:
+        raise ValueError(f"a column of {size} values")
+    return [value] * size
 
 
 def _table(distinct: Sequence[int], index: bytes) -> list[int]:
@@ -236,19 +231,19 @@ def _table(distinct: Sequence[int], index: bytes) -> list[int]:
 
 def _numbers(code: str, planes: bytes) -> list[int]:
     items = array(code)
-    count, rest = divmod(len(planes), items.itemsize)
+    number, rest = divmod(len(planes), items.itemsize)
     if rest:
         raise ValueError(f"a column is not a whole number of items of {items.itemsize} bytes")
     raw = bytearray(len(planes))
     for weight in range(items.itemsize):
-        raw[weight :: items.itemsize] = planes[weight * count : (weight + 1) * count]
+        raw[weight :: items.itemsize] = planes[weight * number : (weight + 1) * number]
     items.frombytes(bytes(raw))
     return items.tolist()
 
 
 def _cut(joined: Any, lengths: Sequence[int], unit: int) -> list[Any]:
-    """Parts of these lengths, in units of so many items. Raises ValueError unless they are the whole."""
+    """Parts of these lengths, in units of ``unit`` items. Raises ValueError unless they are the whole."""
     ends = list(accumulate(lengths, initial=0))
     if ends[-1] * unit != len(joined) or min(lengths, default=0) < 0:
         raise ValueError("the lengths of a column do not fit its content")
-    return [joined[start * unit : end * unit] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [joined[start * unit : end * unit] for start, end in pairwise(ends)]

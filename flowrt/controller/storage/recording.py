@@ -1,6 +1,6 @@
 """Recording of a run: every event of the controller's core, written to ``RUN/recording`` for `flowrt replay`.
 
-- The event loop only appends to lists; packing, compression and writing happen on a thread, a block at a time.
+- The event loop only appends to a list; digests, packing, compression and writing happen on a thread.
 - A crash of the controller loses the events since the last tick.
 - A recording that cannot go on (its bound is reached, the disk refuses, or is too slow) stops, and what there is stays
   readable; the run goes on.
@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -38,6 +38,8 @@ from flowrt.runtime.files import private_directory
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 log = logging.getLogger(__name__)
+BATCH_EVENTS = 100
+"""Events that are handed to the thread at once: what they refer to soon leaves the cache of the processor."""
 SEGMENT_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 """Bytes that wait for the writer thread, above which the disk is too slow for a recording."""
@@ -66,12 +68,11 @@ class EventRecording:
         self._inputs = inputs
         self._limit_bytes = limit_bytes
         self._rows: list[Row] = []
-        self._queue: SimpleQueue[list[Row] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[Row], bool] | None] = SimpleQueue()
         self._queued_bytes = 0
         self._written_bytes = 0  # of the queued ones; set by the thread only
         self._thread: Thread | None = None
         self._writer: _SegmentWriter | None = None
-        self._is_stopped = False
         self._is_reported = False
         self.is_active = True
         """False once nothing more is recorded."""
@@ -107,17 +108,20 @@ class EventRecording:
             data: a worker's message as it came from the socket; empty for other events, and for one that did not.
         """
         self._rows.append((event, data, now, commands, encoded))
-        if len(self._rows) >= BLOCK_EVENTS:
-            self.flush()
+        if len(self._rows) >= BATCH_EVENTS:
+            self._hand_over(ends_block=False)
 
     def flush(self) -> None:
-        """Hand what was recorded to the thread."""
+        """Let the thread write what was recorded."""
+        self._hand_over(ends_block=True)
+
+    def _hand_over(self, *, ends_block: bool) -> None:
         rows = self._rows
-        if not rows or self._thread is None:
+        if self._thread is None:
             return
         self._rows = []
         self._queued_bytes += _size_of(rows)
-        self._queue.put(rows)
+        self._queue.put((rows, ends_block))
 
     def stopped(self) -> str:
         """Why the recording was stopped, once; empty while it goes on, and afterwards."""
@@ -146,9 +150,9 @@ class EventRecording:
 
     def _write(self, writer: "_SegmentWriter") -> None:
         """The thread: write blocks until there are no more. A failure stops the recording, never the run."""
-        while (rows := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
-            if not writer.stopped:
-                writer.write(rows)
+        while (batch := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
+            rows, ends_block = batch
+            writer.write(rows, ends_block=ends_block)
             self._written_bytes += _size_of(rows)
         writer.close()
 
@@ -170,8 +174,8 @@ class _SegmentWriter:
         self._size = 0
         self._fd = -1
         self._packer = BlockPacker()
+        self._block = EventBlock()
         self._numbers: dict[str, int] = {}
-        self._events = 0
         self._digest = CommandDigest()
         self.stopped = ""
         """Why nothing more is written; empty while it is."""
@@ -180,24 +184,54 @@ class _SegmentWriter:
         """Write nothing more."""
         self.stopped = reason
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Write a block, in a new segment if this one is full. A failure sets ``stopped``."""
+    def write(self, rows: Sequence[Row], *, ends_block: bool) -> None:
+        """Add events to the block, and write it at its end. A failure sets ``stopped``."""
+        if self.stopped:
+            return
         try:
-            block = self._block(rows)
-            if self._size >= SEGMENT_BYTES:  # the segment is full; its last block may be the last of all
-                self._close()
-                self._segment += 1
-            if self._fd < 0:
-                self._open(block.first)
-            if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
-                self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
-                self._append(self._packer.pack([END, self.stopped]), reserve=0)
-                self._close()
+            self._add(rows)
+            if len(self._block.kinds) >= (1 if ends_block else BLOCK_EVENTS):
+                self._write_block()
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
         except (*PROGRAMMING_ERRORS, FlowError) as error:  # the log has the reason
             log.exception("the recording has failed")
             self._fail(f"there is a bug in flowrt ({error!r}), see the log")
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        events, data, times, commands, encoded = zip(*rows, strict=True)
+        numbers, known = self._numbers, len(self._numbers)
+        senders = [
+            numbers.setdefault(one.worker, len(numbers)) if type(one) is MessageReceived else 0 for one in events
+        ]
+        self._block.extend(
+            EventBlock(
+                names=list(islice(numbers, known, None)),
+                kinds=list(map(event_kind, events)),
+                workers=senders,
+                times=list(times),
+                data=[packed or event_data(one) for packed, one in zip(data, events, strict=True)],
+                counts=list(map(len, commands)),
+            )
+        )
+        self._digest.add(chain.from_iterable(commands), chain.from_iterable(encoded))
+
+    def _write_block(self) -> None:
+        """Write the block, in a new segment if this one is full."""
+        block = self._block
+        block.seal(self._digest.value())
+        self._block = EventBlock(first=block.first + len(block.kinds))
+        if self._size >= SEGMENT_BYTES:  # the segment is full; its last block may be the last of all
+            self._close()
+            self._segment += 1
+        if self._fd < 0:
+            self._open(block.first)
+        if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
+            self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
+            self._append(self._packer.pack([END, self.stopped]), reserve=0)
+            self._close()
 
     def close(self) -> None:
         """Write the end, and close the file."""
@@ -207,23 +241,6 @@ class _SegmentWriter:
             self._close()
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
-
-    def _block(self, rows: Sequence[Row]) -> EventBlock:
-        """The block of these events."""
-        block = EventBlock(first=self._events)
-        self._events += len(rows)
-        numbers, known = self._numbers, len(self._numbers)
-        for event, data, now, commands, encoded in rows:
-            is_message = type(event) is MessageReceived
-            block.kinds.append(event_kind(event))
-            block.workers.append(numbers.setdefault(event.worker, len(numbers)) if is_message else 0)
-            block.times.append(now)
-            block.data.append(data or event_data(event))
-            block.counts.append(len(commands))
-            self._digest.add(commands, encoded)
-        block.names += islice(numbers, known, None)
-        block.seal(self._digest.value())
-        return block
 
     def _open(self, first_event: int) -> None:
         private_directory(self._directory)

@@ -11,19 +11,19 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
               [END, reason]                                         nothing follows: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
-Messages are kept as they came from the socket, but for the busy spans of reports, on which no decision depends; times are
-exact: rounded to microseconds, a replay takes another course. The messages of a kind are stored by columns of their
-fields (`flowrt.controller.storage.columns`), which compress several times better than the messages.
+Messages are kept as they came from the socket, but for the busy spans of reports, on which no decision depends; times
+are exact: rounded to microseconds, a replay takes another course. The messages of a kind are stored by columns of their
+fields (`flowrt.controller.storage.columns`), which are much smaller than the messages.
 """
 
 import hashlib
 import struct
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from flowrt.controller.events import (
     PreemptRun,
     Send,
     Shutdown,
+    StepClosed,
     Tick,
     WorkerConnected,
     WorkerDisconnected,
@@ -62,7 +63,8 @@ from flowrt.protocol.records import Position
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
-MAGIC = b"flowrt recording 2\n"
+_FAMILY = b"flowrt recording "
+MAGIC = _FAMILY + b"2\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -132,32 +134,39 @@ class EventBlock:
     digest: bytes = b""
     """Of all commands since the beginning of the term."""
 
+    def extend(self, other: "EventBlock") -> None:
+        """Add the events of another block."""
+        self.names += other.names
+        self.kinds += other.kinds
+        self.workers += other.workers
+        self.times += other.times
+        self.data += other.data
+        self.counts += other.counts
+
     def seal(self, digest: bytes) -> None:
         """Nothing is added any more."""
         self.digest = digest
 
     def pack(self) -> list[Any]:
-        """The content of a block: [EVENTS, first, names, sorts, senders, order, times, columns of each sort, digest].
+        """The content of a block: [EVENTS, first, names, sorts, senders, order, times, counts, columns, digest].
 
         Events of one sort and sender are next to each other, because their fields are similar: ``order`` has, for each
-        event, the place of its sort and sender in ``sorts`` and ``senders``. The sort is the tag of a message, or the
-        negative kind of another event; its columns are the number of commands, then the items of the event's array.
+        event, the place of its sort and sender in ``sorts`` and ``senders``; equal sorts are next to each other. The
+        sort is the tag of a message, or the negative kind of another event. ``counts`` are in that order, and
+        ``columns`` those of the arrays of each sort.
         """
         unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
         unpacker.feed(b"".join(self.data))
-        pairs: dict[tuple[int, int], int] = {}
-        order: list[int] = []
-        rows: list[list[tuple[Any, ...]]] = []
-        for kind, worker, count, items in zip(self.kinds, self.workers, self.counts, unpacker, strict=True):
-            sort = items[0] if kind == _MESSAGE else -kind
-            place = pairs.setdefault((sort, worker), len(pairs))
-            if place == len(rows):
-                rows.append([])
-            order.append(place)
-            rows[place].append((count, *(_without_spans(items) if sort == _REPORT else items)))
-        of_sort: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-        for (sort, _), of_pair in zip(pairs, rows, strict=True):
-            of_sort[sort] += of_pair
+        arrays = list(unpacker)
+        sorts = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
+        if _REPORT in sorts:
+            arrays = [_without_spans(one) if sort == _REPORT else one for sort, one in zip(sorts, arrays, strict=True)]
+        keys = list(zip(sorts, self.workers, strict=True))
+        pairs = sorted(set(keys))
+        order = list(map(dict(zip(pairs, count())).__getitem__, keys))
+        events = sorted(range(len(order)), key=order.__getitem__)
+        sizes = Counter(sorts)
+        in_order = iter(map(arrays.__getitem__, events))
         packer = ColumnPacker()
         return [
             EVENTS,
@@ -167,36 +176,35 @@ class EventBlock:
             pack_numbers([worker for _, worker in pairs]),
             pack_numbers(order),
             pack_reals(self.times),
-            [packer.pack_fields(of_pairs) for of_pairs in of_sort.values()],
+            pack_numbers(list(map(self.counts.__getitem__, events))),
+            [packer.pack_fields(list(islice(in_order, sizes[sort]))) for sort in sorted(sizes)],
             self.digest,
         ]
 
     @classmethod
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
         """Raises ValueError, TypeError, LookupError or OverflowError for content that is not one."""
-        _, first, names, packed_sorts, packed_workers, packed_order, packed_times, columns, digest = content
+        _, first, names, *packed, columns, digest = content
         reader = ColumnReader()
-        sorts, workers, order = map(reader.read, (packed_sorts, packed_workers, packed_order))
-        times = reader.read(packed_times)
-        sizes = Counter(order)
-        of_sort = {sort: iter(reader.read_fields(of)) for sort, of in zip(dict.fromkeys(sorts), columns, strict=True)}
-        of_pair = [list(islice(of_sort[sort], sizes[place])) for place, sort in enumerate(sorts)]
-        if (
-            sizes.keys() - range(len(sorts))
-            or len(times) != len(order)
-            or any(len(rows) != sizes[place] for place, rows in enumerate(of_pair))
-            or any(next(rest, None) is not None for rest in of_sort.values())
-        ):
+        sorts, senders, order, times, counts = map(reader.read, packed)
+        sizes = Counter(map(sorts.__getitem__, order))
+        arrays: list[tuple[Any, ...]] = []
+        for sort, of_sort in zip(dict.fromkeys(sorts), columns, strict=True):
+            arrays += reader.read_fields(of_sort) if of_sort else [()] * sizes[sort]  # an event without fields
+        if not len(order) == len(times) == len(counts) == len(arrays):
             raise ValueError("the columns of a block have different lengths")
-        block = cls(first, list(names), times=times, digest=digest)
-        left = [iter(rows) for rows in of_pair]
-        for place in order:
-            count, *items = next(left[place])
-            block.kinds.append(max(-sorts[place], _MESSAGE))
-            block.workers.append(workers[place])
-            block.data.append(msgpack.packb(items, unicode_errors="surrogatepass"))
-            block.counts.append(count)
-        return block
+        events = sorted(range(len(order)), key=order.__getitem__)
+        places = sorted(range(len(order)), key=events.__getitem__)  # of each event in the columns
+        return cls(
+            first=first,
+            names=list(names),
+            kinds=[max(-sorts[pair], _MESSAGE) for pair in order],
+            workers=[senders[pair] for pair in order],
+            times=times,
+            data=[msgpack.packb(arrays[place], unicode_errors="surrogatepass") for place in places],
+            counts=[counts[place] for place in places],
+            digest=digest,
+        )
 
 
 def _without_spans(report: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -232,27 +240,33 @@ class CommandDigest:
     """Digest of all commands of a core, in order: messages with their receivers, of the others what identifies them."""
 
     def __init__(self) -> None:
-        self._all = hashlib.sha256()
-        self._parts: list[bytes] = []
+        self._receivers = hashlib.sha256()
+        self._messages = hashlib.sha256()
+        self._records = hashlib.sha256()
 
     def add(self, commands: Iterable[Command], encoded: Iterable[bytes]) -> None:
         """Add commands.
 
         Args:
             commands: in order.
-            encoded: the message of each Send among them, encoded; of other commands anything.
+            encoded: the message of each Send among them, encoded; empty for other commands.
         """
-        for command, message in zip(commands, encoded, strict=True):
+        receivers: list[str] = []
+        records: list[bytes] = []
+        for command in commands:
             if type(command) is Send:
-                self._parts += (command.worker.encode(errors="surrogatepass"), message)
+                receivers.append(command.worker)
             else:
-                self._parts.append(_command_bytes(command))
+                record = command.entry if type(command) is AppendReplay else command
+                records.append(_pack(_IDENTITY.get(type(record), repr)(record)))
+        self._receivers.update("\n".join([*receivers, ""]).encode(errors="surrogatepass"))
+        self._messages.update(b"".join(encoded))
+        self._records.update(b"".join(records))
 
     def value(self) -> bytes:
         """The digest of everything added so far."""
-        self._all.update(b"".join(self._parts))
-        self._parts.clear()
-        return self._all.digest()[:DIGEST_BYTES]
+        parts = (self._receivers, self._messages, self._records)
+        return hashlib.sha256(b"".join([part.digest() for part in parts])).digest()[:DIGEST_BYTES]
 
 
 def digest_of(digest: CommandDigest, commands: Sequence[Command]) -> None:
@@ -266,16 +280,10 @@ _IDENTITY: dict[type, Callable[[Any], object]] = {
     StageCommitted: attrgetter("worker", "stage", "slots"),
     StageUndone: attrgetter("slot", "stage", "attempt"),
     GroupsClosed: attrgetter("groups", "slots"),
+    StepClosed: attrgetter("step", "groups", "samples", "tokens", "lags", "counts"),
 }
 """What is digested of the frequent commands and log entries: what else is in an entry is copied from the event."""
 _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
-
-
-def _command_bytes(command: Any) -> bytes:
-    record = command.entry if type(command) is AppendReplay else command
-    identity = _IDENTITY.get(type(record))
-    data: bytes = _pack(repr(record) if identity is None else (type(record).__name__, identity(record)))
-    return data
 
 
 # ---- headers
@@ -354,8 +362,10 @@ class BlockReader:
         self._path = path
         self._file = path.open("rb")
         self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
-        if self._file.read(len(MAGIC)) != MAGIC:
+        if (magic := self._file.read(len(MAGIC))) != MAGIC:
             self._file.close()
+            if magic.startswith(_FAMILY):
+                raise FlowError(f"{path} is a recording of another version of flowrt: replay it with that version")
             raise FlowError(f"{path} is not a segment of a recording, or its beginning is damaged")
 
     def read(self) -> list[Any] | None:

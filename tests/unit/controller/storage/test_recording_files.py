@@ -30,6 +30,7 @@ from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.storage import recording
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import (
+    MAGIC,
     CoreInputs,
     EventBlock,
     event_data,
@@ -295,6 +296,13 @@ def test_a_cut_file_costs_what_follows(
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     assert_replays_up_to_the_damage(recorded, place)
+
+
+def test_a_recording_of_another_version_is_refused(recorded: RecordedCluster, tmp_path: Path) -> None:
+    first = copy_of(recorded, tmp_path)[0]
+    first.write_bytes(b"flowrt recording 1\n" + first.read_bytes()[len(MAGIC) :])
+    with pytest.raises(ConfigError, match="is a recording of another version of flowrt: replay it with that version"):
+        Recordings.of(tmp_path)
 
 
 def test_a_missing_segment_is_named(recorded: RecordedCluster, tmp_path: Path) -> None:
