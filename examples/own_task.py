@@ -1,7 +1,4 @@
-"""A task of your own in one file: the response to abcd= is dcba. An embedded model first sees some solutions.
-
-flowrt run examples/own_task.py
-"""
+"""A task of your own in one file: the response to abcd= is dcba (flowrt run examples/own_task.py)."""
 
 from itertools import product
 from random import Random
@@ -15,14 +12,14 @@ class Reversal(Task):
     def __init__(self, config: RunConfig) -> None:
         words = ["".join(letters) for letters in product("abcdef", repeat=4)]
         Random(config.seed).shuffle(words)
-        self._examples = [Example(f"{word}=", word[::-1], word[::-1]) for word in words]
-        self._first = len(words) - config.data.eval_prompts
+        examples = [Example(f"{word}=", word[::-1], word[::-1]) for word in words]
+        self._held_out, self._training = examples[: config.data.eval_prompts], examples[config.data.eval_prompts :]
 
     def training_problems(self) -> list[Example]:
-        return self._examples[: self._first]
+        return self._training
 
     def held_out_problems(self) -> list[Example]:
-        return self._examples[self._first :]
+        return self._held_out
 
     def reward(self, response: str, answer: str) -> float:
         return sum(one == other for one, other in zip(response, answer, strict=False)) / len(answer)
@@ -31,7 +28,7 @@ class Reversal(Task):
         return character_tokenizer("abcdef=")
 
     def sft_example(self, rng: Random, answer_only: bool) -> Example:  # noqa: ARG002
-        return rng.choice(self.training_problems())
+        return rng.choice(self._training)
 
 
 RECIPE = Recipe(

@@ -169,10 +169,10 @@ def test_a_file_that_hangs_is_named_with_its_line(tmp_path: Path, monkeypatch: p
 
 
 WRONG = {
-    "no prompts": (("return self._examples[: self._first]", "return []"), "training_problems gives no prompts"),
-    "held out": (("return self._examples[self._first :]", "return []"), "held_out_problems gives no prompts"),
-    "overlap": (("return self._examples[self._first :]", "return self._examples[:5]"), "5 of 5 held-out prompts are"),
-    "no example": (("return self._examples[: self._first]", "return ['a']"), "gives str at 0, no Example"),
+    "no prompts": (("return self._training", "return []"), "training_problems gives no prompts"),
+    "held out": (("return self._held_out", "return []"), "held_out_problems gives no prompts"),
+    "overlap": (("return self._held_out", "return self._training[:5]"), "5 of 5 held-out prompts are"),
+    "no example": (("return self._training", "return ['a']"), "gives str at 0, no Example"),
     "number": (('Example(f"{word}=", word[::-1]', 'Example(f"{word}=", 7'), "answer 0 of training_problems is int"),
     "empty": (('Example(f"{word}="', 'Example(""'), "prompt 0 of training_problems is empty"),
     "random": (("Random(config.seed)", "Random()"), "gives other prompts when the task is made again"),
@@ -180,9 +180,9 @@ WRONG = {
     "no number": (("/ len(answer)", "* float('nan')"), "the reward is nan, not a finite number, in the reward of"),
     "text": (("/ len(answer)", "and 'x'"), "the reward is 'x', not a finite number"),
     "tokenizer": (('character_tokenizer("abcdef=")', "3"), "tokenizer gives int, not a tokenizers.Tokenizer"),
-    "sft": (("rng.choice(self.training_problems())", "3  # type: ignore"), "sft_example gives int, no Example"),
+    "sft": (("rng.choice(self._training)", "3  # type: ignore"), "sft_example gives int, no Example"),
     "init": (("Random(config.seed).shuffle(words)", "raise SystemExit(1)"), r"mine\.py:LINE: it ended the program"),
-    "no class": (("Reversal)\n", "len)\n"), "TypeError|gives int, and no flowrt.tasks.Task"),
+    "no class": (("    Reversal,\n", "    len,\n"), "TypeError|gives int, and no flowrt.tasks.Task"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_wrong_task_is_refused_in_a_sentence(tmp_path: Path, case: str) -> Non
 
 @pytest.mark.slow
 def test_a_task_that_hangs_is_refused_at_its_deadline(tmp_path: Path) -> None:
-    file = edited(tmp_path, ("return self._examples[: self._first]", "while True: pass"))
+    file = edited(tmp_path, ("return self._training", "while True: pass"))
     line = file_line(file, "while True")
     with pytest.raises(ConfigError, match=rf"mine\.py:{line} did not return within 2 s; correct it"):
         checked(file, "--data.check-timeout-s", "2")
