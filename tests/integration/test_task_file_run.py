@@ -25,12 +25,16 @@ SYNCHRONOUS = ["--max-staleness", "0", "--deterministic", "True"]
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    return load_file(run.run_dir / "final" / "model.safetensors")
+    found: dict[str, torch.Tensor] = load_file(run.run_dir / "final" / "model.safetensors")
+    return found
 
 
 def rewards(run: Any) -> list[float]:
-    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["reward"] for line in lines if "loss" in line]
+    return [line["reward"] for line in read_metrics(run) if "loss" in line]
+
+
+def read_metrics(run: Any) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def said(directory: Path, *words: str) -> str:
@@ -58,6 +62,28 @@ def test_a_copy_of_a_built_in_task_gives_the_same_run_bit_for_bit(launch: Callab
     assert rewards(own) == rewards(built_in)
     start = load_file(own.run_dir / "model" / "model.safetensors")
     assert not all(torch.equal(mine[name], start[name]) for name in usual), "it was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_a_reward_that_raises_and_hangs_costs_its_own_samples(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    text = Path(str(arithmetic.__file__)).read_text()
+    scored = 'return float(response.rsplit(",", 1)[-1] == answer)'
+    assert scored in text
+    is_run = "'rewards.guard' in str(sys.modules['__main__'].__spec__)"
+    wrong = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
+    file.write_text(text.replace(scored, f"{wrong}\n        {scored}"))
+    few = ["--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--data.eval-prompts", "0"]
+    flags = ["--model", str(untrained_model), "--rollout.workers", "1", "--reward.timeout-s", "2"]
+    run = launch("--recipe", str(file), *few, *flags, "--reward.workers", "2")
+    assert run.wait(WITHIN_S) == 0, run.output
+    line = next(one for one in read_metrics(run) if "loss" in one)
+    assert line["reward_failures/error"] + line["reward_failures/timeout"] == 1.0
+    assert (line["reward"], line["reward/task"]) == (0.0, 0.0)
+    assert f"reward of task RECIPE ({file}:" in run.log("reward"), run.log("reward")
 
 
 @pytest.mark.long
