@@ -74,25 +74,35 @@ def check(config: RunConfig) -> dict[str, object]:
     return {"parts": list(parts)}
 
 
-def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> list[Example]:
+def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> Sequence[Example]:
     """All prompts of a task. Raises ConfigError for one that is none."""
-    found = called(path, f"in {name}", lambda: list(problems()))
-    for index, one in enumerate(found):
-        if not isinstance(one, Example):
-            raise ConfigError(f"task file {path}: {name} gives {type(one).__name__} at {index}, no Example; {FIX}")
-        for field in ("prompt", "answer", "solution"):
-            if not isinstance(value := getattr(one, field), str):
-                kind = type(value).__name__
-                raise ConfigError(f"task file {path}: {field} {index} of {name} is {kind}, not text; {FIX}")
-        if not one.prompt and not one.messages:
-            raise ConfigError(f"task file {path}: prompt {index} of {name} is empty; {FIX}")
-    return found
+
+    def checked() -> Sequence[Example]:
+        found: object = problems()
+        if not isinstance(found, Sequence):
+            raise ConfigError(f"task file {path}: {name} gives {type(found).__name__}, not a sequence; {FIX}")
+        for index, one in enumerate(found):
+            _check_example(path, name, index, one)
+        return found
+
+    return called(path, f"in {name}", checked)
+
+
+def _check_example(path: str, name: str, index: int, one: object) -> None:
+    if not isinstance(one, Example):
+        raise ConfigError(f"task file {path}: {name} gives {type(one).__name__} at {index}, no Example; {FIX}")
+    for field in ("prompt", "answer", "solution"):
+        if not isinstance(value := getattr(one, field), str):
+            kind = type(value).__name__
+            raise ConfigError(f"task file {path}: {field} {index} of {name} is {kind}, not text; {FIX}")
+    if not one.prompt and not one.messages:
+        raise ConfigError(f"task file {path}: prompt {index} of {name} is empty; {FIX}")
 
 
 def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> None:
     """Raises ConfigError if the same task, made again, has other prompts."""
-    again = task_of(config).training_problems()
-    if len(again) != len(training) or list(islice(again, COMPARED)) != training[:COMPARED]:
+    again = called(path, "in training_problems", lambda: task_of(config).training_problems())
+    if len(again) != len(training) or list(islice(again, COMPARED)) != list(islice(training, COMPARED)):
         raise ConfigError(
             f"task file {path}: training_problems gives other prompts when the task is made again, and every worker "
             "makes it; draw random numbers from a generator that is seeded with the seed of the configuration"

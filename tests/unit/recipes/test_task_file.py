@@ -175,6 +175,7 @@ WRONG = {
     "no prompts": (("return self._training", "return []"), "training_problems gives no prompts"),
     "held out": (("return self._held_out", "return []"), "held_out_problems gives no prompts"),
     "overlap": (("return self._held_out", "return self._training[:5]"), "5 of 5 held-out prompts are"),
+    "generator": (("return self._training", "return (one for one in [])"), "gives generator, not a sequence"),
     "no example": (("return self._training", "return ['a']"), "gives str at 0, no Example"),
     "number": (('Example(f"{word}=", word[::-1]', 'Example(f"{word}=", 7'), "answer 0 of training_problems is int"),
     "empty": (('Example(f"{word}="', 'Example(""'), "prompt 0 of training_problems is empty"),
