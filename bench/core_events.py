@@ -26,7 +26,7 @@ from flowrt.engines.simulated.costs import GenerationCost, TrainCost
 from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Values
+from flowrt.protocol.messages import Values
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 

@@ -32,7 +32,7 @@ from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.errors import EXIT_DISMISSED, EXIT_STALLED, ConfigError, FlowError, Stopped, suggested
 from flowrt.net.curve_keys import controller_keys, worker_keys
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.messages import Column, Stage
 from flowrt.runtime.event_loop import run_loop, serve_loop
 from flowrt.runtime.waits import pause
 from flowrt.transport.samples.row_blocks import Packed

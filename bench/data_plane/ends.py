@@ -19,7 +19,7 @@ from flowrt.client.sample_transfers import SampleTransfers
 from flowrt.errors import FlowError
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Column, Part
+from flowrt.protocol.messages import Column, Part
 from flowrt.runtime.event_loop import run_loop
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.lanes.transports import make_transports

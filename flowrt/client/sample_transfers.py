@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from flowrt.errors import FlowError, LocalProtocolError, OverBudget, TransferError
-from flowrt.protocol.messages import Message, SendSamples, TransferFailed
-from flowrt.protocol.records import Incoming
+from flowrt.protocol.messages import Incoming, Message, SendSamples, TransferFailed
 from flowrt.transport.lanes.lane import LaneSet, ignore_exception
 from flowrt.transport.samples.row_blocks import Packed
 from flowrt.transport.samples.store import Rows, TensorStore

@@ -27,7 +27,7 @@ from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.messages import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.timeline import Timeline

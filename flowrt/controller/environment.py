@@ -6,7 +6,7 @@ from functools import cached_property
 from flowrt.controller.policies.group_filter import KeepAll
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.state.dataflow import Sizes
-from flowrt.protocol.records import unpack
+from flowrt.protocol.messages import unpack
 
 
 @dataclass(frozen=True)

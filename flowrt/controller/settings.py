@@ -12,7 +12,7 @@ from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import WeightSyncPolicy
 from flowrt.errors import ConfigError, suggested
-from flowrt.protocol.records import ITEM_BYTES, Column, Position, Stage
+from flowrt.protocol.messages import ITEM_BYTES, Column, Position, Stage
 
 
 @dataclass(frozen=True, slots=True)

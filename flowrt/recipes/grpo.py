@@ -43,7 +43,7 @@ from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, Ev
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
 from flowrt.recipes.data_sets import set_names

@@ -24,7 +24,7 @@ from flowrt.engines.simulated.decoder import SimulatedDecoder
 from flowrt.engines.simulated.lengths import Lengths
 from flowrt.ids import ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
+from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
 
 FLOW = Dataflow(
     columns=(Column("prompt", "int32", "group"), Column("response", "int32", "slot")),

@@ -13,8 +13,7 @@ import pytest
 
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.messages import MESSAGES, RendezvousKey, SampleRecords
-from flowrt.protocol.records import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES, MESSAGES, RendezvousKey, SampleRecords
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))

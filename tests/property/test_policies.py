@@ -18,7 +18,7 @@ from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.samples import Slot
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import KEPT_TOKENS
+from flowrt.protocol.messages import KEPT_TOKENS
 from tests.property.test_core import RUNS, scenarios
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.run_invariants import assert_sound

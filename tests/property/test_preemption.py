@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.policies.rank_balancing import Balanced
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from tests.effort import examples
 from tests.property.test_core import RUNS
 from tests.property.test_resume_properties import scenarios

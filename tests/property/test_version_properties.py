@@ -20,7 +20,7 @@ from flowrt.controller.state.weights import MAX_BACK_OFF_S
 from flowrt.controller.transitions.weight_sync import order_fetches
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+from flowrt.protocol.messages import NO_BASE, LaneTurn, Weights
 from tests.effort import examples
 from tests.simulation.scenario import grpo_dataflow
 

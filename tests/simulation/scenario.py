@@ -12,8 +12,7 @@ from flowrt.controller.policies.guards import GuardRule
 from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample
-from flowrt.protocol.messages import Grant, Offer
-from flowrt.protocol.records import NO_BASE, Column, ColumnLengths, Stage, Weights
+from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Grant, Offer, Stage, Weights
 
 MODEL = "policy"
 PROMPTS_PER_EPOCH = 5

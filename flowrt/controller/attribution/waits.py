@@ -20,7 +20,7 @@ from flowrt.controller.state.samples import Group
 from flowrt.controller.state.state import State
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_LIMIT
+from flowrt.protocol.messages import NO_LIMIT
 
 MIN_GAP_S = 0.0005
 PASS_GAP_S = 0.0002

@@ -9,8 +9,7 @@ from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import rollback
-from flowrt.protocol.messages import Pull
-from flowrt.protocol.records import NO_BASE, Stage
+from flowrt.protocol.messages import NO_BASE, Pull, Stage
 
 
 def audit(state: State, env: Environment) -> None:

@@ -46,7 +46,7 @@ from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import Column, Passed, Position
+from flowrt.protocol.messages import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until

@@ -29,7 +29,7 @@ from flowrt.controller.storage.pending_writes import no_writes
 from flowrt.controller.storage.replay_log import ReplayLog
 from flowrt.controller.storage.schema import create_tables, is_empty
 from flowrt.errors import FlowError
-from flowrt.protocol.records import Passed, Position, pack
+from flowrt.protocol.messages import Passed, Position, pack
 from flowrt.runtime.waits import join_thread
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from flowrt.controller.transitions import evaluations, rollback
 from flowrt.controller.transitions.rollback import Lose
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import Commit, Committed, Pull
-from flowrt.protocol.records import Part, Stage, Values, values_fault
+from flowrt.protocol.messages import Commit, Committed, Part, Pull, Stage, Values, values_fault
 
 Value = TypeVar("Value")
 

@@ -10,8 +10,17 @@ from flowrt.controller.state.state import State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, WorkerId
-from flowrt.protocol.messages import EndOfData, Offer, OfferAccepted, Rejected, ReleaseTensors
-from flowrt.protocol.records import ITEM_BYTES, NO_LIMIT, prompts_fault, values_fault
+from flowrt.protocol.messages import (
+    ITEM_BYTES,
+    NO_LIMIT,
+    EndOfData,
+    Offer,
+    OfferAccepted,
+    Rejected,
+    ReleaseTensors,
+    prompts_fault,
+    values_fault,
+)
 
 MAX_OFFER_ROWS = 1_000_000
 """Maximum rows of one offer to the train flow; each takes memory in the controller."""

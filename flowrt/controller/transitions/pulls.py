@@ -15,8 +15,7 @@ from flowrt.controller.state.state import State
 from flowrt.controller.state.transfers import plan
 from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.ids import WorkerId
-from flowrt.protocol.messages import CancelRequest, Grant, Offer, Pull, Rejected, SendSamples
-from flowrt.protocol.records import NO_VERSION, Ints, Values
+from flowrt.protocol.messages import NO_VERSION, CancelRequest, Grant, Ints, Offer, Pull, Rejected, SendSamples, Values
 
 STOPPED = "no step is begun any more, what is trained is to be saved"
 NEVER_APPLIED = (

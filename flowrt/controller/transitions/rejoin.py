@@ -24,8 +24,7 @@ from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_FAILED, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.messages import Inventory, ReleaseTensors, RenewLease
-from flowrt.protocol.records import LaneTurn, Weights
+from flowrt.protocol.messages import Inventory, LaneTurn, ReleaseTensors, RenewLease, Weights
 
 REJOINED = "the controller came back"
 

@@ -26,8 +26,7 @@ from flowrt.controller.state.state import State
 from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
-from flowrt.protocol.records import GONE
+from flowrt.protocol.messages import GONE, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
 
 MIN_GROUP_SAMPLES = 2
 """Samples below which a group is not trained without its lost ones: an advantage needs a comparison."""

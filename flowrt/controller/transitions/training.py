@@ -18,10 +18,8 @@ from flowrt.controller.state.samples import Group, Slot
 from flowrt.controller.state.state import State
 from flowrt.controller.transitions import filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
-from flowrt.ids import WorkerId
-from flowrt.protocol.messages import CheckpointWritten, StepCompleted
-from flowrt.protocol.prompt_numbers import data_set_of
-from flowrt.protocol.records import KEPT_TOKENS, Values
+from flowrt.ids import WorkerId, data_set_of
+from flowrt.protocol.messages import KEPT_TOKENS, CheckpointWritten, StepCompleted, Values
 
 # Fields of metrics.jsonl that count what is trained, and what the group filter and the curriculum leave out.
 ZERO_VARIANCE = "zero_variance_groups"

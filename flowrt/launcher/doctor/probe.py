@@ -25,7 +25,7 @@ from flowrt.launcher.doctor.facts import ROUND_S, Accelerator, rounds
 from flowrt.net.curve_keys import worker_keys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import LaneTurn
+from flowrt.protocol.messages import LaneTurn
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_until

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError, WaitExpired
-from flowrt.protocol.records import GONE, LaneTurn
+from flowrt.protocol.messages import GONE, LaneTurn
 from flowrt.runtime.waits import CONTROLLER, join_thread, queue_get
 from flowrt.transport.buffers import trim_heap
 from flowrt.transport.lanes.chunks import MIN_BYTES_PER_S, ColumnRun, TransferRateLimit

@@ -14,7 +14,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 
 from flowrt.errors import TransferError, WaitExpired
-from flowrt.protocol.records import MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MAX_SIGNAL_BYTES
 from flowrt.runtime.waits import poll_until_true
 
 SENDER_RANK = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from flowrt.errors import LocalProtocolError, OverBudget, TransferError
-from flowrt.protocol.records import ITEM_BYTES, Column, Part
+from flowrt.protocol.messages import ITEM_BYTES, Column, Part
 from flowrt.runtime.waits import BoundedElsewhere, wait_all
 from flowrt.transport.lanes.chunks import ColumnRun
 from flowrt.transport.samples.row_blocks import Packed, RowBlock, lengths_of, make_contiguous

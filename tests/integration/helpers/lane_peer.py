@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowrt.protocol.records import ITEM_BYTES, LaneTurn
+from flowrt.protocol.messages import ITEM_BYTES, LaneTurn
 from flowrt.transport.devices import Device, npu_is_here, torch_npu
 from flowrt.transport.lanes.chunks import ColumnRun
 from flowrt.transport.lanes.device import HcclTransport, NcclTransport

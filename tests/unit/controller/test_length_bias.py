@@ -29,7 +29,7 @@ from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Position, Values, unpack
+from flowrt.protocol.messages import Part, Position, Values, unpack
 from flowrt.runtime.clock import DrivenClock
 from tests.simulation.cluster import make_core
 from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_lengths, whole

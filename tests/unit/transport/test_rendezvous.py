@@ -3,7 +3,7 @@
 import pytest
 
 from flowrt.errors import TransferError
-from flowrt.protocol.records import MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MAX_SIGNAL_BYTES
 from flowrt.transport.lanes.rendezvous import SignalStore
 
 

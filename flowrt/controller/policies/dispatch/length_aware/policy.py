@@ -17,7 +17,7 @@ from flowrt.controller.policies.dispatch.length_aware.search import NO_SPLIT, Sc
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import GroupId, WorkerId
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 PLANS_PER_ROUND = 8
 # Number of slots over all scenarios of a search: the fewer slots a round has, the more scenarios.
