@@ -35,7 +35,7 @@ from flowrt.net.curve_keys import controller_keys, worker_keys
 from flowrt.protocol.messages import Column, Stage
 from flowrt.runtime.event_loop import run_loop, serve_loop
 from flowrt.runtime.waits import pause
-from flowrt.transport.samples.row_blocks import Packed
+from flowrt.transport.samples.store import Packed
 from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [

@@ -68,7 +68,7 @@ def test_what_talks_and_decides_loads_no_torch(module: str) -> None:
 
 def test_one_package_imports_zmq() -> None:
     found = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
-    assert found == ["flowrt/net/curve_keys.py", "flowrt/net/zmq_socket.py"]
+    assert found == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]
 
 
 def test_nothing_imports_pickle_or_gathers_objects() -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from flowrt.client.resync import ResyncState
+from flowrt.client.requests import ResyncState
 from flowrt.controller.events import WorkerConnected
 from flowrt.controller.state.replay import (
     CounterSet,

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from flowrt.engines.torch.graphs import GraphedStep, cuda_capture
 from flowrt.engines.torch.inflight import CachedModel, Step
 from flowrt.engines.torch.kv_cache import GROWTH
-from flowrt.engines.training.shared_prefix import NO_MASK, allowed_nats
+from flowrt.engines.training.forward import NO_MASK, allowed_nats
 from flowrt.errors import EngineError
 
 NAME = "flowrt_rows"

@@ -22,8 +22,7 @@ from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
-from flowrt.engines.training.forward import decoder_layers
-from flowrt.engines.training.shared_prefix import is_packing_enabled
+from flowrt.engines.training.forward import decoder_layers, is_packing_enabled
 from flowrt.errors import EngineError
 from flowrt.transport.devices import Device
 

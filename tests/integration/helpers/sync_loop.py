@@ -20,8 +20,7 @@ from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training.forward import score
-from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.engines.training.forward import enable_packing, score
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import model_dir

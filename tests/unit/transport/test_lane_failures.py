@@ -9,7 +9,7 @@ import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, TransferError
 from flowrt.protocol.messages import LaneTurn
-from flowrt.transport.lanes.chunks import ColumnRun
+from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.lane import LaneSet
 
 DEADLINE_S = 1.0

@@ -4,7 +4,7 @@ import pytest
 
 from flowrt.errors import TransferError
 from flowrt.protocol.messages import MAX_SIGNAL_BYTES
-from flowrt.transport.lanes.rendezvous import SignalStore
+from flowrt.transport.lanes.channel import SignalStore
 
 
 def test_oversized_rendezvous_key_fails_the_lane_and_is_not_sent() -> None:
