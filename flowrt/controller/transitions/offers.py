@@ -1,12 +1,11 @@
 """Offers of prompts: bounded by admission in the train flow, and by a budget of rows and bytes in all others."""
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.replay import SKIPPED, CounterSet, GroupsOpened, ReplayedSamples
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, WorkerId

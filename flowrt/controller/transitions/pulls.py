@@ -6,12 +6,11 @@ The puller is sent a grant with a lease on its slots, and each owner of a tensor
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
 from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.ids import WorkerId

@@ -8,14 +8,13 @@ import math
 from collections.abc import Sequence
 
 from flowrt.controller.diagnostics.counters import validate_names
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId, data_set_of
