@@ -29,9 +29,16 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
+from flowrt.controller.server.connections import (
+    HANDLED_BY_SERVER,
+    NOT_CONNECTED,
+    SHUTDOWN_TIMEOUT_S,
+    Connections,
+    dismissal,
+    rejection,
+    rejection_reason,
+)
 from flowrt.controller.server.guard_command import GuardCommand
-from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder

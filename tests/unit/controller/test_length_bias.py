@@ -23,9 +23,8 @@ from flowrt.controller.events import (
 from flowrt.controller.policies.batching import GroupCount
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.engines.base import Prompt, sample_seed
-from flowrt.engines.simulated.costs import GenerationCost
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal
 from flowrt.engines.simulated.engine import SimulatedRollout
-from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
