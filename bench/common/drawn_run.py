@@ -19,6 +19,7 @@ from aiohttp import web
 
 import flowrt.observability.page
 from flowrt.observability.run_reader import MAX_SHARES
+from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
@@ -155,9 +156,7 @@ class DrawnRun:
             case ["run"]:
                 return self._run()
             case ["series"]:
-                first = int(query.get("from", 0))
-                columns = {name: column[first:] for name, column in self.series.items()}
-                return {"steps": list(range(first, len(self.series["wall_s"]))), "columns": columns}
+                return self._series(query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_SHARES)}
@@ -189,6 +188,17 @@ class DrawnRun:
                 lines = [self.texts[i % len(self.texts)] if self.texts else f"INFO step {i} is done" for i in range(50)]
                 return {"files": {"controller.log": lines, "trainer.log": lines[:12]}}
         raise KeyError(path)
+
+    def _series(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """As the reader of a run answers."""
+        series = Series()
+        for step in range(len(self.series["wall_s"])):
+            series.append(self.line(step))
+        if "points" not in query:
+            return series.since(int(query.get("from", 0)))
+        axis: Axis = "wall_s" if query.get("x") == "wall_s" else "step"
+        low, high = float(query.get("from", 0)), float(query.get("to", math.inf))
+        return series.window(axis, low, high, int(query["points"]))
 
     def _run(self) -> dict[str, Any]:
         config = {

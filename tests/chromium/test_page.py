@@ -79,6 +79,38 @@ async def test_axis_shows_negative_rewards_and_says_when_it_does_not_start_at_ze
         assert "axis from" in await tab.evaluate(f"{length}.card.innerText")
 
 
+async def test_zoom_of_a_long_run_fetches_the_steps_of_its_window(tab: Tab) -> None:
+    async with serving(DrawnRun(steps=10_000)) as server:
+        await shown(tab, server)
+        points = await tab.evaluate("[run.steps.length, run.pairs]")
+        assert points[0] <= 1_600
+        assert points[1] == points[0] - 1
+        reward = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
+        said = f"{reward}.card.querySelector('.readout').innerText"
+        assert "last, step 9999" in await tab.evaluate(said)
+        await tab.evaluate(f"{reward}.u.setCursor({{ left: 100, top: 20 }})")
+        assert " to " in await tab.evaluate(said)
+        await tab.evaluate("zoom([4000, 4200])")
+        await tab.until("view.fine && view.fine.steps.length === 301")
+        assert await tab.evaluate(f"{reward}.u.data[0].length") == 301
+        await tab.evaluate(f"{reward}.u.setCursor({{ left: {reward}.u.valToPos(4100, 'x'), top: 20 }})")
+        assert (await tab.evaluate(said)).startswith("step 4100")
+        await choose_view(tab, "x", "wall_s")
+        assert await tab.evaluate("view.fine") is None
+        await tab.evaluate("zoom([1000, 1100])")
+        await tab.until("view.fine && view.fine.columns.wall_s.every((s) => s > 970 && s < 1130)")
+        await tab.evaluate("zoom(null)")
+        assert await tab.evaluate(f"{reward}.u.data[0].length") == points[0]
+        assert tab.problems == []
+
+
+async def choose_view(tab: Tab, name: str, value: str) -> None:
+    await tab.evaluate(
+        f"document.querySelector('#view [name={name}]').value = '{value}';"
+        "document.querySelector('#view').dispatchEvent(new Event('change'))"
+    )
+
+
 async def test_panels_without_data_say_why(tab: Tab) -> None:
     run = DrawnRun(steps=20)
     run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}

@@ -5,6 +5,7 @@ It only reads. A request is answered from a fixed table of paths: nothing in it 
 
 import asyncio
 import errno
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from flowrt.observability.page.access import Access, Handler, add_headers, refus
 from flowrt.observability.page.listeners import who_listens
 from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import RunReader
+from flowrt.observability.series import Axis
 from flowrt.runtime.waits import pause, wait_until
 
 STATIC = {
@@ -146,7 +148,7 @@ class PageServer:
         handlers: dict[str, Handler] = dict.fromkeys(STATIC, self._static)
         handlers |= {
             "/api/run": self._call(files, lambda _: self._run()),
-            "/api/series": self._call(files, lambda of: reader.series(_whole(of, "from"))),
+            "/api/series": self._call(files, lambda of: _series(reader, of)),
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),
@@ -200,6 +202,16 @@ class PageServer:
         assert self._metrics_text is not None
         text = await self._in_thread(self._files, self._metrics_text, self._reader, self._fresh_status)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _series(reader: RunReader, of: Values) -> dict[str, Any]:
+    """Curves: all steps from one on, or with ``points`` a window that is decimated to their number."""
+    points = _whole(of, "points")
+    if not points:
+        return reader.series(_whole(of, "from"))
+    axis: Axis = "wall_s" if of.get("x") == "wall_s" else "step"
+    high = _seconds(of, "to")
+    return reader.series_window(axis, _seconds(of, "from") or 0.0, math.inf if high is None else high, points)
 
 
 def _json(content: object, status: int = 200) -> web.Response:

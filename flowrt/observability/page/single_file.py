@@ -36,6 +36,8 @@ DATA_TYPE = "application/octet-stream"
 Answers = dict[str, Any]
 Answer = TypeVar("Answer")
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
+_AHEAD = re.compile(r'<link rel="preload"[^>]*>\n')
+"""What the page asks its server for while it is loaded: a file has it."""
 _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _HERE = Path(__file__).parent
 
@@ -155,7 +157,7 @@ def _assembled(data: str) -> str:
 
         return put
 
-    text = _STYLE.sub(inline("style", styles), _own(PAGE))
+    text = _STYLE.sub(inline("style", styles), _AHEAD.sub("", _own(PAGE)))
     before, script, after = text.partition("<script src=")
     text = f'{before}<script id="data" type="{DATA_TYPE}">{data}</script>\n{script}{after}'
     text = _SCRIPT.sub(inline("script", scripts), text)

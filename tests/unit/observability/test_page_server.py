@@ -214,7 +214,16 @@ async def test_every_path_answers_for_a_run_of_which_little_is_there(page: Page)
 
 @pytest.mark.parametrize(
     "path",
-    ["series?from=-1", "series?from=x", "timeline?t0=nan", "timeline?t1=1e999", "samples?limit=1e3", "events?from=²"],
+    [
+        "series?from=-1",
+        "series?from=x",
+        "series?points=x",
+        "series?from=nan&points=9",
+        "timeline?t0=nan",
+        "timeline?t1=1e999",
+        "samples?limit=1e3",
+        "events?from=²",
+    ],
 )
 async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
     async with page.browser.get(f"{page.base}/api/{path}") as answer:
