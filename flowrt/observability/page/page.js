@@ -138,7 +138,7 @@ function filterSamples(all, asked) {
 
 const POINTS = 1600; // of a curve: two for each pixel column of a chart; page.html asks for the same ahead
 // `pairs`: the number of points, from the first on, that are the ends of buckets of steps, with extreme values.
-const run = { info: null, steps: [], columns: {}, pairs: 0, old: [], events: [], next: 0, attribution: [], status: null };
+const run = { info: null, steps: [], columns: {}, pairs: 0, others: [], old: [], events: [], next: 0, attribution: [], status: null };
 const view = { x: "step", y: "zero", smooth: 0, range: null, fine: null };
 const config = (path) => path.split(".").reduce((at, part) => (at ? at[part] : undefined), run.info?.config);
 
@@ -172,17 +172,37 @@ function derive(c) {
 /** The curves as they are drawn: of the whole run, or those of a zoomed window, which have more of its steps. */
 const drawn = () => view.fine || run;
 
+/** The curves of other runs, as `run` has its own: all of them, or of a window. */
+async function comparison(window) {
+  if (!run.info.compared?.length) return [];
+  const { runs } = await get(`api/compared?${window}&points=${POINTS}`);
+  for (const one of runs) if (one.decimated) one.pairs = one.steps.length - 1; else { one.pairs = 0; derive(one.columns); }
+  return runs;
+}
+
+async function compare() {
+  try { run.others = await comparison("x=step"); } catch (error) { return $("#runs").replaceChildren(visible(error.message)); }
+  if (!run.others.length) return;
+  const is = $("#curves").classList, isFirst = !is.contains("compared");
+  is.add("compared");
+  const entry = (name, state, i) => el("span", {}, key(`s${i}`), visible(name, 120), state ? ` (${state})` : "");
+  $("#runs").replaceChildren(entry(run.info.name, "", 0), ...run.others.map((one, i) => entry(one.name, one.state, i + 1)));
+  if (isFirst) for (const chart of charts.values()) chart.rebuild();
+  curves();
+  if (!embedded && run.others.some((one) => one.state === "live")) later("compare", compare, 10000);
+}
+
 /** Fetches the steps of the zoomed window, if not all of them are there. */
 async function refine() {
   const range = view.range;
-  if (!range || embedded || !run.pairs) return;
+  if (!range || embedded || ![run, ...run.others].some((one) => one.pairs)) return;
   const width = range[1] - range[0], [low, high] = [Math.max(range[0] - width / 4, 0), range[1] + width / 4];
-  if (view.x === "step" ? run.steps[run.pairs] < low : (run.columns.wall_s?.[run.pairs] ?? 0) < low) return;
+  const window = `x=${view.x}&from=${low.toFixed(3)}&to=${high.toFixed(3)}`;
   try {
-    const { steps, columns, decimated } = await get(`api/series?x=${view.x}&from=${low.toFixed(3)}&to=${high.toFixed(3)}&points=${POINTS}`);
-    if (view.range !== range || !steps.length) return;
+    const [{ steps, columns, decimated }, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
+    if (view.range !== range) return;
     if (!decimated) derive(columns);
-    view.fine = { steps, columns, pairs: decimated ? steps.length - 1 : 0 };
+    view.fine = { steps, columns, pairs: decimated ? steps.length - 1 : 0, others };
     redraw();
   } catch { /* the curves of the whole run stay */ }
 }
@@ -218,7 +238,13 @@ function extent() {
   return view.range || (x.length ? [x[0], Math.max(x[x.length - 1], x[0] + 1e-3)] : [0, 1]);
 }
 
-function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 * (high - low); return [low - room, high + room]; }
+/** The range of the charts: of all runs that are drawn, with some room. */
+function padded() {
+  let [low, high] = extent();
+  for (const x of view.range ? [] : run.others.map(xs)) if (x.length) [low, high] = [Math.min(low, x[0]), Math.max(high, x.at(-1))];
+  const room = view.range ? 0 : 0.012 * (high - low);
+  return [low - room, high + room];
+}
 
 // ---------------------------------------------------------------- header
 
@@ -309,7 +335,8 @@ const near = new IntersectionObserver((seen) => {
 
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
-  const names = Object.keys(run.columns).filter((name) => run.columns[name].some(known));
+  const recorded = ({ columns }) => Object.keys(columns).filter((name) => columns[name].some(known));
+  const names = [...new Set([run, ...run.others].flatMap(recorded))];
   const used = new Set(), missing = [], [first, more] = document.querySelectorAll("#curves .grid");
   for (const spec of CURVES) {
     const lines = (spec.lines || names.filter((name) => spec.match.test(name)).sort()).filter((name) => names.includes(name)).slice(0, 6);
@@ -354,7 +381,9 @@ function smoothed(values, steps, weight) {
 /** One card with a plot: lines (raw, and smoothed if asked), a band, points with standard errors, marks of events. */
 function curve(card, spec) {
   const readout = el("div", { class: "readout" }), plot = el("div", { class: "plot" });
-  const ink = (i) => colour(`s${i % 6}`);
+  // Several runs: a colour for each run, a dash for each line. One run: a colour for each line.
+  const several = () => run.others.length > 0, hue = (i) => `s${several() ? 0 : i % 6}`, ink = (i) => colour(hue(i));
+  const dash = (i) => (several() ? DASHES[i % 6][0] : []);
   card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
   const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
   const isSmoothed = () => view.smooth && !spec.points;
@@ -373,6 +402,11 @@ function curve(card, spec) {
     return spec.spread && run.columns[spec.spread] ? ["reward - std", "reward + std"] : [];
   }
   function range(u, low, high) {
+    const [first, last] = padded();
+    for (const other of drawn().others) for (const name of spec.lines) {
+      const x = xs(other), y = other.columns[name] || [];
+      for (let i = 0; i < x.length; i++) if (x[i] >= first && x[i] <= last && known(y[i])) [low, high] = [Math.min(low ?? y[i], y[i]), Math.max(high ?? y[i], y[i])];
+    }
     if (!known(low)) return [0, 1];
     if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
     const room = (high - low) * (spec.points ? 0.15 : 0.06) || Math.abs(high) * 0.1 || 1;
@@ -389,6 +423,25 @@ function curve(card, spec) {
       for (let i = 0; i < x.length; i++) if (known(y[i])) ctx.lineTo(u.valToPos(x[i], "x", true), u.valToPos(y[i], "y", true));
       ctx.stroke();
     }
+    drawn().others.forEach((other, k) => {
+      const x = xs(other);
+      ctx.strokeStyle = ctx.fillStyle = colour(`s${k + 1}`); ctx.lineWidth = 1.4 * ratio;
+      spec.lines.forEach((name, i) => {
+        const raw = other.columns[name] || [], y = isSmoothed() ? smoothed(raw, other.steps, view.smooth) : raw;
+        let pen = false;
+        ctx.setLineDash(dash(i).map((length) => length * ratio));
+        ctx.beginPath();
+        for (let at = 0; at < x.length; at++) {
+          if (!known(y[at])) { pen &&= !!spec.points; continue; }
+          const px = u.valToPos(x[at], "x", true), py = u.valToPos(y[at], "y", true);
+          if (pen) ctx.lineTo(px, py); else ctx.moveTo(px, py);
+          if (spec.points) ctx.fillRect(px - 2.5 * ratio, py - 2.5 * ratio, 5 * ratio, 5 * ratio);
+          pen = true;
+        }
+        ctx.stroke();
+      });
+    });
+    ctx.lineWidth = ratio;
     for (const event of run.events) {
       const fault = isFault(event);
       if (!fault && !MARKED.has(event.kind)) continue;
@@ -422,7 +475,12 @@ function curve(card, spec) {
       let values = bucket.map((one) => column[one]).filter(known);
       for (let seen = at; spec.points && !values.length && seen > 0;) if (known(column[--seen])) values = [column[seen]];
       const ends = values.length ? [...new Set([Math.min(...values), Math.max(...values)].map(write))].join(" to ") : "–";
-      parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, ends));
+      if (several()) parts.push(el("span", {}, `${spec.lines.length > 1 ? `${DASHES[i % 6][1]} ` : ""}${label(name)} `));
+      parts.push(el("span", { class: "once" }, key(hue(i)), !several() && label(name) ? `${label(name)} ` : "", el("b", {}, ends)));
+      of.others.forEach((other, k) => {
+        const near = nearest(xs(other), inside ? xs(of)[at] : Infinity, (one) => known(other.columns[name]?.[one]));
+        if (near >= 0) parts.push(el("span", { class: "once" }, key(`s${k + 1}`), el("b", {}, write(other.columns[name][near]))));
+      });
     });
     const mark = inside && run.events.find((e) => (isFault(e) || MARKED.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
     if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
@@ -439,8 +497,8 @@ function curve(card, spec) {
     const series = [{}];
     spec.lines.forEach((name, i) => {
       const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
-      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
-      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+      series.push({ stroke: raw, dash: dash(i), width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), dash: dash(i), width: 2, points: { show: false } });
     });
     const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
     const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
@@ -469,8 +527,18 @@ function curve(card, spec) {
     say(chart.u);
   };
   chart.resize = () => { chart.measure(); chart.u?.setSize(size); };
-  chart.rebuild = () => { chart.u?.destroy(); chart.u = null; if (chart.seen) chart.draw(); else chart.stale = true; };
+  chart.rebuild = () => { chart.u?.destroy(); chart.u = size = null; if (chart.seen) chart.draw(); else chart.stale = true; };
   return chart;
+}
+
+/** Dashes of the lines of one run, and how a text shows them. */
+const DASHES = [[[], "──"], [[7, 4], "╌╌"], [[2, 3], "┄┄"], [[9, 3, 2, 3], "─·"], [[12, 3], "— —"], [[1, 5], "···"]];
+/** The index of the last place up to `x` that is usable, or -1. */
+function nearest(places, x, usable) {
+  let low = 0, high = places.length;
+  while (low < high) { const middle = (low + high) >> 1; if (places[middle] <= x) low = middle + 1; else high = middle; }
+  while (--low >= 0 && !usable(low));
+  return low;
 }
 
 /** A time of the run's clock: 1:02:03, 2:03, or seconds where minutes would hide what matters. */
@@ -1088,7 +1156,7 @@ async function start() {
   performance.mark("drawn");
   waits(); events();
   if (!embedded) live();
-  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  await Promise.all([compare(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 
