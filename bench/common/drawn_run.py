@@ -19,6 +19,7 @@ from aiohttp import web
 
 import flowrt.observability.page
 from flowrt.observability.run_reader import MAX_SHARES
+from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
@@ -59,6 +60,8 @@ class DrawnRun:
     state: str = "finished"
     low: float = 0.0
     high: float = 1.0
+    others: Mapping[str, "DrawnRun"] = field(default_factory=dict)
+    """Runs that it is compared with, by name."""
     texts: Sequence[str] = ()
     """If there are any, these are the texts of samples, events, reasons and names, in turn."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -154,10 +157,8 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["series"]:
-                first = int(query.get("from", 0))
-                columns = {name: column[first:] for name, column in self.series.items()}
-                return {"steps": list(range(first, len(self.series["wall_s"]))), "columns": columns}
+            case ["series" | "compared" as kind]:
+                return (self._series if kind == "series" else self._compared)(query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_SHARES)}
@@ -172,13 +173,7 @@ class DrawnRun:
             case ["sample", number]:
                 return self._opened(int(number))
             case ["prompt", _, number]:
-                states = ("in_flight", "ready", "leased", "trained")
-                step = int(number) // 4
-                events = [
-                    {"at_s": step + i, "state": state, "step": step, "reason": "", "reward": None}
-                    for i, state in enumerate(states)
-                ]
-                return {"events": events}
+                return self._prompt(int(number))
             case ["ledger"]:
                 n = 16 * self.steps
                 return {
@@ -189,6 +184,31 @@ class DrawnRun:
                 lines = [self.texts[i % len(self.texts)] if self.texts else f"INFO step {i} is done" for i in range(50)]
                 return {"files": {"controller.log": lines, "trainer.log": lines[:12]}}
         raise KeyError(path)
+
+    def _series(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """As the reader of a run answers."""
+        series = Series()
+        for step in range(len(self.series["wall_s"])):
+            series.append(self.line(step))
+        if "points" not in query:
+            return series.since(int(query.get("from", 0)))
+        axis: Axis = "wall_s" if query.get("x") == "wall_s" else "step"
+        low, high = float(query.get("from", 0)), float(query.get("to", math.inf))
+        return series.window(axis, low, high, int(query["points"]))
+
+    @staticmethod
+    def _prompt(number: int) -> dict[str, Any]:
+        step = number // 4
+        return {
+            "events": [
+                {"at_s": step + i, "state": state, "step": step, "reason": "", "reward": None}
+                for i, state in enumerate(("in_flight", "ready", "leased", "trained"))
+            ]
+        }
+
+    def _compared(self, query: Mapping[str, str]) -> dict[str, Any]:
+        runs = [{"name": name, "state": run.state, **run._series(query)} for name, run in self.others.items()]
+        return {"runs": runs}
 
     def _run(self) -> dict[str, Any]:
         config = {
@@ -219,6 +239,7 @@ class DrawnRun:
             "files": dict.fromkeys(present, "present"),
             "steps": self.steps,
             "staleness_bound": 2,
+            "compared": list(self.others),
         }
 
     def _attribution(self, step: int) -> dict[str, Any]:
@@ -456,6 +477,8 @@ def document(run: DrawnRun) -> dict[str, Any]:
     for path in ("api/series", "api/attribution", "api/events"):
         named[f"{path}?from=0"] = run.answer(path, {"from": "0"})
     named[f"api/timeline?t0=0&t1={run.end_s}"] = run.answer("api/timeline", {})
+    if run.others:
+        named["api/compared"] = run.answer("api/compared", {})
     named["api/samples?order=worst"] = run.answer("api/samples", {"order": "worst", "limit": "100"})
     named["api/samples?order=best"] = run.answer("api/samples", {"order": "best", "limit": "100"})
     for sample in named["api/samples?order=worst"]["samples"]:

@@ -25,7 +25,7 @@ from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
-from flowrt.observability.series import Series
+from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import JsonTail, parse_line
 from flowrt.observability.token_texts import TokenTexts
@@ -173,6 +173,10 @@ class RunReader:
     def series(self, from_step: int = 0) -> dict[str, Any]:
         """The numbers of the steps from this one on, by column."""
         return self._series.since(from_step)
+
+    def series_window(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
+        """The numbers between two steps or times, decimated to this number of points; see `Series.window`."""
+        return self._series.window(axis, low, high, points)
 
     def attribution(self, from_step: int = 0) -> dict[str, Any]:
         """Where the time of each role went, by step; consecutive steps are added up if there are more than 500."""

@@ -136,8 +136,10 @@ function filterSamples(all, asked) {
   return { samples: kept.slice(from, from + Number(asked.get("limit") || 50)), total: kept.length };
 }
 
-const run = { info: null, steps: [], columns: {}, old: [], events: [], next: 0, attribution: [], status: null };
-const view = { x: "step", y: "zero", smooth: 0, range: null };
+const POINTS = 1600; // of a curve: two for each pixel column of a chart; page.html asks for the same ahead
+// `pairs`: the number of points, from the first on, that are the ends of buckets of steps, with extreme values.
+const run = { info: null, steps: [], columns: {}, pairs: 0, others: [], old: [], events: [], next: 0, attribution: [], status: null };
+const view = { x: "step", y: "zero", smooth: 0, range: null, fine: null };
 const config = (path) => path.split(".").reduce((at, part) => (at ? at[part] : undefined), run.info?.config);
 
 /** Why a panel has nothing to show, in one sentence: a setting that is 0, or a file that is missing or damaged. */
@@ -150,27 +152,74 @@ function why(what, file, setting) {
 }
 
 /** Adds steps; those that are known already are replaced. */
-function addSeries({ steps, columns }) {
+function addSeries({ steps, columns, decimated }) {
   if (!steps.length) return;
   cutFrom(steps[0]);
   const had = run.steps.length;
+  if (!decimated) derive(columns);
+  else run.pairs = steps.length - 1;
   run.steps.push(...steps);
   for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
   for (const [name, column] of Object.entries(run.columns)) column.push(...(columns[name] || new Array(steps.length).fill(null)));
-  const c = run.columns;
+}
+
+/** Adds the columns that follow from others, as `series.py` does before it decimates. */
+function derive(c) {
   if (c.tokens && c.samples && c.samples_per_s) c.tokens_per_s = c.tokens.map((n, i) => (known(n) && c.samples[i] ? (n * c.samples_per_s[i]) / c.samples[i] : null));
+  if (c.reward && c.reward_std) for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = c.reward.map((m, i) => (known(m) && known(c.reward_std[i]) ? m + sign * c.reward_std[i] : null));
+}
+
+/** The curves as they are drawn: of the whole run, or those of a zoomed window, which have more of its steps. */
+const drawn = () => view.fine || run;
+
+/** The curves of other runs, as `run` has its own: all of them, or of a window. */
+async function comparison(window) {
+  if (!run.info.compared?.length) return [];
+  const { runs } = await get(`api/compared?${window}&points=${POINTS}`);
+  for (const one of runs) if (one.decimated) one.pairs = one.steps.length - 1; else { one.pairs = 0; derive(one.columns); }
+  return runs;
+}
+
+async function compare() {
+  try { run.others = await comparison("x=step"); } catch (error) { return $("#runs").replaceChildren(visible(error.message)); }
+  if (!run.others.length) return;
+  const is = $("#curves").classList, isFirst = !is.contains("compared");
+  is.add("compared");
+  const entry = (name, state, i) => el("span", {}, key(`s${i}`), visible(name, 120), state ? ` (${state})` : "");
+  $("#runs").replaceChildren(entry(run.info.name, "", 0), ...run.others.map((one, i) => entry(one.name, one.state, i + 1)));
+  if (isFirst) for (const chart of charts.values()) chart.rebuild();
+  curves();
+  if (!embedded && run.others.some((one) => one.state === "live")) later("compare", compare, 10000);
+}
+
+/** Fetches the steps of the zoomed window, if not all of them are there. */
+async function refine() {
+  const range = view.range;
+  if (!range || embedded || ![run, ...run.others].some((one) => one.pairs)) return;
+  const width = range[1] - range[0], [low, high] = [Math.max(range[0] - width / 4, 0), range[1] + width / 4];
+  const window = `x=${view.x}&from=${low.toFixed(3)}&to=${high.toFixed(3)}`;
+  try {
+    const [{ steps, columns, decimated }, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
+    if (view.range !== range) return;
+    if (!decimated) derive(columns);
+    view.fine = { steps, columns, pairs: decimated ? steps.length - 1 : 0, others };
+    redraw();
+  } catch { /* the curves of the whole run stay */ }
 }
 
 /** Steps from `step` on are rolled back: they are kept to be drawn in grey. */
 function dropFrom(step) {
   const cut = cutFrom(step);
   if (cut) run.old.push(cut);
+  view.fine = null;
+  later("refine", refine, 50);
 }
 
 function cutFrom(step) {
   const at = run.steps.findIndex((one) => one >= step);
   if (at < 0) return null;
   const columns = Object.fromEntries(Object.entries(run.columns).map(([name, column]) => [name, column.splice(at)]));
+  run.pairs = Math.min(run.pairs, at);
   return { steps: run.steps.splice(at), columns };
 }
 
@@ -183,13 +232,19 @@ function addLastEvaluations() {
   }
 }
 
-function xs() { return view.x === "step" ? run.steps : run.columns.wall_s || run.steps; }
+function xs(of = drawn()) { return view.x === "step" ? of.steps : of.columns.wall_s || of.steps; }
 function extent() {
-  const x = xs();
+  const x = xs(run);
   return view.range || (x.length ? [x[0], Math.max(x[x.length - 1], x[0] + 1e-3)] : [0, 1]);
 }
 
-function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 * (high - low); return [low - room, high + room]; }
+/** The range of the charts: of all runs that are drawn, with some room. */
+function padded() {
+  let [low, high] = extent();
+  for (const x of view.range ? [] : run.others.map(xs)) if (x.length) [low, high] = [Math.min(low, x[0]), Math.max(high, x.at(-1))];
+  const room = view.range ? 0 : 0.012 * (high - low);
+  return [low - room, high + room];
+}
 
 // ---------------------------------------------------------------- header
 
@@ -280,7 +335,8 @@ const near = new IntersectionObserver((seen) => {
 
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
-  const names = Object.keys(run.columns).filter((name) => run.columns[name].some(known));
+  const recorded = ({ columns }) => Object.keys(columns).filter((name) => columns[name].some(known));
+  const names = [...new Set([run, ...run.others].flatMap(recorded))];
   const used = new Set(), missing = [], [first, more] = document.querySelectorAll("#curves .grid");
   for (const spec of CURVES) {
     const lines = (spec.lines || names.filter((name) => spec.match.test(name)).sort()).filter((name) => names.includes(name)).slice(0, 6);
@@ -290,7 +346,14 @@ function curves() {
   }
   for (const name of names) if (!used.has(name) && !ELSEWHERE.test(name)) place(more, { title: name, lines: [name] });
   $("#curves .missing").replaceChildren(run.steps.length ? missing.join(" ") : "No curves yet: no step has ended.");
-  for (const chart of charts.values()) if (chart.seen) chart.draw(); else chart.stale = true;
+  for (const chart of charts.values()) if (!chart.seen) chart.stale = true;
+  drawAll([...charts.values()].filter((chart) => chart.seen));
+}
+
+/** Draws charts; all sizes are read first, as reading one after a change of the page lays it out again. */
+function drawAll(some) {
+  for (const chart of some) if (!chart.u) chart.measure();
+  for (const chart of some) chart.draw();
 }
 
 function place(grid, spec) {
@@ -302,13 +365,15 @@ function place(grid, spec) {
   near.observe(card);
 }
 
-/** Exponential mean without the bias of its start; gaps stay gaps. */
-function smoothed(values, weight) {
-  let sum = 0, mass = 0;
-  return values.map((value) => {
+/** Exponential mean over the steps without the bias of its start; gaps stay gaps. */
+function smoothed(values, steps, weight) {
+  let sum = 0, mass = 0, before = steps[0] - 1;
+  return values.map((value, i) => {
     if (!known(value)) return null;
-    sum = weight * sum + (1 - weight) * value;
-    mass = weight * mass + 1 - weight;
+    const kept = weight ** Math.max(steps[i] - before, 1);
+    before = steps[i];
+    sum = kept * sum + (1 - kept) * value;
+    mass = kept * mass + 1 - kept;
     return sum / mass;
   });
 }
@@ -316,27 +381,32 @@ function smoothed(values, weight) {
 /** One card with a plot: lines (raw, and smoothed if asked), a band, points with standard errors, marks of events. */
 function curve(card, spec) {
   const readout = el("div", { class: "readout" }), plot = el("div", { class: "plot" });
-  const ink = (i) => colour(`s${i % 6}`);
+  // Several runs: a colour for each run, a dash for each line. One run: a colour for each line.
+  const several = () => run.others.length > 0, hue = (i) => `s${several() ? 0 : i % 6}`, ink = (i) => colour(hue(i));
+  const dash = (i) => (several() ? DASHES[i % 6][0] : []);
   card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
   const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
   const isSmoothed = () => view.smooth && !spec.points;
   const chart = { spec, card, seen: false, stale: true, u: null };
+  let size = null;
 
   function data() {
-    const n = run.steps.length, column = (name) => run.columns[name] || new Array(n).fill(null);
+    const { steps, columns } = drawn(), column = (name) => columns[name] || new Array(steps.length).fill(null);
     const rows = [xs()];
-    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), view.smooth)] : []));
+    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), steps, view.smooth)] : []));
     for (const name of bands()) rows.push(column(name));
     return rows;
   }
   function bands() {
     if (spec.band?.every((name) => run.columns[name])) return spec.band;
-    if (!spec.spread || !run.columns[spec.spread]) return [];
-    const c = run.columns, mean = c[spec.lines[0]];
-    for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = mean.map((m, i) => (known(m) && known(c[spec.spread][i]) ? m + sign * c[spec.spread][i] : null));
-    return ["reward - std", "reward + std"];
+    return spec.spread && run.columns[spec.spread] ? ["reward - std", "reward + std"] : [];
   }
   function range(u, low, high) {
+    const [first, last] = padded();
+    for (const other of drawn().others) for (const name of spec.lines) {
+      const x = xs(other), y = other.columns[name] || [];
+      for (let i = 0; i < x.length; i++) if (x[i] >= first && x[i] <= last && known(y[i])) [low, high] = [Math.min(low ?? y[i], y[i]), Math.max(high ?? y[i], y[i])];
+    }
     if (!known(low)) return [0, 1];
     if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
     const room = (high - low) * (spec.points ? 0.15 : 0.06) || Math.abs(high) * 0.1 || 1;
@@ -353,6 +423,25 @@ function curve(card, spec) {
       for (let i = 0; i < x.length; i++) if (known(y[i])) ctx.lineTo(u.valToPos(x[i], "x", true), u.valToPos(y[i], "y", true));
       ctx.stroke();
     }
+    drawn().others.forEach((other, k) => {
+      const x = xs(other);
+      ctx.strokeStyle = ctx.fillStyle = colour(`s${k + 1}`); ctx.lineWidth = 1.4 * ratio;
+      spec.lines.forEach((name, i) => {
+        const raw = other.columns[name] || [], y = isSmoothed() ? smoothed(raw, other.steps, view.smooth) : raw;
+        let pen = false;
+        ctx.setLineDash(dash(i).map((length) => length * ratio));
+        ctx.beginPath();
+        for (let at = 0; at < x.length; at++) {
+          if (!known(y[at])) { pen &&= !!spec.points; continue; }
+          const px = u.valToPos(x[at], "x", true), py = u.valToPos(y[at], "y", true);
+          if (pen) ctx.lineTo(px, py); else ctx.moveTo(px, py);
+          if (spec.points) ctx.fillRect(px - 2.5 * ratio, py - 2.5 * ratio, 5 * ratio, 5 * ratio);
+          pen = true;
+        }
+        ctx.stroke();
+      });
+    });
+    ctx.lineWidth = ratio;
     for (const event of run.events) {
       const fault = isFault(event);
       if (!fault && !MARKED.has(event.kind)) continue;
@@ -363,7 +452,7 @@ function curve(card, spec) {
     }
     ctx.setLineDash([]);
     if (spec.points) spec.lines.forEach((name, i) => {
-      const x = xs(), y = run.columns[name], error = run.columns[`${name}_error`] || [];
+      const x = xs(), y = drawn().columns[name] || [], error = drawn().columns[`${name}_error`] || [];
       ctx.strokeStyle = ink(i); ctx.lineWidth = 1.25 * ratio;
       ctx.beginPath();
       for (let at = 0; at < x.length; at++) if (known(y[at]) && known(error[at])) {
@@ -376,13 +465,22 @@ function curve(card, spec) {
     ctx.restore();
   }
   function say(u) {
-    const last = run.steps.length - 1, at = u.cursor.idx ?? last, inside = known(u.cursor.idx);
+    const of = drawn(), last = of.steps.length - 1, inside = known(u.cursor.idx), at = inside ? Math.min(u.cursor.idx, last) : last;
     if (last < 0) return;
-    const parts = [el("span", {}, `${inside ? "" : "last, "}step `), el("b", {}, String(run.steps[at]))];
+    const first = at - (at % 2), bucket = at < of.pairs ? [first, first + 1] : [at];
+    const named = [...new Set(bucket.map((i) => of.steps[i]))], many = named.length > 1;
+    const parts = [el("span", {}, `${inside ? "" : "last, "}${many ? "steps" : "step"} `), el("b", {}, named.join(" to "))];
     spec.lines.forEach((name, i) => {
-      let value = run.columns[name]?.[at], seen = at;
-      if (spec.points) while (!known(value) && seen > 0) value = run.columns[name][--seen];
-      parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, spec.share ? percent(value) : number(value)));
+      const column = of.columns[name] || [], write = spec.share ? percent : number;
+      let values = bucket.map((one) => column[one]).filter(known);
+      for (let seen = at; spec.points && !values.length && seen > 0;) if (known(column[--seen])) values = [column[seen]];
+      const ends = values.length ? [...new Set([Math.min(...values), Math.max(...values)].map(write))].join(" to ") : "–";
+      if (several()) parts.push(el("span", {}, `${spec.lines.length > 1 ? `${DASHES[i % 6][1]} ` : ""}${label(name)} `));
+      parts.push(el("span", { class: "once" }, key(hue(i)), !several() && label(name) ? `${label(name)} ` : "", el("b", {}, ends)));
+      of.others.forEach((other, k) => {
+        const near = nearest(xs(other), inside ? xs(of)[at] : Infinity, (one) => known(other.columns[name]?.[one]));
+        if (near >= 0) parts.push(el("span", { class: "once" }, key(`s${k + 1}`), el("b", {}, write(other.columns[name][near]))));
+      });
     });
     const mark = inside && run.events.find((e) => (isFault(e) || MARKED.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
     if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
@@ -399,13 +497,13 @@ function curve(card, spec) {
     const series = [{}];
     spec.lines.forEach((name, i) => {
       const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
-      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
-      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+      series.push({ stroke: raw, dash: dash(i), width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), dash: dash(i), width: 2, points: { show: false } });
     });
     const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
     const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
     return new uPlot({
-      width: plot.clientWidth, height: plot.clientHeight, series: [...series, ...edges], legend: { show: false },
+      ...size, series: [...series, ...edges], legend: { show: false },
       bands: edges.length ? [{ series: [first + 1, first], fill }] : [],
       scales: { x: { time: false, range: () => padded() }, y: { range } },
       axes: [
@@ -415,8 +513,10 @@ function curve(card, spec) {
       hooks: { draw: [marks], setCursor: [say], setSelect: [selected] },
     }, rows, plot);
   }
+  chart.measure = () => { size = { width: plot.clientWidth, height: plot.clientHeight }; };
   chart.draw = () => {
     chart.stale = false;
+    if (!size) chart.measure();
     const rows = data();
     if (chart.u && chart.u.series.length !== rows.length) { chart.u.destroy(); chart.u = null; }
     if (chart.u) chart.u.setData(rows);
@@ -426,9 +526,19 @@ function curve(card, spec) {
     }
     say(chart.u);
   };
-  chart.resize = () => chart.u?.setSize({ width: plot.clientWidth, height: plot.clientHeight });
-  chart.rebuild = () => { chart.u?.destroy(); chart.u = null; if (chart.seen) chart.draw(); else chart.stale = true; };
+  chart.resize = () => { chart.measure(); chart.u?.setSize(size); };
+  chart.rebuild = () => { chart.u?.destroy(); chart.u = size = null; if (chart.seen) chart.draw(); else chart.stale = true; };
   return chart;
+}
+
+/** Dashes of the lines of one run, and how a text shows them. */
+const DASHES = [[[], "──"], [[7, 4], "╌╌"], [[2, 3], "┄┄"], [[9, 3, 2, 3], "─·"], [[12, 3], "— —"], [[1, 5], "···"]];
+/** The index of the last place up to `x` that is usable, or -1. */
+function nearest(places, x, usable) {
+  let low = 0, high = places.length;
+  while (low < high) { const middle = (low + high) >> 1; if (places[middle] <= x) low = middle + 1; else high = middle; }
+  while (--low >= 0 && !usable(low));
+  return low;
 }
 
 /** A time of the run's clock: 1:02:03, 2:03, or seconds where minutes would hide what matters. */
@@ -443,10 +553,14 @@ const TIMES = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.
 /** Zoom of all curves and of the shares; null: the whole run. */
 function zoom(range) {
   view.range = range;
+  if (!range || !view.fine || xs()[0] > range[0] || xs().at(-1) < range[1]) view.fine = null;
   $("#whole").disabled = !range;
-  for (const chart of charts.values()) if (chart.seen && chart.u) chart.draw(); else chart.stale = true;
+  redraw();
   shares();
+  refine();
 }
+
+function redraw() { for (const chart of charts.values()) if (chart.seen && chart.u) chart.draw(); else chart.stale = true; }
 
 // ---------------------------------------------------------------- where the time went
 
@@ -963,6 +1077,7 @@ function live() {
     if (line.step > (run.steps.at(-1) ?? -1) + 1) return later("missed", missed, 50);
     const numbers = Object.entries(line).filter(([, value]) => known(value)).map(([name, value]) => [name, [value]]);
     addSeries({ steps: [line.step], columns: Object.fromEntries(numbers) });
+    if (run.steps.length > 4 * POINTS) later("missed", missed, 50);
     newSteps();
   });
   on("event", (event) => {
@@ -984,7 +1099,17 @@ function newSteps() {
 }
 
 async function missed() {
-  try { addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`)); newSteps(); } catch { /* with the next step again */ }
+  try { await moreSteps(); newSteps(); } catch { /* with the next step again */ }
+}
+
+/** Fetches the steps after the last one; the whole run again if too many of them would be drawn. */
+async function moreSteps() {
+  const first = (run.steps.at(-1) ?? -1) + 1, more = await get(`api/series?from=${first}`);
+  if (!more.decimated && run.steps.length + more.steps.length < 4 * POINTS) return addSeries(more);
+  const whole = await get(`api/series?from=0&points=${POINTS}`);
+  cutFrom(0);
+  addSeries(whole);
+  addLastEvaluations();
 }
 
 async function moreAttribution() {
@@ -1007,7 +1132,7 @@ async function catchUp(isFirst) {
       run.next = next;
     } while (live.again);
     live.catching = false;
-    addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`));
+    await moreSteps();
     addLastEvaluations();
     header(); curves(); events();
     if (!isFirst) { waits(); files(); prompts(); moreAttribution(); timeline.tick(); }
@@ -1016,7 +1141,7 @@ async function catchUp(isFirst) {
 
 async function start() {
   try {
-    const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
+    const [info, series, log] = await Promise.all([get("api/run"), get(`api/series?from=0&points=${POINTS}`), get("api/events?from=0")]);
     run.info = info; run.events = log.events; run.next = log.next;
     addSeries(series);
     addLastEvaluations();
@@ -1026,12 +1151,12 @@ async function start() {
   }
   header();
   curves();
-  for (const chart of charts.values()) if (chart.stale && chart.card.getBoundingClientRect().top < innerHeight) chart.draw();
+  drawAll([...charts.values()].filter((chart) => chart.stale && chart.card.getBoundingClientRect().top < innerHeight));
   await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // curves are seen before the rest is made
   performance.mark("drawn");
   waits(); events();
   if (!embedded) live();
-  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  await Promise.all([compare(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 

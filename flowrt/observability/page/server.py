@@ -5,6 +5,7 @@ It only reads. A request is answered from a fixed table of paths: nothing in it 
 
 import asyncio
 import errno
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 from aiohttp import web
 
 from flowrt.errors import FlowError
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.json_text import to_json
 from flowrt.observability.lanes import MAX_LANES
 from flowrt.observability.page.access import Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
 from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import RunReader
+from flowrt.observability.series import MAX_POINTS, Axis
 from flowrt.runtime.waits import pause, wait_until
 
 STATIC = {
@@ -48,17 +51,25 @@ MetricsText = Callable[[RunReader, Status | None], str]
 class PageServer:
     """Serves the page of one run."""
 
-    def __init__(self, reader: RunReader, access: Access, metrics_text: MetricsText | None = None) -> None:
+    def __init__(
+        self,
+        reader: RunReader,
+        access: Access,
+        metrics_text: MetricsText | None = None,
+        compared: ComparedRuns | None = None,
+    ) -> None:
         """Serve what ``reader`` reads.
 
         Args:
             reader: of the run; used by this server alone from now on.
             access: who may ask.
             metrics_text: makes the answer of ``/metrics``; None: there is no such path.
+            compared: other runs, whose curves are shown too.
         """
         self._reader = reader
         self._access = access
         self._metrics_text = metrics_text
+        self._compared = compared or ComparedRuns(reader.run_dir, ())
         self._stream = Stream()
         self._status: Status | None = None
         self._status_s = float("-inf")
@@ -146,7 +157,8 @@ class PageServer:
         handlers: dict[str, Handler] = dict.fromkeys(STATIC, self._static)
         handlers |= {
             "/api/run": self._call(files, lambda _: self._run()),
-            "/api/series": self._call(files, lambda of: reader.series(_whole(of, "from"))),
+            "/api/series": self._call(files, lambda of: _series(reader, of)),
+            "/api/compared": self._call(files, lambda of: self._compared.series(*_window(of))),
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),
@@ -176,7 +188,7 @@ class PageServer:
         found = self._reader.run()
         if found["state"] == "killed" and self._fresh_status is not None:
             found["state"] = "live"  # its controller is on another host
-        return found
+        return {**found, "compared": list(self._compared.names)}
 
     def _timeline(self, of: Values) -> dict[str, Any]:
         first = _whole(of, "first") if of.get("first") else None
@@ -200,6 +212,18 @@ class PageServer:
         assert self._metrics_text is not None
         text = await self._in_thread(self._files, self._metrics_text, self._reader, self._fresh_status)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _series(reader: RunReader, of: Values) -> dict[str, Any]:
+    """Curves: all steps from one on, or with ``points`` a window that is decimated to their number."""
+    return reader.series_window(*_window(of)) if of.get("points") else reader.series(_whole(of, "from"))
+
+
+def _window(of: Values) -> tuple[Axis, float, float, int]:
+    """The axis, the ends and the number of points of a request for curves. Raises ValueError."""
+    axis: Axis = "wall_s" if of.get("x") == "wall_s" else "step"
+    high = _seconds(of, "to")
+    return axis, _seconds(of, "from") or 0.0, math.inf if high is None else high, _whole(of, "points", MAX_POINTS)
 
 
 def _json(content: object, status: int = 200) -> web.Response:
