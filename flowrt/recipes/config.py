@@ -106,6 +106,8 @@ class DataConfig:
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
+    check_timeout_s: Seconds = 600.0
+    """Task of your own (FILE.py): deadline for making it and reading all its prompts before a run, in seconds."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
     """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, as with eval.data."""
 
@@ -714,7 +716,10 @@ class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
     recipe: str = "arithmetic"
-    """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them."""
+    """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them; or FILE.py[:NAME], a task of
+    your own."""
+    recipe_sha256: str = ""
+    """SHA-256 of the file of a task of your own; found out when the run starts."""
     seed: Annotated[int, Interval(ge=0, le=MAX_INT64)] = 0
     """Seed of the model, the data order and the sampling."""
     steps: Annotated[int, Interval(gt=0, le=10_000_000)] = 150

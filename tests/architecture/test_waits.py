@@ -19,7 +19,6 @@ ELSEWHERE = {
     ("flowrt/transport/lanes/gloo.py", "group.recv"),
     ("flowrt/transport/lanes/device.py", "self._group.recv"),
     # A child with its own deadline, before a run starts.
-    ("flowrt/launcher/own_algorithm.py", "subprocess.run"),
     # Called when there is something to read.
     ("flowrt/launcher/fork_server/parent.py", "orders.recv"),
     ("flowrt/launcher/fork_server/child.py", "socket.recv_fds"),
