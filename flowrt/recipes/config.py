@@ -254,8 +254,8 @@ class CurriculumConfig:
     """Which prompts are sampled in an epoch, by the rewards of their earlier groups."""
 
     policy: Literal["uniform", "solve_rate"] = "uniform"
-    """Policy uniform: every prompt; solve_rate: a prompt of solve rate r with probability
-    floor + (1 - floor) 4r(1 - r), and every prompt that has not been trained yet."""
+    """Policy uniform: every prompt; solve_rate: with the probability that its next group has both solved and
+    failed samples, relative to solve rate 1/2, and every prompt that has not been trained yet."""
     history: Annotated[int, Interval(ge=1, le=1_000)] = 2
     """Policy solve_rate: number of last groups of a prompt over which its solve rate is measured."""
     floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.25

@@ -146,7 +146,7 @@ def curriculum(config: RunConfig) -> Curriculum:
                 solved_reward=options.solved_reward,
                 seed=config.seed,
                 prior=options.prior,
-                group_size=config.group_size,
+                group_size=max(config.group_size, 2),  # a group of one: as of two
             )
     return EveryPrompt()
 
