@@ -9,6 +9,7 @@ from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.tasks.registry import check_digest, check_task, task_of
 from flowrt.recipes.tasks.task_file import PROCESS, digest, is_task_file, split
+from flowrt.recipes.tasks.task_reward import with_task_reward
 from flowrt.runtime.file_process import ask
 
 
@@ -37,5 +38,5 @@ def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> Run
     if not isinstance(parts, list):
         raise ConfigError(f"task file {split(config.recipe)[0]} ended its process without an answer; correct it")
     if not parts:
-        return config
+        return with_task_reward(config)
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=tuple(map(str, parts))))

@@ -146,9 +146,19 @@ def check_data_options(config: RunConfig) -> None:
 def check_reward_options(config: RunConfig) -> None:
     """Raise ConfigError for unusable reward functions, and for options of them that change nothing."""
     options = config.reward
-    if options != RewardOptions() and not takes_reward(config.recipe):
+    of_task = f"task:{config.recipe}" if is_task_file(config.recipe) and not takes_reward(config.recipe) else ""
+    if of_task:
+        if options.functions not in ((), (of_task,)):
+            raise ConfigError(
+                f"task {config.recipe} has a reward of its own, and would not use {options.functions[0]}; leave it "
+                "out, or give the recipe takes_reward=True"
+            )
+    elif options != RewardOptions() and not takes_reward(config.recipe):
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
     kinds = {one.kind for one in parse_functions(options.functions)}
+    if not of_task and "task" in kinds:
+        raise ConfigError("a reward function of kind task is for a task in a file alone: flowrt run FILE.py")
+    kinds |= {"task"} if of_task else set()
     default = RewardOptions()
     for name, needed in (
         ("judge", ("judge",)),

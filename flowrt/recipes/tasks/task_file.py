@@ -7,6 +7,7 @@
 
 import functools
 import hashlib
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ def digest(name: str) -> str:
     try:
         if not path.is_file():
             raise ConfigError(f"there is no task file {path}; name a recipe, FILE.py, or FILE.py:NAME")
+        if path.stem in sys.stdlib_module_names:  # processes in its directory would import it in place of that
+            raise ConfigError(f"task file {path} has the name of a module of Python, which it would hide; rename it")
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(f"task file {path} cannot be read: {error.strerror}; {FIX}") from error
@@ -101,6 +104,8 @@ def load(name: str) -> tuple[str, Recipe]:
 
 @functools.cache
 def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
+    if (folder := str(Path(path).parent)) not in sys.path:
+        sys.path.append(folder)
     name = f"{MODULE}_{digest_of_file[:16]}"
     module = called(path, "while the file was loaded", lambda: load_module(path, name))
     recipes = {key: value for key, value in vars(module).items() if isinstance(value, Recipe)}

@@ -48,7 +48,7 @@ def test_the_example_is_one_short_file() -> None:
 
 @pytest.mark.slow
 def test_a_copy_of_a_built_in_task_has_its_defaults_and_its_problems(tmp_path: Path) -> None:
-    copy = tmp_path / "copy.py"
+    copy = tmp_path / "mine.py"
     shutil.copy(str(arithmetic.__file__), copy)
     config, usual = parse([str(copy), "--steps", "3"]), parse(["arithmetic", "--steps", "3"])
     assert config.recipe == f"{copy}:RECIPE"
@@ -60,7 +60,7 @@ def test_a_copy_of_a_built_in_task_has_its_defaults_and_its_problems(tmp_path: P
 
 @pytest.mark.slow
 def test_a_copy_of_the_recipe_custom_takes_its_flags(tmp_path: Path) -> None:
-    copy = tmp_path / "copy.py"
+    copy = tmp_path / "mine.py"
     shutil.copy(str(custom.__file__), copy)
     flags = ["--data", "plus=a.jsonl", "--data", "minus=b.jsonl", "--reward", "exact", "--data.prefill", "True"]
     config = parse([str(copy), *flags])
@@ -156,6 +156,9 @@ def test_names_that_are_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ConfigError, match=r"there is no task file .*/folder\.py"):
         parse([f"{tmp_path}/folder.py"])
+    shutil.copy(EXAMPLE, tmp_path / "copy.py")
+    with pytest.raises(ConfigError, match=r"copy\.py has the name of a module of Python, .*; rename it"):
+        parse([f"{tmp_path}/copy.py"])
     with pytest.raises(ConfigError, match=r"there is no recipe 'mine\.txt' \(a task of your own is FILE\.py\)"):
         parse(["mine.txt"])
 
