@@ -47,38 +47,9 @@ MAX_WINDOW = 1024
 
 
 def is_packing_enabled(model: Any) -> bool:
-    """Whether `packed_logprobs` works with this model: `enable_packing` has succeeded."""
+    """Whether samples of this model are packed: `enable_packing` has succeeded."""
     config: Any = getattr(model, "config", None)
     return hasattr(config, "get_text_config") and bool(config.get_text_config()._attn_implementation == NAME)
-
-
-def packed_logprobs(
-    model: Any,
-    prompts: Sequence[torch.Tensor],
-    responses: Sequence[torch.Tensor],
-    temperature: float = 1.0,
-    *,
-    supports: Sequence[Support] | None = None,
-) -> tuple[torch.Tensor, PackedBatch]:
-    """Log-probabilities [T] (nats) of all response tokens, sample after sample; each prompt is computed once.
-
-    With ``supports``, one a response, they are renormalised over them.
-    """
-    logprobs_T, _, packed = packed_predictions(model, prompts, responses, temperature, supports=supports)
-    return logprobs_T, packed
-
-
-def padded_logprobs(
-    model: Any,
-    prompts: Sequence[torch.Tensor],
-    responses: Sequence[torch.Tensor],
-    temperature: float = 1.0,
-    *,
-    supports: Sequence[Support] | None = None,
-) -> tuple[torch.Tensor, Padded]:
-    """As `packed_logprobs`, with padded samples."""
-    logprobs_T, _, padded = padded_predictions(model, prompts, responses, temperature, supports=supports)
-    return logprobs_T, padded
 
 
 def packed_predictions(
@@ -183,8 +154,8 @@ def _agrees(model: Any, config: Any, window: int) -> bool:
     prompts = [prompt, other, prompt, prompt]
     lengths = [min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)]
     responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
-    together = padded_logprobs(model, prompts, responses)[0]
-    each = [padded_logprobs(model, [one], [response])[0] for one, response in zip(prompts, responses, strict=True)]
+    together = response_logprobs(model, prompts, responses, 1.0)[0]
+    each = [response_logprobs(model, [one], [two], 1.0)[0] for one, two in zip(prompts, responses, strict=True)]
     noise = float((torch.cat(each) - together).abs().max())
     config._attn_implementation = NAME
     try:
