@@ -29,6 +29,7 @@ DRAIN_TIMEOUT_S = 600.0
 DOCTOR_TIMEOUT_S = 60.0
 PAGE_PORT = 8265
 WATCH_FLAG = "--watch"
+WATCH_HELP = f"{WATCH_FLAG} [PORT] serves the page of the run while it goes on, at port {PAGE_PORT} or PORT."
 LARGEST_PORT = 65535
 
 
@@ -72,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from flowrt.recipes.config_io import parse
 
     page_port, words = _split_page_port(arguments.words)
-    return run(parse(words), console(), page_port)
+    return run(parse(words, more_help=WATCH_HELP), console(), page_port)
 
 
 def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -107,7 +108,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     page_port, words = _split_page_port(arguments.words)
     run_dirs, flags = _split_run_dir(words)
     if not run_dirs and any(flag in HELP_FLAGS for flag in flags):
-        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1])
+        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1], WATCH_HELP)
     if len(run_dirs) != 1:
         raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...] [--watch [PORT]]")
     return resume(Path(run_dirs[0]), flags, console(), page_port)

@@ -44,13 +44,18 @@ def defaults(name: str, algorithm: str = "") -> RunConfig:
     return dataclasses.replace(config, algorithm=preset(algorithm)) if algorithm else config
 
 
-def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
+def parse(arguments: Sequence[str], command: str = "flowrt run", more_help: str = "") -> RunConfig:
     """The configuration of a command line, checked.
+
+    Args:
+        arguments: the words.
+        command: the command's name in messages.
+        more_help: what --help says in addition to the recipe.
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
     """
     has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
-    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0])
+    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], more_help=more_help)
     check(parsed)
     return parsed
 
@@ -61,6 +66,7 @@ def read(
     *,
     default: str = RECIPE_NAMES[0],
     about: str = "",
+    more_help: str = "",
     is_listed: Callable[[str], bool] = lambda _: True,
 ) -> RunConfig:
     """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
@@ -71,6 +77,7 @@ def read(
         command: the command's name in messages.
         default: the recipe if none is named.
         about: what --help begins with; empty: the recipe.
+        more_help: what follows it.
         is_listed: whether --help lists the field of this dotted name, and all below it.
 
     Raises ConfigError for values of the wrong type. Exits with code 2 on unknown flags, with suggestions.
@@ -94,7 +101,7 @@ def read(
     if algorithm := algorithm or _algorithm(table):
         base = dataclasses.replace(base, algorithm=preset(algorithm))
     base = merge(base, table, file)
-    about = about or f"{_about(base.recipe)} Flags override --config FILE.toml."
+    about = f"{about or f'{_about(base.recipe)} Flags override --config FILE.toml.'} {more_help}".strip()
     return read_flags(command, about, rest, base, is_listed)
 
 
