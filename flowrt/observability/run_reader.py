@@ -7,8 +7,6 @@ A reader is used by one thread at a time.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -43,7 +41,6 @@ MAX_SHARES = 500
 """Lines of attribution.jsonl of an answer; of more, consecutive steps are added up."""
 MAX_TEXT_CHARS = 2_000
 ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
-_REPLAY = "flowrt.observability.replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,13 +287,6 @@ class RunReader:
         except OSError:
             paths = []
         return {"files": {path.name: _last_lines(path) for path in sorted(paths[:MAX_LOGS])}}
-
-    def replay(self, at_s: float) -> dict[str, Any]:
-        """The status at an instant of the run, from its recording. Raises ConfigError if there is none."""
-        if importlib.util.find_spec(_REPLAY) is None:
-            raise ConfigError("this flowrt records nothing that could be replayed")
-        found: dict[str, Any] = importlib.import_module(_REPLAY).status_at(self.run_dir, at_s)
-        return found
 
     # ---- files
 

@@ -147,6 +147,27 @@ PIXELS = """(() => {
 """Pixels of a colour in the first curve."""
 
 
+async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
+    run = DrawnRun()
+    async with serving(run) as server:
+        await shown(tab, server)
+        assert not any("replay" in path for path in server.asked)
+        slider = "document.querySelector('#timeline .slider input')"
+        assert await tab.evaluate(f"Number({slider}.max)") == pytest.approx(run.end_s, abs=5)
+        for at_s in (50.0, 100.5):
+            await tab.evaluate(f"{slider}.value = {at_s}; {slider}.dispatchEvent(new Event('input'))")
+        text = "document.querySelector('#timeline .opened').innerText"
+        await tab.until(f"{text}.includes('Controller at 1:40 of the run')")
+        assert [path for path in server.asked if "replay" in path] == ["/api/replay?at=100.500"]
+        said = await tab.evaluate(text)
+        for words in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
+            assert words in said
+        run.instead = {"api/replay": {**run.answer("api/replay", {"at": "60"}), "slots": {"<b id=planted>": {}}}}
+        await tab.evaluate(f"{slider}.value = 60; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(f"{text}.includes('<b id=planted>')")
+        assert tab.problems == []
+
+
 async def test_panels_without_data_say_why(tab: Tab) -> None:
     run = DrawnRun(steps=20)
     run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}
