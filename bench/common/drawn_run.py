@@ -157,8 +157,9 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["series" | "compared" | "replay" as kind]:
-                return {"series": self._series, "compared": self._compared, "replay": self._replay}[kind](query)
+            case ["series" | "compared" | "replay" | "prompts" as kind]:
+                answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
+                return {**answers, "prompts": self._prompts}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_SHARES)}
@@ -225,6 +226,18 @@ class DrawnRun:
             "versions": {"trainer": step, "rollout-1": step - 1},
             **{f"more_{name}": 0 for name in ("waits", "causes", "leases", "workers")},
         }
+
+    def _prompts(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The prompts behind a count of the ledger."""
+        reason, first = query.get("reason", ""), int(query.get("offset", 0))
+        ledger = self.answer("api/ledger", {})
+        total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
+        said = self.texts[0] if self.texts else reason
+        found = [
+            {"epoch": 0, "prompt": number, "step": number // 4, "reason": said, "reward": None}
+            for number in range(first, min(total, first + int(query.get("limit", 50))))
+        ]
+        return {"prompts": found, "total": total}
 
     @staticmethod
     def _prompt(number: int) -> dict[str, Any]:
@@ -397,6 +410,8 @@ class DrawnRun:
             found = [one for one in found if text in one["completion"] or text in one["prompt_text"]]
         if prompt := query.get("prompt"):
             found = [one for one in found if one["prompt"] == int(prompt)]
+        least, most = int(query.get("shortest", 0)), int(query.get("longest", 10**9))
+        found = [one for one in found if least <= one["tokens"] <= most]
         if first := query.get("from"):
             found = [one for one in found if one["step"] >= int(first)]
         if last := query.get("to"):

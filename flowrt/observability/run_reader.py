@@ -197,7 +197,8 @@ class RunReader:
         """Samples, with texts cut at 2,000 characters.
 
         Args:
-            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, seed.
+            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, epoch,
+                shortest and longest (response tokens), seed.
             limit: most samples.
             offset: samples to leave out before the first.
 
@@ -213,6 +214,9 @@ class RunReader:
             first_step=_number(asked, "from") if step is None else step,
             last_step=_number(asked, "to") if step is None else step,
             prompt=_number(asked, "prompt"),
+            epoch=_number(asked, "epoch"),
+            min_tokens=_number(asked, "shortest"),
+            max_tokens=_number(asked, "longest"),
             reason=asked.get("reason", ""),
             grep=asked.get("grep", ""),
             eval_name=asked.get("eval", ""),
@@ -261,6 +265,15 @@ class RunReader:
                 for one in events
             ]
         }
+
+    def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> dict[str, Any]:
+        """The prompts behind a count of `ledger`, newest change first; see `LedgerReader.prompts`.
+
+        Raises ConfigError if the ledger cannot be read.
+        """
+        with LedgerReader(self.run_dir / LEDGER) as ledger:
+            found, total = ledger.prompts(state, reason, limit, offset)
+        return {"prompts": [one._asdict() for one in found], "total": total}
 
     def ledger(self) -> dict[str, Any]:
         """The number of prompts by state, and of dropped ones by reason."""

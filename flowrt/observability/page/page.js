@@ -128,7 +128,8 @@ function filterSamples(all, asked) {
   try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
   const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
     .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
-    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
+    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter(has("epoch", (v) => (s) => s.epoch === Number(v)))
+    .filter(has("shortest", (v) => (s) => (s.count ?? s.tokens) >= Number(v))).filter(has("longest", (v) => (s) => (s.count ?? s.tokens) <= Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
     .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
   const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
   kept.sort(by[asked.get("order")] || ((a, b) => b.step - a.step || b.id - a.id));
@@ -941,11 +942,13 @@ function samples() {
   const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
   const step = (name, label) => el("input", { name, type: "number", min: 0, "aria-label": label });
   const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
-  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
+  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: (event) => { if (event.target.name === "prompt") form.elements.epoch.value = ""; offset = 0; ask(); } },
     el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
     el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
     el("label", {}, "steps ", step("from", "first step"), " to ", step("to", "last step")),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training and evaluations"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    el("label", {}, "tokens ", step("shortest", "fewest response tokens"), " to ", step("longest", "most response tokens")),
+    el("label", {}, "prompt ", step("prompt", "number of the prompt")), el("input", { name: "epoch", type: "hidden" }),
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
   let offset = 0;
   const more = el("div", { class: "tools" });
@@ -1003,11 +1006,7 @@ function samples() {
       if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
         note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
-    try {
-      const { events } = await get(`api/prompt/${s.epoch}/${s.prompt}`);
-      const rows = events.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
-      if (rows.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], rows));
-    } catch { /* nor one without a ledger */ }
+    life.replaceChildren(...await lifeOf(s.epoch, s.prompt));
   }
   function whole(text) {
     const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
@@ -1050,13 +1049,22 @@ function samples() {
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
   }
   samples.list = list;
+  /** Shows the samples of one prompt, and no other filter. */
+  samples.of = (epoch, prompt) => {
+    form.reset();
+    form.elements.epoch.value = epoch;
+    form.elements.prompt.value = prompt;
+    offset = 0;
+    $("#samples").scrollIntoView();
+    return ask();
+  };
   samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
   return ask();
 }
 
 // ---------------------------------------------------------------- prompts, events, files
 
-/** States of all prompts in the ledger, and why some were dropped. */
+/** States of all prompts in the ledger, and why some were dropped; a count opens the list of its prompts. */
 async function prompts() {
   const body = $("#prompts .body");
   let ledger;
@@ -1064,10 +1072,50 @@ async function prompts() {
   const states = Object.entries(ledger.states || {}), most = Math.max(1, ...states.map(([, n]) => n)), dropped = Object.entries(ledger.dropped || {});
   if (!states.length) return body.replaceChildren(note(why("prompts", "ledger.sqlite")));
   const bar = (n) => { const made = el("span", { class: "bar" }); made.style.width = `${(100 * n) / most}%`; return made; };
-  const count = (n) => right(n.toLocaleString("en"));
-  body.replaceChildren(
-    table(["state", "prompts#", ""], states.map(([name, n]) => row([name.replace("_", " "), count(n), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
-    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n)]))) : note("No prompt was dropped."));
+  const named = (name) => name.replace("_", " "), plain = (n) => right(n.toLocaleString("en"));
+  const count = (n, state, reason) => (embedded || !n ? plain(n) : el("td", { class: "n" },
+    el("button", { type: "button", class: "count", "aria-label": `list the ${n} prompts: ${visible(reason || named(state), 80)}`, click: () => promptList(state, reason, 0) }, n.toLocaleString("en"))));
+  const counts = body.querySelector(".counts") || el("div", { class: "counts" });
+  if (counts.contains(document.activeElement)) return; // somebody is at it
+  counts.replaceChildren(
+    table(["state", "prompts#", ""], states.map(([name, n]) => row([named(name), count(n, name, ""), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
+    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n, "dropped", name)]))) : note("No prompt was dropped."));
+  if (!counts.isConnected) body.replaceChildren(counts, el("div", { class: "opened" }));
+}
+
+/** The prompts behind a count; each opens its samples, and its life in the ledger. */
+async function promptList(state, reason, offset) {
+  const place = $("#prompts .opened"), life = el("div"), query = new URLSearchParams({ state, reason, limit: PAGE, offset });
+  const close = el("button", { type: "button", click: () => place.replaceChildren() }, "close");
+  let answer;
+  try { answer = await get(`api/prompts?${query}`); } catch (error) { return place.replaceChildren(note(error.message), close); }
+  const { prompts: found, total } = answer;
+  const line = (one) => {
+    const act = () => {
+      for (const other of place.querySelectorAll("tr.chosen")) other.classList.remove("chosen");
+      made.classList.add("chosen");
+      samples.of(one.epoch, one.prompt);
+      lifeOf(one.epoch, one.prompt).then((rows) => life.replaceChildren(...rows));
+    };
+    const made = row([`${one.epoch}:${one.prompt}`, right(one.step), right(number(one.reward)), one.reason],
+      { class: "open", tabindex: 0, "aria-label": `samples of prompt ${one.prompt}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
+    return made;
+  };
+  const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => promptList(state, reason, at) }, label); b.disabled = at < 0 || at >= total; return b; };
+  const span = total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "There is none any more.";
+  place.replaceChildren(el("h3", {}, `Prompts: ${visible(reason || state.replace("_", " "), 200)}`),
+    el("div", { class: "tools" }, el("span", { class: "note" }, span), ...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []), close),
+    table(["prompt", "step#", "reward#", "reason"], found.map(line)), life);
+  place.querySelector(".scroll").focus();
+}
+
+/** What the ledger has about a prompt. */
+async function lifeOf(epoch, prompt) {
+  try {
+    const { events: lived } = await get(`api/prompt/${epoch}/${prompt}`);
+    const rows = lived.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
+    return rows.length ? [el("h3", {}, `Life of prompt ${prompt}`), table(["at#", "state", "step#", "reward#", "reason"], rows)] : [];
+  } catch { return []; } // a run without a ledger is no fault
 }
 
 const eventRow = (e) => row([right(clock(e.wall_s)), right(e.step), el("td", { class: "once" }, e.kind.replace("_", " ")), e.text], { class: { red: "fault", amber: "warned" }[inkOf(e)] });

@@ -168,6 +168,7 @@ class PageServer:
             "/api/samples": self._call(databases, self._samples),
             SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
             PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
+            "/api/prompts": self._call(databases, self._prompts),
             "/api/ledger": self._call(databases, lambda _: reader.ledger()),
             "/api/logs": self._call(files, lambda _: reader.logs()),
             "/api/replay": self._replay,
@@ -199,6 +200,10 @@ class PageServer:
 
     def _samples(self, of: Values) -> dict[str, Any]:
         return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
+
+    def _prompts(self, of: Values) -> dict[str, Any]:
+        limit = min(_whole(of, "limit", 50), MAX_SAMPLES)
+        return self._reader.prompts(of.get("state", ""), of.get("reason", ""), limit, _whole(of, "offset"))
 
     async def _follow_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream.answer(request, self._reader.next_step)
