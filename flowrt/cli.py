@@ -49,6 +49,7 @@ class MainParser(Parser):
         from flowrt.recipes.tasks.registry import RECIPES
 
         recipes = "".join(f"    {name:<12}{recipe.summary}\n" for name, recipe in RECIPES.items())
+        recipes += f"    {'FILE.py':<12}a task of your own, in one file\n"
         return (
             f"{super().format_help()}\nrecipes:\n{recipes}\nflowrt COMMAND --help lists the arguments of a command, "
             "flowrt run RECIPE --help every setting of a run.\n"
@@ -553,7 +554,7 @@ def _whole_number(text: str) -> int:
 
 
 COMMANDS: Mapping[str, Subcommand] = {
-    "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...] [--watch [PORT]]", _run),
+    "run": Subcommand("train a model: flowrt run RECIPE|FILE.py[:NAME] [--KEY VALUE ...] [--watch [PORT]]", _run),
     "config": Subcommand("print the configuration of such a run as TOML", _config),
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
     "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),

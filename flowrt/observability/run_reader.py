@@ -19,7 +19,7 @@ from typing import Any
 
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
-from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
@@ -27,8 +27,9 @@ from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import JsonTail, parse_line
 from flowrt.observability.token_texts import TokenTexts
-from flowrt.recipes.config_io import defaults, from_toml
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml
 from flowrt.recipes.run_dir import CONFIG
+from flowrt.recipes.tasks.task_file import is_task_file
 
 METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
 SUMMARY = "summary.json"
@@ -380,10 +381,13 @@ def _version(path: Path) -> object:
 
 
 def _changed(text: str) -> list[list[Any]]:
-    """(key, value, default) of each setting that is not as the recipe has it."""
+    """(key, value, default) of each setting that is not as the recipe has it.
+
+    The file of a task of the user's is not run: its settings are shown with those of a built-in task as the default.
+    """
     try:
         config = from_toml(text)
-        base = defaults(config.recipe, config.algorithm.name)
+        base = defaults(RECIPE_NAMES[0] if is_task_file(config.recipe) else config.recipe, config.algorithm.name)
     except (ConfigError, KeyError, ValueError):  # of another version of flowrt
         return []
     mine, usual = dict(_flat(dataclasses.asdict(config))), dict(_flat(dataclasses.asdict(base)))

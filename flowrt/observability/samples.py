@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION
+from flowrt.controller.storage.sample_store import SAMPLES, SAMPLES_VERSION
 from flowrt.errors import ConfigError, FlowError
-from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.protocol.sample_records import unpack_text
 
 Order = Literal["newest", "oldest", "worst", "best", "random"]

@@ -13,6 +13,7 @@ from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import described
 
 FREE = (
+    "recipe_sha256",
     "steps",
     "threads",
     "device",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flowrt.controller.storage.integrity import open_read_only, wal_corruption, with_pending_writes
 from flowrt.errors import ConfigError, FlowError
-from flowrt.protocol.prompt_numbers import ROW_BITS
+from flowrt.ids import ROW_BITS
 
 
 class PromptEvent(NamedTuple):

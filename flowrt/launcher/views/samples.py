@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.ids import prompt_name
 from flowrt.launcher.views.ledger import number_of, set_names_of
 from flowrt.observability.completions_table import STDOUT, write_jsonl, write_parquet
 from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.token_texts import TokenTexts
-from flowrt.protocol.prompt_numbers import prompt_name
 from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG
 

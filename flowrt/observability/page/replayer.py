@@ -11,18 +11,18 @@ import contextlib
 import json
 import os
 import resource
-import select
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from flowrt.errors import FlowError, WaitExpired
 from flowrt.observability.json_text import to_json
-from flowrt.runtime.waits import BoundedElsewhere, locked, wait_until
+from flowrt.runtime.waits import BoundedElsewhere, blocking, locked, wait_until
 
 DEADLINE_S = 20.0
 """For the state at one instant; the first needs the start of the child, too."""
-IDLE_S = 60.0
+IDLE_S = 60
 """A child that is not asked for this time ends: its replay may be large."""
 KILL_S = 5.0
 MAX_MEMORY_BYTES = 4 << 30
@@ -83,7 +83,7 @@ class Replayer:
     async def _line(self, at_s: float) -> bytes:
         more = f"flowrt replay {self._run_dir} --at {at_s:.3f} has no limit"
         try:
-            line = await wait_until(self._answer(at_s), self.deadline_s, "the state of an instant", "a replay")
+            line = await self._answer(at_s)
         except WaitExpired as error:
             raise FlowError(f"the state was not replayed within {self.deadline_s:g} s; {more}") from error
         except ValueError as error:
@@ -101,7 +101,7 @@ class Replayer:
         with contextlib.suppress(ConnectionError):
             child.stdin.write(f"{at_s!r}\n".encode())
             await child.stdin.drain()
-        line = await child.stdout.readline()
+        line = await wait_until(child.stdout.readline(), self.deadline_s, "the state of an instant", "a replay")
         if line or not was_there:
             return line
         await self.close()  # it had ended, as it was not asked for long
@@ -144,14 +144,21 @@ _KEPT = (
 )
 
 
+def _question() -> str:
+    """The next line; this process is ended by the alarm if there is none for long."""
+    signal.alarm(IDLE_S)
+    line: str = blocking(sys.stdin.readline, float(IDLE_S), "a question", "flowrt watch")
+    signal.alarm(0)
+    return line
+
+
 def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     os.nice(NICENESS)
     from flowrt.observability.replay import status_at
 
     run_dir = Path(sys.argv[1])
-    # Lines come one at a time: none waits in a buffer of this process.
-    while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
+    while line := _question():
         try:
             answer: dict[str, Any] = bounded(status_at(run_dir, float(line)))
         except (FlowError, OSError) as error:

@@ -28,19 +28,17 @@ from flowrt.engines.hf import disable_dropout
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import (
+    MAX_WINDOW,
+    NAME,
     apply_optimizations,
     cut_into_passes,
     decoder_layers,
-    response_logprobs,
-    score,
-)
-from flowrt.engines.training.shared_prefix import (
-    MAX_WINDOW,
-    NAME,
     enable_packing,
     is_packing_enabled,
     packed_logprobs,
     padded_logprobs,
+    response_logprobs,
+    score,
 )
 from tests.decoders import COMMON, DECODERS
 
@@ -160,7 +158,7 @@ def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.Mon
         types.append(query.dtype)
         return sdpa_attention_forward(module, query, *others, **told)
 
-    monkeypatch.setattr("flowrt.engines.training.shared_prefix.sdpa_attention_forward", seen)
+    monkeypatch.setattr("flowrt.engines.training.forward.sdpa_attention_forward", seen)
     first = model.model.layers[0]
     for frozen in (model.model.embed_tokens, first.input_layernorm, first.self_attn.q_proj, first.self_attn.k_proj):
         frozen.requires_grad_(False)  # as with adapters elsewhere: only values have gradients

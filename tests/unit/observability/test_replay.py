@@ -22,7 +22,7 @@ from flowrt.observability.page.replayer import Replayer, bounded
 from flowrt.observability.replay import status_at
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import ColumnLengths, Part, Position, Values
+from flowrt.protocol.messages import ColumnLengths, Part, Position, Values
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import defaults, to_toml
 

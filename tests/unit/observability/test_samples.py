@@ -13,8 +13,7 @@ from random import Random
 import pytest
 
 from flowrt.cli import main
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import GroupEnd, SampleWriter
+from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole
 from flowrt.launcher.views.samples import SampleOptions, show
