@@ -210,6 +210,7 @@ def _samples_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--random", type=_count, metavar="K", help="K samples at random, the same ones each time")
     which.add_argument("--newest", type=_count, metavar="K", help="the K samples of the last steps (default: 8)")
     parser.add_argument("--prompt", type=_prompt, metavar="N", help="of this prompt, or NAME:ROW")
+    parser.add_argument("--length", type=_range, metavar="A:B", help="whose responses have A to B tokens")
     parser.add_argument(
         "--reason",
         default="",
@@ -240,6 +241,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         order=order,
         limit=counts[order],
         prompt=arguments.prompt or "",
+        length=arguments.length,
         reason=arguments.reason,
         grep=arguments.grep,
         eval_name=arguments.eval,
@@ -265,7 +267,7 @@ def _range(text: str) -> tuple[int, int]:
     """The ends of A:B."""
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two step numbers of which A is not the larger one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two whole numbers of which A is not the larger one")
     return _whole_number(first), _whole_number(last)
 
 

@@ -157,8 +157,9 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["series" | "compared" as kind]:
-                return (self._series if kind == "series" else self._compared)(query)
+            case ["series" | "compared" | "replay" | "prompts" as kind]:
+                answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
+                return {**answers, "prompts": self._prompts}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_SHARES)}
@@ -195,6 +196,48 @@ class DrawnRun:
         axis: Axis = "wall_s" if query.get("x") == "wall_s" else "step"
         low, high = float(query.get("from", 0)), float(query.get("to", math.inf))
         return series.window(axis, low, high, int(query["points"]))
+
+    def _replay(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The state of the controller at an instant."""
+        at_s = float(query["at"])
+        step = int(np.searchsorted(np.array(self.series["wall_s"], float), at_s))
+        found = self.status(step)
+        graph = found["graph"]
+        states = {"trainer": {"at work": 1}, "rollout": {"waiting": 2, "at work": 1}}
+        return found | {
+            "term": 1,
+            "events": 100 * step + 1,
+            "at_s": at_s,
+            "slots": {
+                name: {"done": 8 * step % 96, "at_work": 16 - at, "not_begun": 32 * at}
+                for at, name in enumerate(("generate", "reward", "reference", "train"))
+            },
+            "causes": [[wait["who"], "gate", "trainer", wait["age_s"]] for wait in graph["waits"]],
+            "leases": [
+                {
+                    "worker": "trainer",
+                    "stage": "train",
+                    "step": step,
+                    "left_s": 812.5,
+                    "samples": [[0, 7, 1], [0, 7, 2]],
+                }
+            ],
+            "counts": {"states": states, "versions": {str(step): 2, str(step - 1): 1}},
+            "versions": {"trainer": step, "rollout-1": step - 1},
+            **{f"more_{name}": 0 for name in ("waits", "causes", "leases", "workers")},
+        }
+
+    def _prompts(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The prompts behind a count of the ledger."""
+        reason, first = query.get("reason", ""), int(query.get("offset", 0))
+        ledger = self.answer("api/ledger", {})
+        total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
+        said = self.texts[0] if self.texts else reason
+        found = [
+            {"epoch": 0, "prompt": number, "step": number // 4, "reason": said, "reward": None}
+            for number in range(first, min(total, first + int(query.get("limit", 50))))
+        ]
+        return {"prompts": found, "total": total}
 
     @staticmethod
     def _prompt(number: int) -> dict[str, Any]:
@@ -367,6 +410,8 @@ class DrawnRun:
             found = [one for one in found if text in one["completion"] or text in one["prompt_text"]]
         if prompt := query.get("prompt"):
             found = [one for one in found if one["prompt"] == int(prompt)]
+        least, most = int(query.get("shortest", 0)), int(query.get("longest", 10**9))
+        found = [one for one in found if least <= one["tokens"] <= most]
         if first := query.get("from"):
             found = [one for one in found if one["step"] >= int(first)]
         if last := query.get("to"):

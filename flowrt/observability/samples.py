@@ -115,6 +115,9 @@ class SampleFilter:
     last_step: int | None = None
     prompt: int | None = None
     epoch: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    """Bounds of the number of response tokens, inclusive."""
     reason: str = ""
     """The first word of the reason, as timeout."""
     grep: str = ""
@@ -134,6 +137,8 @@ class SampleFilter:
             ("step <= ?", self.last_step),
             ("prompt = ?", self.prompt),
             ("epoch = ?", self.epoch),
+            ("tokens >= ?", self.min_tokens),
+            ("tokens <= ?", self.max_tokens),
             ("eval_name = ?", self.eval_name if self.eval_name not in ("", ANY_EVALUATION) else None),
         ]
         found = [(clause, value) for clause, value in columns if value is not None]

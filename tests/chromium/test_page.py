@@ -147,6 +147,27 @@ PIXELS = """(() => {
 """Pixels of a colour in the first curve."""
 
 
+async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
+    run = DrawnRun()
+    async with serving(run) as server:
+        await shown(tab, server)
+        assert not any("replay" in path for path in server.asked)
+        slider = "document.querySelector('#timeline .slider input')"
+        assert await tab.evaluate(f"Number({slider}.max)") == pytest.approx(run.end_s, abs=5)
+        for at_s in (50.0, 100.5):
+            await tab.evaluate(f"{slider}.value = {at_s}; {slider}.dispatchEvent(new Event('input'))")
+        text = "document.querySelector('#timeline .opened').innerText"
+        await tab.until(f"{text}.includes('Controller at 1:40 of the run')")
+        assert [path for path in server.asked if "replay" in path] == ["/api/replay?at=100.500"]
+        said = await tab.evaluate(text)
+        for words in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
+            assert words in said
+        run.instead = {"api/replay": {**run.answer("api/replay", {"at": "60"}), "slots": {"<b id=planted>": {}}}}
+        await tab.evaluate(f"{slider}.value = 60; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(f"{text}.includes('<b id=planted>')")
+        assert tab.problems == []
+
+
 async def test_panels_without_data_say_why(tab: Tab) -> None:
     run = DrawnRun(steps=20)
     run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}
@@ -184,9 +205,42 @@ async def test_filters_of_samples_ask_for_what_they_say(tab: Tab) -> None:
         ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
         await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
         await choose(tab, "reason", "")
+        await choose(tab, "shortest", "20")
+        await choose(tab, "longest", "30")
+        tokens = (
+            "[...document.querySelectorAll('#samples tbody tr td:nth-child(5)')].map((cell) => Number(cell.innerText))"
+        )
+        await tab.until(f"{tokens}.length && {tokens}.every((one) => one >= 20 && one <= 30)")
         await tab.evaluate("document.querySelector('#samples [name=grep]').value = 'no sample says this'")
         await tab.evaluate("document.querySelector('#samples form').requestSubmit()")
         await tab.until("document.querySelector('#samples').innerText.includes('No sample is like that.')")
+        assert tab.problems == []
+
+
+async def test_a_count_of_prompts_opens_their_list_and_each_its_samples(tab: Tab) -> None:
+    hostile = "<b id=planted>reward</b>"
+    run = DrawnRun()
+    run.instead = {"api/ledger": {"states": {"trained": 480, "dropped": 7}, "dropped": {hostile: 7}}}
+    async with serving(run) as server:
+        await shown(tab, server)
+        listed = "[...document.querySelectorAll('#prompts .opened tr.open')]"
+        await tab.evaluate("document.querySelectorAll('#prompts .counts table')[1].querySelector('button').click()")
+        await tab.until(f"{listed}.length === 7")
+        assert "1 to 7 of 7" in await tab.evaluate("document.querySelector('#prompts .opened').innerText")
+        await tab.evaluate("document.querySelectorAll('#prompts .counts table')[0].querySelector('button').click()")
+        await tab.until(f"{listed}.length === 50")
+        await tab.evaluate(
+            "[...document.querySelectorAll('#prompts .opened button')].find((one) => one.innerText === 'next').click()"
+        )
+        await tab.until(f"{listed}[0].innerText.startsWith('0:50')")
+        await choose(tab, "reason", "timeout")
+        await tab.evaluate(f"{listed}[3].click()")
+        cells = "[...document.querySelectorAll('#samples tbody tr td:nth-child(2)')].map((cell) => cell.innerText)"
+        await tab.until(f"{cells}.length === 8 && {cells}.every((one) => one === '53')")
+        assert await tab.evaluate("document.querySelector('#samples [name=reason]').value") == ""
+        await tab.until("document.querySelector('#prompts .opened').innerText.includes('Life of prompt 53')")
+        assert "/api/samples?order=newest&prompt=53&epoch=0&limit=50&offset=0" in server.asked
+        assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
         assert tab.problems == []
 
 
@@ -204,7 +258,7 @@ async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
         for kind in ("keyDown", "keyUp"):
             await tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
         await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
-        await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of its prompt')")
+        await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of prompt')")
         tokens = "document.querySelectorAll('#samples .opened pre span')"
         assert await tab.evaluate(f"{tokens}.length") > 10
         assert await tab.evaluate(f"new Set([...{tokens}].map((one) => one.className)).size") >= 4

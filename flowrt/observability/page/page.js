@@ -128,7 +128,8 @@ function filterSamples(all, asked) {
   try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
   const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
     .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
-    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
+    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter(has("epoch", (v) => (s) => s.epoch === Number(v)))
+    .filter(has("shortest", (v) => (s) => (s.count ?? s.tokens) >= Number(v))).filter(has("longest", (v) => (s) => (s.count ?? s.tokens) <= Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
     .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
   const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
   kept.sort(by[asked.get("order")] || ((a, b) => b.step - a.step || b.id - a.id));
@@ -640,10 +641,13 @@ function timeline() {
   const readout = el("p", { class: "readout" }), legend = el("p", { class: "legend" }), text = el("div", { class: "opened" });
   const button = (name, action, label) => el("button", { type: "button", click: action, "aria-label": label }, name);
   const follow = el("input", { type: "checkbox", change: () => { lanes.follow = follow.checked; if (lanes.follow) tick(); } });
-  const all = button("all workers", () => { lanes.first = null; ask(); }), instant = button("status at the marked instant", replay);
+  const all = button("all workers", () => { lanes.first = null; ask(); }), said = el("output", {}, "none");
+  const instant = el("input", { type: "range", step: "any", "aria-label": "instant of the run", input: () => mark(Number(instant.value)) });
+  const slider = el("label", { class: "slider" }, "state of the controller at ", instant, said);
   const tools = el("div", { class: "tools" }, button("−", () => scale(1.6), "zoom out"), button("+", () => scale(1 / 1.6), "zoom in"), button("whole run", () => show(...lanes.whole)),
-    el("label", {}, follow, " follow"), all, instant, el("span", { class: "note" }, "Click, then the wheel zooms; drag moves. A click marks an instant, or opens the lanes of a row of the heat map."));
-  all.hidden = instant.hidden = true;
+    el("label", {}, follow, " follow"), all, el("span", { class: "note" }, "Click, then the wheel zooms; drag moves. A click marks an instant, or opens the lanes of a row of the heat map."));
+  all.hidden = true;
+  slider.hidden = Boolean(embedded);
 
   function end() {
     return Math.max(run.columns.wall_s?.at(-1) || 0, run.events.at(-1)?.wall_s || 0, run.attribution.at(-1)?.to_s || 0, 1);
@@ -653,6 +657,12 @@ function timeline() {
     const all = lanes.t0 <= lanes.whole[0] && lanes.t1 >= lanes.whole[1];
     lanes.whole = [Math.min(first, 0), Math.max(last, lanes.whole[1])];
     if (all) [lanes.t0, lanes.t1] = lanes.whole;
+    reach();
+  }
+  /** The slider goes from the beginning to the end of the run; both may change. */
+  function reach() {
+    [instant.min, instant.max] = lanes.whole;
+    instant.value = lanes.at ?? lanes.whole[1];
   }
   function show(t0, t1) {
     const [low, high] = lanes.whole, width = Math.min(Math.max(t1 - t0, 0.002), high - low);
@@ -679,7 +689,7 @@ function timeline() {
     lanes.image = null;
     if (known(data.last_s) && !lanes.follow) extend(data.first_s, data.last_s);
     if (!data.lanes.length) return body.replaceChildren(note(why("timeline", "timeline", "timeline.mb")));
-    if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, text);
+    if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, slider, text);
     if (data.matrix) lanes.image = heat(data.matrix);
     const first = data.first === undefined ? lanes.first || 0 : 0;
     lanes.shown = lanes.image ? data.lanes : data.lanes.slice(first, first + ROWS);
@@ -771,10 +781,21 @@ function timeline() {
     if (wait) parts.push(`${CAUSE_WORDS[data.causes[wait[1]]] || data.causes[wait[1]]} for ${duration(wait[4] - wait[3])}${data.roots[wait[2]] ? `, because of ${data.roots[wait[2]]}` : ""}`);
     return { t, text: name && parts.join(" · ") };
   }
+  /** Marks an instant, and asks for the state of the controller then. */
+  function mark(at) {
+    lanes.at = at;
+    instant.value = at;
+    said.replaceChildren(clock(at));
+    draw();
+    if (!embedded) later("replay", replay, 200);
+  }
   async function replay() {
-    let answer;
-    try { answer = await get(`api/replay?at=${lanes.at.toFixed(3)}`); } catch (error) { answer = error.message; }
-    text.replaceChildren(el("h3", {}, `Status at ${clock(lanes.at)}`), el("pre", { tabindex: 0 }, visible(typeof answer === "string" ? answer : JSON.stringify(answer, null, 1), 20000)));
+    const at = lanes.at;
+    if (!text.childElementCount) text.replaceChildren(note("The recording is replayed."));
+    try {
+      const answer = await get(`api/replay?at=${at.toFixed(3)}`);
+      if (at === lanes.at) text.replaceChildren(...instantState(at, answer));
+    } catch (error) { if (at === lanes.at) text.replaceChildren(el("h3", {}, `Controller at ${clock(at)}`), note(error.message)); }
   }
 
   let drag = null;
@@ -793,15 +814,13 @@ function timeline() {
   });
   canvas.addEventListener("pointerup", (event) => {
     if (drag && !drag.moved) {
-      const { t, first, text: said } = under(event);
+      const { t, first } = under(event);
       if (lanes.image && first !== undefined) {
         lanes.first = Math.min(first, Math.max(lanes.data.lanes.length - ROWS, 0));
         ask();
       } else {
-        lanes.at = t;
-        instant.hidden = Boolean(embedded);
-        readout.replaceChildren(visible(said || ""));
-        draw();
+        readout.replaceChildren(visible(under(event).text || ""));
+        mark(Math.min(Math.max(t, lanes.whole[0]), lanes.whole[1]));
       }
     }
     drag = null;
@@ -816,15 +835,44 @@ function timeline() {
   });
   function tick() {
     lanes.whole[1] = end();
+    reach();
     if (lanes.follow) { lanes.t1 = lanes.whole[1]; lanes.t0 = Math.max(0, lanes.t1 - 30); ask(); }
   }
   lanes.whole = [0, end()];
   [lanes.t0, lanes.t1] = lanes.whole;
+  reach();
   timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
   timeline.tick = tick;
   timeline.ask = ask;
   body.replaceChildren(note("The timeline is read."));
   return ask();
+}
+
+/** The state of the controller at an instant, from a replay of its recording. */
+function instantState(at, state) {
+  const counts = (numbers) => Object.entries(numbers).map(([name, n]) => `${n.toLocaleString("en")} ${name.replace("_", " ")}`).join(", ");
+  const fold = (name, rows, ...inside) => (rows.length ? el("details", {}, el("summary", {}, name), ...inside) : null);
+  const more = (n) => (n ? note(`${n.toLocaleString("en")} more are not shown.`) : null);
+  const stages = Object.entries(state.slots), versions = Object.entries(state.counts.versions).sort((a, b) => b[0] - a[0]);
+  const leases = state.leases.map((one) => row([one.worker, one.stage, right(one.step < 0 ? "" : one.step), right(duration(one.left_s)),
+    one.samples.slice(0, 6).map(([epoch, prompt, member]) => `${epoch}:${prompt}/${member}`).join(", ") + (one.samples.length > 6 ? ` and ${one.samples.length - 6} more` : "")]));
+  const facts = [["step", `${state.step} of ${state.steps}`], ["prompts in flight", state.live_groups], ["newest version", state.latest_version], ["dropped", counts(state.dropped) || "none"],
+    ["after event", `${(state.events - 1).toLocaleString("en")} of term ${state.term}`], ...(state.ended ? [["ended", state.ended[0]]] : [])];
+  const titled = (title, ...inside) => el("div", {}, el("h3", {}, title), ...inside);
+  return [
+    el("h3", {}, `Controller at ${clock(at)} of the run`),
+    ...alarms(state).slice(0, 6).map((text) => el("p", { class: "alarm" }, text)),
+    el("dl", { class: "legend line-list" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))))),
+    el("div", { class: "instant" },
+      titled("Samples by stage", table(["stage", "not begun#", "at work#", "done#"], stages.map(([name, n]) => row([name, right(n.not_begun), right(n.at_work), right(n.done)])))),
+      titled("Versions of the weights", versions.length ? table(["version#", "workers#"], versions.map(([version, n]) => row([right(version < 0 ? "none" : version), right(n)]))) : note("No worker has weights yet.")),
+      titled("Workers", table(["role", "states"], Object.entries(state.counts.states).map(([role, states]) => row([role, counts(states)]))))),
+    titled("Who waited for whom", ...waitTables(state.graph, state.more_waits)),
+    fold(`What held up each waiting worker (${state.causes.length + state.more_causes})`, state.causes,
+      table(["worker", "cause", "root", "since#"], state.causes.map(([who, cause, root, s]) => row([who, CAUSE_WORDS[cause] || cause, root, right(duration(s))]))), more(state.more_causes)),
+    fold(`Who worked on what (${state.leases.length + state.more_leases})`, leases, table(["worker", "stage", "step#", "ends in#", "samples, as epoch:prompt/sample"], leases), more(state.more_leases)),
+    fold(`Version of each worker (${Object.keys(state.versions).length})`, Object.keys(state.versions), table(["worker", "version#"], Object.entries(state.versions).map(([who, n]) => row([who, right(n)])))),
+  ].filter(Boolean);
 }
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -837,11 +885,16 @@ function fitted(c, text, width) {
 
 // ---------------------------------------------------------------- waits
 
-/** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
+/** Who waits for whom now. */
 function waits() {
   const body = $("#waits .body"), graph = run.status?.graph;
   if (run.info.state !== "live" || embedded) return body.replaceChildren(note("Nothing waits: the run is not live."));
   if (!graph) return body.replaceChildren(note("No controller answers."));
+  body.replaceChildren(...waitTables(graph, 0));
+}
+
+/** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
+function waitTables(graph, unlisted) {
   const list = graph.waits || [], merged = new Map(), chains = new Map(), holds = new Map((graph.workers || []).map((w) => [w[0], w[4] || w[2]]));
   for (const wait of list) {
     const name = [wait.who, wait.what.replace(/\d+/g, "#"), wait.blocked_on].join("|"), same = merged.get(name);
@@ -861,11 +914,12 @@ function waits() {
     const held = holds.get(root) ? ` (${visible(holds.get(root), 80)})` : "";
     return el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${held} holds up `), behind(root, [root]));
   };
-  const left = (graph.more || 0) + (graph.others || 0);
-  body.replaceChildren(
+  const left = (graph.more || 0) + (graph.others || 0) + unlisted;
+  return [
     el("div", { class: "chains" }, ...roots.map(card)),
     rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : note("No worker waits: all are at work."),
-    left ? note(`${left} waits and workers are not shown.`) : "");
+    left ? note(`${left} waits and workers are not shown.`) : "",
+  ];
 }
 
 const note = (...children) => el("p", { class: "note" }, ...children);
@@ -888,11 +942,13 @@ function samples() {
   const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
   const step = (name, label) => el("input", { name, type: "number", min: 0, "aria-label": label });
   const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
-  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
+  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: (event) => { if (event.target.name === "prompt") form.elements.epoch.value = ""; offset = 0; ask(); } },
     el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
     el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
     el("label", {}, "steps ", step("from", "first step"), " to ", step("to", "last step")),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training and evaluations"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    el("label", {}, "tokens ", step("shortest", "fewest response tokens"), " to ", step("longest", "most response tokens")),
+    el("label", {}, "prompt ", step("prompt", "number of the prompt")), el("input", { name: "epoch", type: "hidden" }),
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
   let offset = 0;
   const more = el("div", { class: "tools" });
@@ -950,11 +1006,7 @@ function samples() {
       if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
         note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
-    try {
-      const { events } = await get(`api/prompt/${s.epoch}/${s.prompt}`);
-      const rows = events.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
-      if (rows.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], rows));
-    } catch { /* nor one without a ledger */ }
+    life.replaceChildren(...await lifeOf(s.epoch, s.prompt));
   }
   function whole(text) {
     const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
@@ -997,13 +1049,22 @@ function samples() {
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
   }
   samples.list = list;
+  /** Shows the samples of one prompt, and no other filter. */
+  samples.of = (epoch, prompt) => {
+    form.reset();
+    form.elements.epoch.value = epoch;
+    form.elements.prompt.value = prompt;
+    offset = 0;
+    $("#samples").scrollIntoView();
+    return ask();
+  };
   samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
   return ask();
 }
 
 // ---------------------------------------------------------------- prompts, events, files
 
-/** States of all prompts in the ledger, and why some were dropped. */
+/** States of all prompts in the ledger, and why some were dropped; a count opens the list of its prompts. */
 async function prompts() {
   const body = $("#prompts .body");
   let ledger;
@@ -1011,10 +1072,50 @@ async function prompts() {
   const states = Object.entries(ledger.states || {}), most = Math.max(1, ...states.map(([, n]) => n)), dropped = Object.entries(ledger.dropped || {});
   if (!states.length) return body.replaceChildren(note(why("prompts", "ledger.sqlite")));
   const bar = (n) => { const made = el("span", { class: "bar" }); made.style.width = `${(100 * n) / most}%`; return made; };
-  const count = (n) => right(n.toLocaleString("en"));
-  body.replaceChildren(
-    table(["state", "prompts#", ""], states.map(([name, n]) => row([name.replace("_", " "), count(n), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
-    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n)]))) : note("No prompt was dropped."));
+  const named = (name) => name.replace("_", " "), plain = (n) => right(n.toLocaleString("en"));
+  const count = (n, state, reason) => (embedded || !n ? plain(n) : el("td", { class: "n" },
+    el("button", { type: "button", class: "count", "aria-label": `list the ${n} prompts: ${visible(reason || named(state), 80)}`, click: () => promptList(state, reason, 0) }, n.toLocaleString("en"))));
+  const counts = body.querySelector(".counts") || el("div", { class: "counts" });
+  if (counts.contains(document.activeElement)) return; // somebody is at it
+  counts.replaceChildren(
+    table(["state", "prompts#", ""], states.map(([name, n]) => row([named(name), count(n, name, ""), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
+    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n, "dropped", name)]))) : note("No prompt was dropped."));
+  if (!counts.isConnected) body.replaceChildren(counts, el("div", { class: "opened" }));
+}
+
+/** The prompts behind a count; each opens its samples, and its life in the ledger. */
+async function promptList(state, reason, offset) {
+  const place = $("#prompts .opened"), life = el("div"), query = new URLSearchParams({ state, reason, limit: PAGE, offset });
+  const close = el("button", { type: "button", click: () => place.replaceChildren() }, "close");
+  let answer;
+  try { answer = await get(`api/prompts?${query}`); } catch (error) { return place.replaceChildren(note(error.message), close); }
+  const { prompts: found, total } = answer;
+  const line = (one) => {
+    const act = () => {
+      for (const other of place.querySelectorAll("tr.chosen")) other.classList.remove("chosen");
+      made.classList.add("chosen");
+      samples.of(one.epoch, one.prompt);
+      lifeOf(one.epoch, one.prompt).then((rows) => life.replaceChildren(...rows));
+    };
+    const made = row([`${one.epoch}:${one.prompt}`, right(one.step), right(number(one.reward)), one.reason],
+      { class: "open", tabindex: 0, "aria-label": `samples of prompt ${one.prompt}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
+    return made;
+  };
+  const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => promptList(state, reason, at) }, label); b.disabled = at < 0 || at >= total; return b; };
+  const span = total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "There is none any more.";
+  place.replaceChildren(el("h3", {}, `Prompts: ${visible(reason || state.replace("_", " "), 200)}`),
+    el("div", { class: "tools" }, el("span", { class: "note" }, span), ...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []), close),
+    table(["prompt", "step#", "reward#", "reason"], found.map(line)), life);
+  place.querySelector(".scroll").focus();
+}
+
+/** What the ledger has about a prompt. */
+async function lifeOf(epoch, prompt) {
+  try {
+    const { events: lived } = await get(`api/prompt/${epoch}/${prompt}`);
+    const rows = lived.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
+    return rows.length ? [el("h3", {}, `Life of prompt ${prompt}`), table(["at#", "state", "step#", "reward#", "reason"], rows)] : [];
+  } catch { return []; } // a run without a ledger is no fault
 }
 
 const eventRow = (e) => row([right(clock(e.wall_s)), right(e.step), el("td", { class: "once" }, e.kind.replace("_", " ")), e.text], { class: { red: "fault", amber: "warned" }[inkOf(e)] });

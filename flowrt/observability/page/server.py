@@ -20,6 +20,7 @@ from flowrt.observability.json_text import to_json
 from flowrt.observability.lanes import MAX_LANES
 from flowrt.observability.page.access import Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
+from flowrt.observability.page.replayer import Replayer
 from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import RunReader
 from flowrt.observability.series import MAX_POINTS, Axis
@@ -76,6 +77,7 @@ class PageServer:
         # A thread each: a long look into a database does not hold up the stream.
         self._files = ThreadPoolExecutor(1, "files")
         self._databases = ThreadPoolExecutor(1, "databases")
+        self._replayer = Replayer(reader.run_dir)
         self._runner: web.AppRunner | None = None
 
     # ---- life
@@ -107,6 +109,7 @@ class PageServer:
     async def close(self) -> None:
         """Stop serving."""
         self._stream.close()
+        await self._replayer.close()
         if self._runner is not None:
             await self._runner.cleanup()
         for threads in (self._files, self._databases):
@@ -165,9 +168,10 @@ class PageServer:
             "/api/samples": self._call(databases, self._samples),
             SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
             PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
+            "/api/prompts": self._call(databases, self._prompts),
             "/api/ledger": self._call(databases, lambda _: reader.ledger()),
             "/api/logs": self._call(files, lambda _: reader.logs()),
-            "/api/replay": self._call(databases, lambda of: reader.replay(_seconds(of, "at") or 0.0)),
+            "/api/replay": self._replay,
             "/api/stream": self._follow_stream,
         }
         if self._metrics_text is not None:
@@ -197,8 +201,16 @@ class PageServer:
     def _samples(self, of: Values) -> dict[str, Any]:
         return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
 
+    def _prompts(self, of: Values) -> dict[str, Any]:
+        limit = min(_whole(of, "limit", 50), MAX_SAMPLES)
+        return self._reader.prompts(of.get("state", ""), of.get("reason", ""), limit, _whole(of, "offset"))
+
     async def _follow_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream.answer(request, self._reader.next_step)
+
+    async def _replay(self, request: web.Request) -> web.StreamResponse:
+        text = to_json(await self._replayer.status_at(_seconds(request.query, "at") or 0.0))
+        return _compressed(web.Response(text=text, content_type="application/json"), len(text))
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name, content_type = STATIC[request.path]

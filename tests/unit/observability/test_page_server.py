@@ -272,7 +272,7 @@ async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
 
 
 async def test_what_is_not_there_is_said(page: Page) -> None:
-    for path in ("sample/7", "prompt/0/7", "replay?at=1"):
+    for path in ("sample/7", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
         async with page.browser.get(f"{page.base}/api/{path}") as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]
