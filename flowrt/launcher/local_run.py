@@ -47,7 +47,7 @@ from flowrt.launcher.supervision import (
 from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
-from flowrt.net.zmq_socket import check_free
+from flowrt.net.link import check_free
 from flowrt.observability.exporters.names import own_path
 from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own

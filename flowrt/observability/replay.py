@@ -181,6 +181,7 @@ class Replay:
             "events": self.events,
             "at_s": round(now - self.recording.header.start_s, 6),
             **shown,
+            "slots": slots_by_stage(self.core),
             "causes": [[one.worker, one.cause.value, one.root, round(now - one.start_s, 3)] for one in waits],
             "leases": [
                 {
@@ -195,6 +196,18 @@ class Replay:
             ],
             "more_leases": max(len(leases) - MAX_LEASES, 0),
         }
+
+
+def slots_by_stage(core: Core) -> dict[str, dict[str, int]]:
+    """Of each stage the live slots for which it is done, at work (leased), and not begun."""
+    table = core.state.table
+    found = {stage: {"done": 0, "at_work": 0, "not_begun": 0} for stage in table.stages}
+    for slot in table.slots.values():
+        for stage in table.flows.of(slot.group.flow):
+            is_done = table.is_done(slot, stage.name)
+            name = "done" if is_done else "at_work" if stage.name in slot.leases else "not_begun"
+            found[stage.name][name] += 1
+    return found
 
 
 def describe(event: Event) -> str:

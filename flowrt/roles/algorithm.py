@@ -11,9 +11,8 @@ from typing import NoReturn
 
 import torch
 
+from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
 from flowrt.algorithms.algorithm import Algorithm, Groups, Needs, Plan
-from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
-from flowrt.algorithms.kl import AdaptiveKl
 from flowrt.algorithms.objective import (
     Aggregation,
     Correction,
@@ -25,6 +24,7 @@ from flowrt.algorithms.objective import (
     SecondMoment,
 )
 from flowrt.algorithms.policy_losses import (
+    AdaptiveKl,
     Aspo,
     Cispo,
     CrossEntropy,

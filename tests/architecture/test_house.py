@@ -13,8 +13,7 @@ import pytest
 
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.messages import MESSAGES, RendezvousKey, SampleRecords
-from flowrt.protocol.records import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MAX_RECORD_BYTES, MAX_SIGNAL_BYTES, MESSAGES, RendezvousKey, SampleRecords
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = sorted(path for folder in ("flowrt", "workers", "launch") for path in (ROOT / folder).rglob("*.py"))
@@ -69,7 +68,7 @@ def test_what_talks_and_decides_loads_no_torch(module: str) -> None:
 
 def test_one_package_imports_zmq() -> None:
     found = [str(path.relative_to(ROOT)) for path in PRODUCT if "zmq" in imports(path)]
-    assert found == ["flowrt/net/curve_keys.py", "flowrt/net/zmq_socket.py"]
+    assert found == ["flowrt/net/curve_keys.py", "flowrt/net/link.py"]
 
 
 def test_nothing_imports_pickle_or_gathers_objects() -> None:

@@ -55,7 +55,7 @@ from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.protocol.codec import decode, encode, from_blob, to_blob
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""

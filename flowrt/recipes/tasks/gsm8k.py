@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
-from flowrt.recipes.data.mistakes import Mistakes
+from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.tasks.base import Example, Recipe, Task
 from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer
 from flowrt.recipes.tasks.rows import Row, data_path, split_rows

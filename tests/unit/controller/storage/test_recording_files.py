@@ -41,7 +41,7 @@ from flowrt.errors import ConfigError
 from flowrt.ids import WorkerId
 from flowrt.observability.recordings import Recordings
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import ColumnLengths, Part, Position, Values
+from flowrt.protocol.messages import ColumnLengths, Part, Position, Values
 from tests.effort import examples
 from tests.simulation.recorded_runs import RecordedCluster, replayed_states
 
