@@ -162,6 +162,11 @@ async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
         said = await tab.evaluate(text)
         for words in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
             assert words in said
+        run.instead = {"api/replay": {"reached_s": 70.0}}
+        await tab.evaluate(f"{slider}.value = 90; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(f"{text}.includes('The recording is replayed: 1:10 of 1:30.')")
+        run.instead = {}
+        await tab.until(f"{text}.includes('Controller at 1:30 of the run')")
         run.instead = {"api/replay": {**run.answer("api/replay", {"at": "60"}), "slots": {"<b id=planted>": {}}}}
         await tab.evaluate(f"{slider}.value = 60; {slider}.dispatchEvent(new Event('input'))")
         await tab.until(f"{text}.includes('<b id=planted>')")

@@ -793,8 +793,12 @@ function timeline() {
     const at = lanes.at;
     if (!text.childElementCount) text.replaceChildren(note("The recording is replayed."));
     try {
-      const answer = await get(`api/replay?at=${at.toFixed(3)}`);
-      if (at === lanes.at) text.replaceChildren(...instantState(at, answer));
+      for (;;) {
+        const answer = await get(`api/replay?at=${at.toFixed(3)}`);
+        if (at !== lanes.at) return;
+        if (!known(answer.reached_s)) return text.replaceChildren(...instantState(at, answer));
+        text.replaceChildren(note(`The recording is replayed: ${clock(answer.reached_s)} of ${clock(at)}.`));
+      }
     } catch (error) { if (at === lanes.at) text.replaceChildren(el("h3", {}, `Controller at ${clock(at)}`), note(error.message)); }
   }
 
