@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 from flowrt.controller.core import Core
@@ -239,18 +240,26 @@ class Instants:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._replay: Replay | None = None
+        self._aim: tuple[float, TermRecording] | None = None  # of a replay that has not reached its instant
         self._lock = Lock()
 
-    def status_at(self, at_s: float) -> dict[str, Any]:
-        """As the function `status_at`."""
-        recording = Recordings.of(self._run_dir).at(at_s)
+    def status_at(self, at_s: float, limit_s: float = inf) -> dict[str, Any]:
+        """As the function `status_at`, or ``{"reached_s": …}`` if the replay needs more than a number of seconds.
+
+        Asked again for the same instant, it goes on from there.
+        """
+        end_s = monotonic() + limit_s
         with self._lock:
+            aim, self._aim = self._aim, None
+            recording = aim[1] if aim is not None and aim[0] == at_s else Recordings.of(self._run_dir).at(at_s)
             replay, self._replay = self._replay, None  # none is kept that has failed
             # That of a run that goes on may be at the end of what was recorded at the time.
             if replay is None or replay.recording.term != recording.term or replay.is_over or replay.at_s > at_s:
                 replay = Replay(recording)
             for _ in replay.run(at_s):
-                pass
+                if monotonic() > end_s:
+                    self._replay, self._aim = replay, (at_s, recording)
+                    return {"reached_s": round(replay.at_s, 3)}
             self._replay = replay
             return replay.status(at_s)
 

@@ -138,8 +138,8 @@ function filterSamples(all, asked) {
 }
 
 const POINTS = 1600; // of a curve: two for each pixel column of a chart; page.html asks for the same ahead
-// `pairs`: the number of points, from the first on, that are the ends of buckets of steps, with extreme values.
-const run = { info: null, steps: [], columns: {}, pairs: 0, others: [], old: [], events: [], next: 0, attribution: [], status: null };
+// `pairs`: the number of points, from `first` on, that are the ends of buckets of steps, with extreme values.
+const run = { info: null, steps: [], columns: {}, first: 0, pairs: 0, others: [], old: [], events: [], next: 0, attribution: [], status: null };
 const view = { x: "step", y: "zero", smooth: 0, range: null, fine: null };
 const config = (path) => path.split(".").reduce((at, part) => (at ? at[part] : undefined), run.info?.config);
 
@@ -170,14 +170,27 @@ function derive(c) {
   if (c.reward && c.reward_std) for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = c.reward.map((m, i) => (known(m) && known(c.reward_std[i]) ? m + sign * c.reward_std[i] : null));
 }
 
-/** The curves as they are drawn: of the whole run, or those of a zoomed window, which have more of its steps. */
+/** The curves as they are drawn: of the whole run, or with more steps in a zoomed window. */
 const drawn = () => view.fine || run;
+
+/** The curves of a run with those of a window in their place. */
+function inserted(whole, part, low, high) {
+  const x = xs(whole), before = x.filter((one) => one < low).length, after = x.length - x.filter((one) => one > high).length;
+  const joined = (all, own) => [...all.slice(0, before), ...own, ...all.slice(after)], none = (n) => new Array(n).fill(null);
+  const names = new Set([...Object.keys(whole.columns), ...Object.keys(part.columns)]);
+  const columns = Object.fromEntries([...names].map((name) => [name, joined(whole.columns[name] || none(x.length), part.columns[name] || none(part.steps.length))]));
+  return { ...whole, steps: joined(whole.steps, part.steps), columns, first: before, pairs: part.pairs };
+}
 
 /** The curves of other runs, as `run` has its own: all of them, or of a window. */
 async function comparison(window) {
   if (!run.info.compared?.length) return [];
   const { runs } = await get(`api/compared?${window}&points=${POINTS}`);
-  for (const one of runs) if (one.decimated) one.pairs = one.steps.length - 1; else { one.pairs = 0; derive(one.columns); }
+  for (const one of runs) {
+    one.first = 0;
+    one.pairs = one.decimated ? one.steps.length - 1 : 0;
+    if (!one.decimated) derive(one.columns);
+  }
   return runs;
 }
 
@@ -200,10 +213,11 @@ async function refine() {
   const width = range[1] - range[0], [low, high] = [Math.max(range[0] - width / 4, 0), range[1] + width / 4];
   const window = `x=${view.x}&from=${low.toFixed(3)}&to=${high.toFixed(3)}`;
   try {
-    const [{ steps, columns, decimated }, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
+    const [own, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
     if (view.range !== range) return;
-    if (!decimated) derive(columns);
-    view.fine = { steps, columns, pairs: decimated ? steps.length - 1 : 0, others };
+    if (!own.decimated) derive(own.columns);
+    own.pairs = own.decimated ? own.steps.length - 1 : 0;
+    view.fine = { ...inserted(run, own, low, high), low, high, others: others.map((one, i) => inserted(run.others[i], one, low, high)) };
     redraw();
   } catch { /* the curves of the whole run stay */ }
 }
@@ -466,9 +480,9 @@ function curve(card, spec) {
     ctx.restore();
   }
   function say(u) {
-    const of = drawn(), last = of.steps.length - 1, inside = known(u.cursor.idx), at = inside ? Math.min(u.cursor.idx, last) : last;
+    const inside = known(u.cursor.idx), of = inside ? drawn() : run, last = of.steps.length - 1, at = inside ? Math.min(u.cursor.idx, last) : last;
     if (last < 0) return;
-    const first = at - (at % 2), bucket = at < of.pairs ? [first, first + 1] : [at];
+    const place = at - of.first, bucket = place >= 0 && place < of.pairs ? [at - (place % 2), at - (place % 2) + 1] : [at];
     const named = [...new Set(bucket.map((i) => of.steps[i]))], many = named.length > 1;
     const parts = [el("span", {}, `${inside ? "" : "last, "}${many ? "steps" : "step"} `), el("b", {}, named.join(" to "))];
     spec.lines.forEach((name, i) => {
@@ -554,7 +568,7 @@ const TIMES = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.
 /** Zoom of all curves and of the shares; null: the whole run. */
 function zoom(range) {
   view.range = range;
-  if (!range || !view.fine || xs()[0] > range[0] || xs().at(-1) < range[1]) view.fine = null;
+  if (!range || (view.fine && (view.fine.low > range[0] || view.fine.high < range[1]))) view.fine = null;
   $("#whole").disabled = !range;
   redraw();
   shares();
@@ -793,8 +807,12 @@ function timeline() {
     const at = lanes.at;
     if (!text.childElementCount) text.replaceChildren(note("The recording is replayed."));
     try {
-      const answer = await get(`api/replay?at=${at.toFixed(3)}`);
-      if (at === lanes.at) text.replaceChildren(...instantState(at, answer));
+      for (;;) {
+        const answer = await get(`api/replay?at=${at.toFixed(3)}`);
+        if (at !== lanes.at) return;
+        if (!known(answer.reached_s)) return text.replaceChildren(...instantState(at, answer));
+        text.replaceChildren(note(`The recording is replayed: ${clock(answer.reached_s)} of ${clock(at)}.`));
+      }
     } catch (error) { if (at === lanes.at) text.replaceChildren(el("h3", {}, `Controller at ${clock(at)}`), note(error.message)); }
   }
 

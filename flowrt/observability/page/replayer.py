@@ -2,8 +2,9 @@
 
     python -m flowrt.observability.page.replayer RUN
 
-answers each line of its input, a time of the run's clock, with a line of JSON. The child has a deadline for each answer
-and a bound on its memory; one that exceeds them is killed, and the page says so.
+answers each line of its input, a time of the run's clock, with a line of JSON: the state, or after two seconds how far
+the replay is, which goes on when it is asked again. The child has a deadline for each answer and a bound on its memory;
+one that exceeds them is killed, and the page says so.
 """
 
 import asyncio
@@ -20,8 +21,10 @@ from flowrt.errors import FlowError, WaitExpired
 from flowrt.observability.json_text import to_json
 from flowrt.runtime.waits import BoundedElsewhere, blocking, locked, wait_until
 
+SLICE_S = 2.0
+"""A replay that takes longer is answered with how far it is."""
 DEADLINE_S = 20.0
-"""For the state at one instant; the first needs the start of the child, too."""
+"""For an answer; the first needs the start of the child, too."""
 IDLE_S = 60
 """A child that is not asked for this time ends: its replay may be large."""
 KILL_S = 5.0
@@ -45,6 +48,8 @@ class Replayer:
 
     async def status_at(self, at_s: float) -> dict[str, Any]:
         """The state at a time of the run's clock, as `observability.replay.status_at` has it, with bounded lists.
+
+        A long replay answers ``{"reached_s": …}``, and goes on when it is asked for the same instant again.
 
         Raises FlowError if there is none, if it needs too long, or if a later request has taken the place of this one.
         """
@@ -85,7 +90,7 @@ class Replayer:
         try:
             line = await self._answer(at_s)
         except WaitExpired as error:
-            raise FlowError(f"the state was not replayed within {self.deadline_s:g} s; {more}") from error
+            raise FlowError(f"the replay has not answered within {self.deadline_s:g} s; {more}") from error
         except ValueError as error:
             raise FlowError(f"the state has more than {MAX_ANSWER_BYTES >> 20} MB; {more}") from error
         if not line.endswith(b"\n"):
@@ -155,12 +160,13 @@ def _question() -> str:
 def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     os.nice(NICENESS)
-    from flowrt.observability.replay import status_at
+    from flowrt.observability.replay import Instants
 
-    run_dir = Path(sys.argv[1])
+    instants = Instants(Path(sys.argv[1]))
     while line := _question():
         try:
-            answer: dict[str, Any] = bounded(status_at(run_dir, float(line)))
+            answer = instants.status_at(float(line), SLICE_S)
+            answer = answer if "reached_s" in answer else bounded(answer)
         except (FlowError, OSError) as error:
             answer = {"error": str(error)}
         sys.stdout.write(f"{to_json(answer)}\n")

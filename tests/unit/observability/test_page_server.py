@@ -20,6 +20,7 @@ from flowrt.observability.page.stream import KEPT_UPDATES, MAX_WATCHERS
 from flowrt.observability.run_reader import RunReader
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import atomic_write
+from tests.unit.observability.test_replay import record
 
 TOKEN = "t" * 32
 LIMIT_S = 30.0
@@ -146,6 +147,20 @@ async def test_it_can_only_be_read(page: Page, method: str) -> None:
 def assert_headers(headers: Any) -> None:
     assert {name: headers[name] for name in HEADERS} == HEADERS
     assert "'none'" in headers["Content-Security-Policy"]
+
+
+async def test_the_controller_at_an_instant_is_answered_while_the_page_goes_on(page: Page) -> None:
+    record(page.run_dir)
+    asked = asyncio.create_task(page.get("api/replay?at=8.5"))
+    assert (await page.get("api/series?from=0"))["steps"] == [0, 1, 2]
+    found = await asked
+    assert (found["term"], found["at_s"]) == (1, 8.5)
+    assert found["slots"]["rollout"] == {"done": 0, "at_work": 2, "not_begun": 0}
+    async with page.browser.get(f"{page.base}/api/replay?at=900") as answer:
+        assert answer.status == 404
+        assert "nothing is recorded at 900 s" in (await answer.json())["error"]
+    async with page.browser.get(f"{page.base}/api/replay?at=x") as answer:
+        assert answer.status == 400
 
 
 async def test_curves_of_other_runs_are_answered_with_their_names(tmp_path: Path) -> None:

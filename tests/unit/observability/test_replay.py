@@ -19,7 +19,7 @@ from flowrt.controller.storage.recording_format import CoreInputs, sources_diges
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.observability.page.replayer import Replayer, bounded
-from flowrt.observability.replay import status_at
+from flowrt.observability.replay import Instants, status_at
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
 from flowrt.protocol.messages import ColumnLengths, Part, Position, Values
@@ -185,7 +185,7 @@ async def test_a_page_gets_the_same_states_from_a_child(run_dir: Path) -> None:
 
 async def test_a_replay_that_takes_too_long_is_killed_and_the_next_one_is_answered(run_dir: Path) -> None:
     replayer = Replayer(run_dir, 0.01)
-    with pytest.raises(FlowError, match=r"not replayed within 0.01 s; flowrt replay .* --at 8.500 has no limit"):
+    with pytest.raises(FlowError, match=r"has not answered within 0.01 s; flowrt replay .* --at 8.500 has no limit"):
         await replayer.status_at(8.5)
     killed = replayer.pid
     assert killed is None
@@ -209,6 +209,18 @@ def test_a_state_of_many_workers_is_bounded(run_dir: Path) -> None:
     assert (found["more_workers"], found["more_causes"], found["more_waits"]) == (4_744, 4_744, 4_744)
     assert found["more_leases"] == 7 + len(lists["leases"]) - 256
     assert len(json.dumps(found)) < 256 << 10
+
+
+def test_a_long_replay_says_how_far_it_is_and_goes_on_from_there(run_dir: Path) -> None:
+    instants = Instants(run_dir)
+    answers = []
+    while "reached_s" in (answer := instants.status_at(10.5, 0.0)):
+        answers.append(answer["reached_s"])
+    assert answers == [float(at) for at in range(1, 11)]
+    assert json.loads(json.dumps(answer)) == json.loads(json.dumps(status_at(run_dir, 10.5)))
+    assert instants.status_at(11.5, 0.0) == {"reached_s": 11.0}
+    assert instants.status_at(2.5, 0.0) == {"reached_s": 1.0}
+    assert instants.status_at(3.5)["events"] == 3
 
 
 def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
