@@ -22,11 +22,10 @@ from rich.table import Table
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Event, MessageReceived, Send, WorkerConnected
-from flowrt.engines.simulated.costs import GenerationCost, TrainCost
-from flowrt.engines.simulated.lengths import Lengths, LogNormal
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Values
+from flowrt.protocol.messages import Values
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 

@@ -8,8 +8,8 @@ The class is made without arguments, in each trainer rank; see flowrt/algorithms
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.algorithm import Credit, Groups, Needs, Plan, StepTokens, Term, Tokens
-from flowrt.algorithms.credit import GroupAdvantages
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,31 @@ from flowrt.client.streams import pull_between, stream
 from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
-from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, SampleCount, TokenBudget
+from flowrt.controller.policies.batching import (
+    Balanced,
+    Batcher,
+    FixedTokens,
+    GroupCount,
+    OnDemand,
+    RankBalancing,
+    SampleCount,
+    TokenBudget,
+)
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
-from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
-from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
-from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.errors import EXIT_DISMISSED, EXIT_STALLED, ConfigError, FlowError, Stopped, suggested
 from flowrt.net.curve_keys import controller_keys, worker_keys
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.messages import Column, Stage
 from flowrt.runtime.event_loop import run_loop, serve_loop
 from flowrt.runtime.waits import pause
-from flowrt.transport.samples.row_blocks import Packed
+from flowrt.transport.samples.store import Packed
 from flowrt.transport.weights.snapshot import Snapshot
 
 __all__ = [

@@ -23,11 +23,13 @@ DESCRIPTION = "Asynchronous streaming RL post-training of language models."
 HELP_FLAGS = ("-h", "--help")
 RUN_HELP = "the directory of a run, or the address of its controller, tcp://HOST:PORT"
 KEYS_HELP = f"directory of keys (default: those of the run, or ${KEYS_VARIABLE})"
+COMPARE_HELP = "directories of other runs, whose curves are drawn too"
 STATUS_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 600.0
 DOCTOR_TIMEOUT_S = 60.0
 PAGE_PORT = 8265
 WATCH_FLAG = "--watch"
+WATCH_HELP = f"{WATCH_FLAG} [PORT] serves the page of the run while it goes on, at port {PAGE_PORT} or PORT."
 LARGEST_PORT = 65535
 
 
@@ -48,6 +50,7 @@ class MainParser(Parser):
         from flowrt.recipes.tasks.registry import RECIPES
 
         recipes = "".join(f"    {name:<12}{recipe.summary}\n" for name, recipe in RECIPES.items())
+        recipes += f"    {'FILE.py':<12}a task of your own, in one file\n"
         return (
             f"{super().format_help()}\nrecipes:\n{recipes}\nflowrt COMMAND --help lists the arguments of a command, "
             "flowrt run RECIPE --help every setting of a run.\n"
@@ -70,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from flowrt.recipes.config_io import parse
 
     page_port, words = _split_page_port(arguments.words)
-    return run(parse(words), console(), page_port)
+    return run(parse(words, more_help=WATCH_HELP), console(), page_port)
 
 
 def _split_page_port(words: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -105,7 +108,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     page_port, words = _split_page_port(arguments.words)
     run_dirs, flags = _split_run_dir(words)
     if not run_dirs and any(flag in HELP_FLAGS for flag in flags):
-        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1])
+        apply_overrides(defaults(RECIPE_NAMES[0]), HELP_FLAGS[:1], WATCH_HELP)
     if len(run_dirs) != 1:
         raise ConfigError("flowrt resume takes a run directory [--steps N] [--KEY VALUE ...] [--watch [PORT]]")
     return resume(Path(run_dirs[0]), flags, console(), page_port)
@@ -207,6 +210,7 @@ def _samples_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--random", type=_count, metavar="K", help="K samples at random, the same ones each time")
     which.add_argument("--newest", type=_count, metavar="K", help="the K samples of the last steps (default: 8)")
     parser.add_argument("--prompt", type=_prompt, metavar="N", help="of this prompt, or NAME:ROW")
+    parser.add_argument("--length", type=_range, metavar="A:B", help="whose responses have A to B tokens")
     parser.add_argument(
         "--reason",
         default="",
@@ -237,6 +241,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         order=order,
         limit=counts[order],
         prompt=arguments.prompt or "",
+        length=arguments.length,
         reason=arguments.reason,
         grep=arguments.grep,
         eval_name=arguments.eval,
@@ -262,7 +267,7 @@ def _range(text: str) -> tuple[int, int]:
     """The ends of A:B."""
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two step numbers of which A is not the larger one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two whole numbers of which A is not the larger one")
     return _whole_number(first), _whole_number(last)
 
 
@@ -321,6 +326,7 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen at (default: %(default)s, this host alone)",
     )
     parser.add_argument("--keys", default="", metavar="DIR", help=KEYS_HELP)
+    parser.add_argument("--compare", nargs="+", type=Path, default=[], metavar="OTHER", help=COMPARE_HELP)
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
 
 
@@ -332,6 +338,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         keys=arguments.keys,
+        compare=tuple(arguments.compare),
         with_parent=arguments.with_parent,
     )
     return watch(options, console())
@@ -347,6 +354,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wandb-dir", type=Path, metavar="DIR", help="directory of its files (default: RUN/wandb)")
     parser.add_argument("--prometheus", metavar="FILE", help="write Prometheus text to this file; -: to the terminal")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run as one file")
+    parser.add_argument(
+        "--compare", nargs="+", type=Path, default=[], metavar="OTHER", help=f"with --html: {COMPARE_HELP}"
+    )
     parser.add_argument("--exporter", default="", metavar="FILE.py:CLASS", help="an exporter of your own")
     parser.add_argument("--steps", default="", metavar="A:B", help="only these steps")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends (tensorboard, wandb, exporter)")
@@ -363,6 +373,7 @@ def _export(arguments: argparse.Namespace) -> int:
         wandb_dir=arguments.wandb_dir,
         prometheus=arguments.prometheus,
         html=arguments.html,
+        compare=tuple(arguments.compare),
         exporter=arguments.exporter,
         steps=arguments.steps,
         follow=arguments.follow,
@@ -544,7 +555,7 @@ def _whole_number(text: str) -> int:
 
 
 COMMANDS: Mapping[str, Subcommand] = {
-    "run": Subcommand("train a model: flowrt run RECIPE [--KEY VALUE ...] [--watch [PORT]]", _run),
+    "run": Subcommand("train a model: flowrt run RECIPE|FILE.py[:NAME] [--KEY VALUE ...] [--watch [PORT]]", _run),
     "config": Subcommand("print the configuration of such a run as TOML", _config),
     "resume": Subcommand("resume a run from its newest checkpoint", _resume),
     "eval": Subcommand("evaluate a checkpoint of a run, or its best weights", _eval, _eval_arguments),

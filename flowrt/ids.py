@@ -1,6 +1,8 @@
 """Identifiers and names that appear in messages and in the configuration.
 
-Identifiers are plain integers and strings at run time, and distinct types to the type checker.
+- Identifiers are plain integers and strings at run time, and distinct types to the type checker.
+- The number of a prompt is its data set and its row in one integer. Rows of the first set, and of a run's only one,
+  have their own index as number.
 """
 
 from typing import NewType
@@ -27,3 +29,36 @@ CONTROLLER = "the controller"
 """The controller, where a wait names who it is blocked on."""
 AUTO = "auto"
 """Value of a configuration key that leaves the choice to flowrt."""
+
+
+ROW_BITS = 40
+MAX_SETS = 100
+"""Maximum number of data sets of a run."""
+MAX_ROWS = 1 << ROW_BITS
+"""Maximum number of rows of a data set."""
+
+
+def prompt_number(data_set: int, row: int) -> int:
+    """The number of a prompt.
+
+    Args:
+        data_set: index of its data set, from 0.
+        row: index of its row, from 0.
+    """
+    return data_set << ROW_BITS | row
+
+
+def data_set_of(number: int) -> int:
+    """The index of the data set of a prompt."""
+    return number >> ROW_BITS
+
+
+def row_of(number: int) -> int:
+    """The index of the row of a prompt in its data set."""
+    return number & (MAX_ROWS - 1)
+
+
+def prompt_name(number: int, names: tuple[str, ...]) -> str:
+    """A prompt for people: ``NAME:ROW`` if the run has several data sets of these names, else its number."""
+    at = data_set_of(number)
+    return f"{names[at]}:{row_of(number)}" if at < len(names) and len(names) > 1 else str(number)

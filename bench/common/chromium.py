@@ -122,6 +122,9 @@ class Tab:
         path.write_bytes(base64.b64decode(picture["data"]))  # noqa: ASYNC240
 
     async def close(self) -> None:
+        """Close the page too: a browser has six connections to a server, and a page keeps one."""
+        if not self._socket.closed:
+            await self._socket.send_json({"id": 0, "method": "Page.close"})
         self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader

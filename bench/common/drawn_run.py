@@ -19,6 +19,7 @@ from aiohttp import web
 
 import flowrt.observability.page
 from flowrt.observability.run_reader import MAX_SHARES
+from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
@@ -59,6 +60,8 @@ class DrawnRun:
     state: str = "finished"
     low: float = 0.0
     high: float = 1.0
+    others: Mapping[str, "DrawnRun"] = field(default_factory=dict)
+    """Runs that it is compared with, by name."""
     texts: Sequence[str] = ()
     """If there are any, these are the texts of samples, events, reasons and names, in turn."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -154,10 +157,9 @@ class DrawnRun:
         match path.split("/")[1:]:
             case ["run"]:
                 return self._run()
-            case ["series"]:
-                first = int(query.get("from", 0))
-                columns = {name: column[first:] for name, column in self.series.items()}
-                return {"steps": list(range(first, len(self.series["wall_s"]))), "columns": columns}
+            case ["series" | "compared" | "replay" | "prompts" as kind]:
+                answers = {"series": self._series, "compared": self._compared, "replay": self._replay}
+                return {**answers, "prompts": self._prompts}[kind](query)
             case ["attribution"]:
                 shares = [self._attribution(step) for step in range(int(query.get("from", 0)), self.steps)]
                 return {"lines": merged(shares, MAX_SHARES)}
@@ -172,13 +174,7 @@ class DrawnRun:
             case ["sample", number]:
                 return self._opened(int(number))
             case ["prompt", _, number]:
-                states = ("in_flight", "ready", "leased", "trained")
-                step = int(number) // 4
-                events = [
-                    {"at_s": step + i, "state": state, "step": step, "reason": "", "reward": None}
-                    for i, state in enumerate(states)
-                ]
-                return {"events": events}
+                return self._prompt(int(number))
             case ["ledger"]:
                 n = 16 * self.steps
                 return {
@@ -189,6 +185,73 @@ class DrawnRun:
                 lines = [self.texts[i % len(self.texts)] if self.texts else f"INFO step {i} is done" for i in range(50)]
                 return {"files": {"controller.log": lines, "trainer.log": lines[:12]}}
         raise KeyError(path)
+
+    def _series(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """As the reader of a run answers."""
+        series = Series()
+        for step in range(len(self.series["wall_s"])):
+            series.append(self.line(step))
+        if "points" not in query:
+            return series.since(int(query.get("from", 0)))
+        axis: Axis = "wall_s" if query.get("x") == "wall_s" else "step"
+        low, high = float(query.get("from", 0)), float(query.get("to", math.inf))
+        return series.window(axis, low, high, int(query["points"]))
+
+    def _replay(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The state of the controller at an instant."""
+        at_s = float(query["at"])
+        step = int(np.searchsorted(np.array(self.series["wall_s"], float), at_s))
+        found = self.status(step)
+        graph = found["graph"]
+        states = {"trainer": {"at work": 1}, "rollout": {"waiting": 2, "at work": 1}}
+        return found | {
+            "term": 1,
+            "events": 100 * step + 1,
+            "at_s": at_s,
+            "slots": {
+                name: {"done": 8 * step % 96, "at_work": 16 - at, "not_begun": 32 * at}
+                for at, name in enumerate(("generate", "reward", "reference", "train"))
+            },
+            "causes": [[wait["who"], "gate", "trainer", wait["age_s"]] for wait in graph["waits"]],
+            "leases": [
+                {
+                    "worker": "trainer",
+                    "stage": "train",
+                    "step": step,
+                    "left_s": 812.5,
+                    "samples": [[0, 7, 1], [0, 7, 2]],
+                }
+            ],
+            "counts": {"states": states, "versions": {str(step): 2, str(step - 1): 1}},
+            "versions": {"trainer": step, "rollout-1": step - 1},
+            **{f"more_{name}": 0 for name in ("waits", "causes", "leases", "workers")},
+        }
+
+    def _prompts(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The prompts behind a count of the ledger."""
+        reason, first = query.get("reason", ""), int(query.get("offset", 0))
+        ledger = self.answer("api/ledger", {})
+        total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
+        said = self.texts[0] if self.texts else reason
+        found = [
+            {"epoch": 0, "prompt": number, "step": number // 4, "reason": said, "reward": None}
+            for number in range(first, min(total, first + int(query.get("limit", 50))))
+        ]
+        return {"prompts": found, "total": total}
+
+    @staticmethod
+    def _prompt(number: int) -> dict[str, Any]:
+        step = number // 4
+        return {
+            "events": [
+                {"at_s": step + i, "state": state, "step": step, "reason": "", "reward": None}
+                for i, state in enumerate(("in_flight", "ready", "leased", "trained"))
+            ]
+        }
+
+    def _compared(self, query: Mapping[str, str]) -> dict[str, Any]:
+        runs = [{"name": name, "state": run.state, **run._series(query)} for name, run in self.others.items()]
+        return {"runs": runs}
 
     def _run(self) -> dict[str, Any]:
         config = {
@@ -219,6 +282,7 @@ class DrawnRun:
             "files": dict.fromkeys(present, "present"),
             "steps": self.steps,
             "staleness_bound": 2,
+            "compared": list(self.others),
         }
 
     def _attribution(self, step: int) -> dict[str, Any]:
@@ -346,6 +410,8 @@ class DrawnRun:
             found = [one for one in found if text in one["completion"] or text in one["prompt_text"]]
         if prompt := query.get("prompt"):
             found = [one for one in found if one["prompt"] == int(prompt)]
+        least, most = int(query.get("shortest", 0)), int(query.get("longest", 10**9))
+        found = [one for one in found if least <= one["tokens"] <= most]
         if first := query.get("from"):
             found = [one for one in found if one["step"] >= int(first)]
         if last := query.get("to"):
@@ -456,6 +522,8 @@ def document(run: DrawnRun) -> dict[str, Any]:
     for path in ("api/series", "api/attribution", "api/events"):
         named[f"{path}?from=0"] = run.answer(path, {"from": "0"})
     named[f"api/timeline?t0=0&t1={run.end_s}"] = run.answer("api/timeline", {})
+    if run.others:
+        named["api/compared"] = run.answer("api/compared", {})
     named["api/samples?order=worst"] = run.answer("api/samples", {"order": "worst", "limit": "100"})
     named["api/samples?order=best"] = run.answer("api/samples", {"order": "best", "limit": "100"})
     for sample in named["api/samples?order=worst"]["samples"]:

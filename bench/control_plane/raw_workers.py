@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 import zmq
 from common.children import obey, raise_open_files
 
-from flowrt.net.zmq_socket import client_options
+from flowrt.net.link import client_options
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
 

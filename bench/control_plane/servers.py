@@ -25,8 +25,8 @@ from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.state.replay import Entry
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.net.zmq_socket import server_socket
-from flowrt.protocol.records import Stage
+from flowrt.net.link import server_socket
+from flowrt.protocol.messages import Stage
 from flowrt.runtime.event_loop import serve_loop
 
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 
+from flowrt.client.batch import SampleTransfers
 from flowrt.client.requests import SPIN_S
-from flowrt.client.sample_transfers import SampleTransfers
 from flowrt.errors import FlowError
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Column, Part
+from flowrt.protocol.messages import Column, Part
 from flowrt.runtime.event_loop import run_loop
-from flowrt.transport.lanes.lane import LaneSet
-from flowrt.transport.lanes.transports import make_transports
-from flowrt.transport.samples.row_blocks import Packed
-from flowrt.transport.samples.store import TensorStore
+from flowrt.transport.lanes.lane import LaneSet, make_transports
+from flowrt.transport.samples.store import Packed, TensorStore
 
 COLUMN = "x"
 LANE_S = 60.0

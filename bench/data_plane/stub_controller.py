@@ -6,7 +6,7 @@ from flowrt.controller.state.transfers import Lanes
 from flowrt.ids import WorkerId
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Incoming
+from flowrt.protocol.messages import Incoming
 
 PRODUCER, CONSUMER = "producer", "consumer"
 TRANSPORTS = ("shm", "gloo")

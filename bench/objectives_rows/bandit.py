@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.algorithm import Groups
-from flowrt.algorithms.credit import GroupAdvantages
 from flowrt.algorithms.objective import Correction, Kl, Objective
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.hf import disable_dropout

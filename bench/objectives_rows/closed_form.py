@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flowrt.algorithms.kl import KL_ESTIMATORS, KlEstimator
 from flowrt.algorithms.objective import (
     Aggregation,
     Entropy,
@@ -16,6 +15,7 @@ from flowrt.algorithms.objective import (
     Rejection,
     SecondMoment,
 )
+from flowrt.algorithms.policy_losses import KL_ESTIMATORS, KlEstimator
 from objectives_rows.closed_forms import (
     CORRECTIONS,
     LOSSES,

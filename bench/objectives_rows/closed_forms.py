@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from flowrt.algorithms.algorithm import StepTokens, Tokens
-from flowrt.algorithms.kl import KlEstimator
 from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Objective, Rejection, SecondMoment
 from flowrt.algorithms.policy_losses import (
     Aspo,
@@ -23,6 +22,7 @@ from flowrt.algorithms.policy_losses import (
     Dppo,
     Gmpo,
     Gspo,
+    KlEstimator,
     PolicyLoss,
     Ppo,
     Reinforce,

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import torch
 
+from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty, PreferencePair
 from flowrt.algorithms.algorithm import Groups
-from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty, PreferencePair
 
 EPS = 1e-6
 

@@ -20,9 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.algorithm import Algorithm, Groups, Plan, Tokens
-from flowrt.algorithms.credit import GroupAdvantages
-from flowrt.algorithms.kl import KlEstimator
 from flowrt.algorithms.objective import Aggregation, Correction, Kl, Level, Objective
 from flowrt.algorithms.policy_losses import (
     Aspo,
@@ -31,6 +30,7 @@ from flowrt.algorithms.policy_losses import (
     Dppo,
     Gmpo,
     Gspo,
+    KlEstimator,
     PolicyLoss,
     Ppo,
     Reinforce,

@@ -37,12 +37,9 @@ CURRICULUM_LR = 0.15
 """The learning rate of the row `curriculum`, relative to that of the default task."""
 CURRICULUM = {
     "uniform": ("--curriculum.policy", "uniform"),
-    "solve_rate": (
-        *("--curriculum.policy", "solve_rate", "--curriculum.history", "4"),
-        *("--curriculum.floor", "0.05", "--curriculum.prior", "1"),
-    ),
+    "solve_rate": ("--curriculum.policy", "solve_rate"),
 }
-"""The sides of the row `curriculum`. With the prior, 32 samples of which none is solved leave a probability of 0.16."""
+"""The sides of the row `curriculum`."""
 REWARD = 'def reward(response, answer):\n    return float(response.rsplit(",", 1)[-1] == answer)\n'
 
 

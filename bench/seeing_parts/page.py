@@ -129,7 +129,7 @@ async def paints(browser: Browser, run: DrawnRun, loads: int) -> list[tuple[floa
     """Of each load, in ms: time until the curves are drawn, and CPU time of the page's thread until then."""
     times = []
     async with serving(run) as server:
-        server.prepare("api/run", "api/series?from=0", "api/events?from=0", "api/attribution?from=0")
+        server.prepare("api/run", "api/series?from=0&points=1600", "api/events?from=0", "api/attribution?from=0")
         for _ in range(loads):
             tab = await browser.tab()
             await tab.emulate(width=1440, height=900)

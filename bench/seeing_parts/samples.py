@@ -21,8 +21,7 @@ from random import Random
 import psutil
 from main_job import run_job
 
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import GroupEnd, SampleWriter
+from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
 from flowrt.observability.samples import SampleFilter, SampleReader
 from flowrt.protocol.sample_records import ScoredSample, TrainedSample, encode_record, pack_text
 

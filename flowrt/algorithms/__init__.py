@@ -12,22 +12,18 @@ The functions that a micro-batch passes through, in order:
     Algorithm.credit -> Algorithm.terms -> backward
 """
 
-from flowrt.algorithms.advantages import group_advantages, leave_one_out_advantages
-from flowrt.algorithms.kl import kl_k1_T, kl_k2_T, kl_k3_T
 from flowrt.algorithms.logprobs import logits_entropy, predicted_logprobs, prediction_entropy, selected_logprobs
-from flowrt.algorithms.packing import Padded, cut_by_tokens, pad_samples
-from flowrt.algorithms.prefix_sharing import PackedBatch, cut_packed, pack_samples
+from flowrt.algorithms.packing import PackedBatch, Padded, cut_by_tokens, cut_packed, pack_samples, pad_samples
+from flowrt.algorithms.policy_losses import kl_k1_T, kl_k2_T, kl_k3_T
 
 __all__ = [
     "PackedBatch",
     "Padded",
     "cut_by_tokens",
     "cut_packed",
-    "group_advantages",
     "kl_k1_T",
     "kl_k2_T",
     "kl_k3_T",
-    "leave_one_out_advantages",
     "logits_entropy",
     "pack_samples",
     "pad_samples",

@@ -1,71 +1,179 @@
-"""Advantages of rollouts relative to the other rollouts of their group.
+"""Advantages: from the rewards of complete groups to one advantage a sample, and which samples are trained.
 
-Rewards are centred within the group first, so a group whose rewards are all equal gets exactly 0 with every scale.
+- Each rule maps `Groups` to `Credit`. Samples that are not trained leave every sum and every count of the step.
+- Rewards are centred within the group first, so a group whose rewards are all equal gets exactly 0 with every scale.
+- A sample weight says how much a stale sample counts in the policy loss. Staleness is in policy versions; it is 0 for a
+  sample generated with the weights that are trained.
 
 Shapes: N = samples, G = groups (in the order of their ids).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-Scale = Literal["group_std", "none", "batch_std"]
+from flowrt.algorithms.algorithm import Credit, Groups
+
+CreditRule = Callable[[Groups], Credit]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "none"]
+Scale = Literal["none", "group_std", "batch_std", "group_mean"]
 
 
-def group_advantages(rewards_N: Tensor, groups_N: Tensor, *, scale: Scale = "group_std", eps: float = 1e-6) -> Tensor:
-    """Reward minus the mean reward of its group, divided by a standard deviation plus `eps`.
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """Soft penalty on long responses: 0 up to limit - cache tokens, then linearly down to -1 at the limit.
 
-    - "group_std": std of the sample's group. GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-    - "none": no division. Dr. GRPO (arXiv 2503.20783, section 3.2).
-    - "batch_std": std of all N rewards. Lite-PPO (arXiv 2508.08221). N must be the whole step: rewards of one
-      micro-batch would make the advantage depend on how the step was cut.
+    DAPO (arXiv 2503.14476, equation 13), added to the reward.
+    """
 
-    The std divides by n - 1 (the default of `torch.std`). The papers leave the choice open; the widely used trainers
-    divide by n - 1, and their published learning rates assume it.
+    limit: int
+    cache: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.limit:
+            raise ValueError(f"cache is {self.cache}; it must be 1 to {self.limit}, the response limit in tokens")
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        return (self.limit - self.cache - lengths_N).double().div(self.cache).clamp(-1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdvantages:
+    """(reward - baseline) / scale, and optionally whitened over the step.
 
     Args:
-        rewards_N: reward of each sample.
-        groups_N: group id of each sample, any integers. Groups may be interleaved and of different sizes. A sample
-            that is the only one of its group gets 0 with "none" and "batch_std".
-        scale: what to divide by.
-        eps: added to the standard deviation.
+        baseline: "group_mean" (GRPO, arXiv 2402.03300); "leave_one_out", the mean of the other samples (RLOO, arXiv
+            2402.14740); "length_weighted", sum(l r) / sum(l) over the group (OPO, arXiv 2505.23585); "none" (Williams).
+        scale: "group_std" (GRPO); "none" (Dr. GRPO, arXiv 2503.20783); "batch_std" of all rewards of the step
+            (Lite-PPO, arXiv 2508.08221); "group_mean", 0 for a group of mean 0 (MaxRL, arXiv 2602.02710). Standard
+            deviations divide by n - 1, and eps is added to them.
+        whiten: subtract the step's mean of the advantages and divide by their standard deviation plus eps
+            (REINFORCE++, arXiv 2501.03262).
+        kl_coef: times the sample's summed log(rollout / reference), subtracted from the reward.
+        overlong: penalty on long responses, added to the reward.
+        mask_truncated: leave out samples that were cut at the length limit.
 
-    Returns:
-        advantages_N in the dtype of the rewards, at least float32.
-
-    Raises:
-        ValueError: for a group of one with "group_std", fewer than two samples with "batch_std", rewards that are not
-            finite, or different shapes.
+    Raises ValueError when called, for a group of one where the baseline or the scale compares samples of a group, and
+    for rewards that are not finite.
     """
-    grouped = center_in_groups(rewards_N, groups_N)
-    if scale == "none":
-        return grouped.centred_N
-    if scale == "group_std":
-        grouped.require_pairs('scale="none"')
-        squares_G = grouped.sum_G(grouped.centred_N.square())
-        std_G = (squares_G / (grouped.sizes_G - 1)).sqrt()
-        return grouped.centred_N / (std_G[grouped.index_N] + eps)
-    if scale == "batch_std":
-        if rewards_N.numel() < 2:
+
+    baseline: Baseline = "group_mean"
+    scale: Scale = "group_std"
+    eps: float = 1e-6
+    whiten: bool = False
+    kl_coef: float = 0.0
+    overlong: OverlongPenalty | None = None
+    mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale == "group_mean" and self.baseline != "group_mean":
             raise ValueError(
-                f'the batch holds {rewards_N.numel()} rewards, so its std is undefined; add samples or use scale="none"'
+                f"scale 'group_mean' divides by the baseline; use baseline 'group_mean', not {self.baseline!r}"
             )
-        return grouped.centred_N / (rewards_N.to(grouped.centred_N.dtype).std() + eps)
-    raise ValueError(f'scale is {scale!r}; use "group_std", "none" or "batch_std"')
+
+    @property
+    def scope(self) -> Literal["group", "step"]:
+        return "step" if self.whiten or self.scale == "batch_std" else "group"
+
+    def __call__(self, groups: Groups) -> Credit:
+        rewards_N = self._rewards(groups)
+        grouped = center_in_groups(rewards_N, groups.group_N)
+        if self.baseline != "none":
+            grouped.require_pairs("baseline none (algorithm reinforce)")
+        sizes_N = grouped.sizes_G[grouped.index_N]
+        match self.baseline:
+            case "group_mean":
+                advantages_N = grouped.centred_N
+            case "leave_one_out":
+                advantages_N = grouped.centred_N * (sizes_N / (sizes_N - 1))
+            case "length_weighted":
+                lengths_N = groups.lengths_N.to(rewards_N)
+                shift_G = grouped.sum_G(lengths_N * grouped.centred_N) / grouped.sum_G(lengths_N).clamp(min=1)
+                advantages_N = grouped.centred_N - shift_G[grouped.index_N]
+            case "none":
+                advantages_N = rewards_N
+        match self.scale:
+            case "group_std":
+                grouped.require_pairs("scale none")
+                std_G = (grouped.sum_G(grouped.centred_N.square()) / (grouped.sizes_G - 1)).sqrt()
+                advantages_N = advantages_N / (std_G[grouped.index_N] + self.eps)
+            case "batch_std":
+                advantages_N = advantages_N / (_std(rewards_N) + self.eps)
+            case "group_mean":
+                mean_N = rewards_N - grouped.centred_N
+                advantages_N = torch.where(mean_N.abs() > self.eps, advantages_N / mean_N, 0.0)
+            case "none":
+                pass
+        if self.whiten:
+            # Relative to the lowest, equal advantages are exact zeros before the mean, as in `center_in_groups`.
+            above_N = advantages_N - advantages_N.min()
+            advantages_N = (above_N - above_N.mean()) / (_std(above_N) + self.eps)
+        trained_N = ~groups.truncated_N if self.mask_truncated else torch.ones(len(groups), dtype=torch.bool)
+        return Credit(advantages_N, trained_N)
+
+    def _rewards(self, groups: Groups) -> Tensor:
+        rewards_N = groups.rewards_N
+        if self.overlong is not None:
+            rewards_N = rewards_N + self.overlong(groups.lengths_N).to(rewards_N.dtype)
+        if self.kl_coef:
+            if groups.kl_N is None:
+                raise ValueError("a KL penalty in the reward needs a reference; the groups have no kl_N")
+            rewards_N = rewards_N - self.kl_coef * groups.kl_N.to(rewards_N.dtype)
+        return rewards_N
 
 
-def leave_one_out_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Reward minus the mean reward of the *other* samples of its group. RLOO (arXiv 2402.14740).
+@dataclass(frozen=True, slots=True)
+class BestOfGroup:
+    """Advantage 1 for the best samples of each group; the others are not trained. RAFT (arXiv 2304.06767).
 
-    Computed as n / (n - 1) times the centred reward. Returns advantages_N like `group_advantages`. Raises ValueError
-    for a group of one, rewards that are not finite, or different shapes.
+    Args:
+        keep: samples kept a group; among equal rewards the earlier sample.
+        above: only rewards above it are kept.
     """
-    grouped = center_in_groups(rewards_N, groups_N)
-    grouped.require_pairs('group_advantages(scale="none")')
-    sizes_N = grouped.sizes_G[grouped.index_N]
-    return grouped.centred_N * (sizes_N / (sizes_N - 1))
+
+    keep: int = 1
+    above: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; it must be 1 or more")
+
+    def __call__(self, groups: Groups) -> Credit:
+        trained_N = torch.zeros(len(groups), dtype=torch.bool)
+        for group in groups.group_N.unique():
+            rows = (groups.group_N == group).nonzero().flatten()
+            order = rows[groups.rewards_N[rows].argsort(descending=True, stable=True)][: self.keep]
+            trained_N[order] = groups.rewards_N[order] > self.above
+        return Credit(trained_N.to(groups.rewards_N.dtype), trained_N)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Advantage 1 for the best sample of each group and -1 for the worst; the others are not trained.
+
+    A group whose rewards are all equal has no pair. Among equal rewards the earlier sample is taken.
+    """
+
+    def __call__(self, groups: Groups) -> Credit:
+        advantages_N = torch.zeros_like(groups.rewards_N)
+        for group in groups.group_N.unique():
+            rows = (groups.group_N == group).nonzero().flatten()
+            rewards = groups.rewards_N[rows]
+            if rewards.max() > rewards.min():
+                advantages_N[rows[rewards.argmax()]] = 1.0
+                advantages_N[rows[rewards.argmin()]] = -1.0
+        return Credit(advantages_N, advantages_N != 0)
+
+
+def _std(values_N: Tensor) -> Tensor:
+    if len(values_N) < 2:
+        raise ValueError(
+            f"the step has {len(values_N)} samples, so its standard deviation is undefined; use scale none"
+        )
+    return values_N.std()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +195,7 @@ class CenteredRewards:
         if single_G.numel():
             raise ValueError(
                 f"group {single_G[0].item()} has 1 sample, so it has no spread to compare with "
-                f"({single_G.numel()} such groups); raise the group size or use {alternative}"
+                f"({single_G.numel()} such groups); raise --group-size, or use {alternative}"
             )
 
 
@@ -113,3 +221,33 @@ def center_in_groups(rewards_N: Tensor, groups_N: Tensor) -> CenteredRewards:
     above_N = values_N - lowest_G[index_N]
     mean_G = torch.zeros_like(sizes_G).index_add_(0, index_N, above_N) / sizes_G
     return CenteredRewards(ids_G, index_N, sizes_G, above_N - mean_G[index_N])
+
+
+class SampleWeight(Protocol):
+    """A factor on each sample's policy loss."""
+
+    def __call__(self, staleness_N: Tensor) -> Tensor:
+        """Weights [N], float, for staleness [N] in whole versions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UniformWeight:
+    """Weight 1 for every sample."""
+
+    def __call__(self, staleness_N: Tensor) -> Tensor:
+        return torch.ones(len(staleness_N))
+
+
+@dataclass(frozen=True, slots=True)
+class PolynomialAge:
+    """(1 + staleness)^-power, the polynomial discount of FedAsync (arXiv 1903.03934); power 0 is `UniformWeight`."""
+
+    power: float
+
+    def __post_init__(self) -> None:
+        if not self.power >= 0:
+            raise ValueError(f"power is {self.power}: older samples would count more; use 0 or more")
+
+    def __call__(self, staleness_N: Tensor) -> Tensor:
+        return (1.0 + staleness_N.float()) ** -self.power

@@ -15,11 +15,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, PreferencePair
 from flowrt.algorithms.algorithm import Credit, Groups, Needs, Plan, StepTokens, Term, Tokens
-from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, PreferencePair
-from flowrt.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, KlEstimator
-from flowrt.algorithms.policy_losses import Metrics, PolicyLoss, Reinforce
-from flowrt.algorithms.ratios import LOG_RATIO_LIMIT, clamped_log_ratio_T
+from flowrt.algorithms.policy_losses import (
+    KL_ESTIMATORS,
+    LOG_RATIO_LIMIT,
+    AdaptiveKl,
+    KlEstimator,
+    Metrics,
+    PolicyLoss,
+    Reinforce,
+    clamped_log_ratio_T,
+)
 
 Level = Literal["off", "token", "sequence", "geometric"]
 
@@ -128,7 +135,8 @@ class Rejection:
 class Kl:
     """Divergence from the reference as a term of the loss; with coef 0 it is only measured.
 
-    ``estimator`` names a function of `flowrt.algorithms.kl`. With ``adaptive``, ``coef`` is that of the first step.
+    ``estimator`` names one of `flowrt.algorithms.policy_losses.KL_ESTIMATORS`. With ``adaptive``, ``coef`` is that of
+    the first step.
     """
 
     coef: float = 0.0

@@ -1,20 +1,49 @@
-"""Policy losses: one value per token of what is to be minimised, before weights, masks and aggregation.
+"""Policy losses and estimators of the KL divergence: one value per token, before weights, masks and aggregation.
 
 Every loss is a frozen value that is called with the tokens of a pass. With rho = policy / anchor (log ratios clamped to
 +-20 before exp, no gradient beyond), A the advantage, sg the stop-gradient. Losses of a whole sample give each of its
-tokens the sample's value, so that the mean over a sequence is the loss of the paper.
+tokens the sample's value, so that the mean over a sequence is the loss of the paper. Each returns metrics as sums over
+tokens: ``ratio``, and what it clipped or masked.
 
-Each returns metrics as sums over tokens: ``ratio``, and what it clipped or masked.
+KL(policy || reference) is estimated from the log-probabilities of tokens that the policy sampled, in nats per token,
+after joschu.net/blog/kl-approx.html. All estimators keep the gradient of the policy and detach the reference. As a
+*loss* they differ more than as an estimate: on-policy, the gradient of k2 is that of the true divergence, that of k3 is
+close to it if the policies are close, and that of k1 is 0 on average.
+
+Shapes: T = response tokens of all samples, flattened.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowrt.algorithms.algorithm import Tokens
-from flowrt.algorithms.ratios import LOG_RATIO_LIMIT, clamped_log_ratio_T
+
+LOG_RATIO_LIMIT = 20.0
+"""exp(20) is about 5e8: far above any useful ratio, and its square fits in float32."""
+
+
+def require_flat(**tensors: Tensor) -> None:
+    """Raise ValueError unless all `tensors` are 1-D and equally long.
+
+    Otherwise [T, 1] would broadcast with [T] into a [T, T] loss, without an error.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"per-token tensors must be 1-D and equally long, but got {listed}; flatten them alike")
+
+
+def clamped_log_ratio_T(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
+    """log(numerator / denominator) per token, float32 or wider, clamped to +-LOG_RATIO_LIMIT."""
+    require_flat(numerator_T=numerator_T, denominator_T=denominator_T)
+    dtype = torch.promote_types(torch.promote_types(numerator_T.dtype, denominator_T.dtype), torch.float32)
+    return (numerator_T.to(dtype) - denominator_T.to(dtype)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
 
 Metrics = dict[str, Tensor]
 PolicyLoss = Callable[[Tokens], tuple[Tensor, Metrics]]
@@ -309,3 +338,85 @@ def require_clip(clip_low: float, clip_high: float) -> None:
     """Raise ValueError unless the range [1 - clip_low, 1 + clip_high] contains 1 and nothing below 0."""
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}; they must be in [0, 1] and >= 0")
+
+
+def kl_k1_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """log(policy / reference): unbiased, negative for some tokens. For rewards, not for a loss."""
+    require_flat(logprobs_T=logprobs_T, reference_T=reference_T)
+    return logprobs_T - reference_T.detach()
+
+
+def kl_k2_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """Half the squared log ratio: never negative, biased, with the gradient of the true divergence."""
+    return kl_k1_T(logprobs_T, reference_T).square() / 2
+
+
+def kl_k3_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = log(reference / policy): never negative, unbiased. Used by GRPO.
+
+    d is clamped to +-20 before exp; beyond that a token has no gradient.
+    """
+    delta_T = clamped_log_ratio_T(reference_T.detach(), logprobs_T)
+    # expm1 is precise for small d, which most tokens have; exp(d) - 1 is not.
+    return delta_T.expm1() - delta_T
+
+
+def kl_k3_with_k2_slope_T(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2, which on-policy is that of the true divergence."""
+    k2_T = kl_k2_T(logprobs_T, reference_T)
+    return k2_T + (kl_k3_T(logprobs_T, reference_T) - k2_T).detach()
+
+
+def kl_unbiased_T(logprobs_T: Tensor, reference_T: Tensor, rollout_T: Tensor) -> Tensor:
+    """k3 times policy / rollout, with the gradient of both factors: unbiased in value and gradient off-policy.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+    """
+    return clamped_log_ratio_T(logprobs_T, rollout_T.detach()).exp() * kl_k3_T(logprobs_T, reference_T)
+
+
+KlEstimator = Literal["k1", "k2", "k3", "k3_with_k2_slope", "unbiased"]
+KL_ESTIMATORS: dict[KlEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "k1": lambda policy_T, reference_T, _: kl_k1_T(policy_T, reference_T),
+    "k2": lambda policy_T, reference_T, _: kl_k2_T(policy_T, reference_T),
+    "k3": lambda policy_T, reference_T, _: kl_k3_T(policy_T, reference_T),
+    "k3_with_k2_slope": lambda policy_T, reference_T, _: kl_k3_with_k2_slope_T(policy_T, reference_T),
+    "unbiased": kl_unbiased_T,
+}
+"""Estimators of the KL term: functions of log-probabilities under policy, reference and rollout policy."""
+
+
+MAX_KL_ERROR = 0.2
+"""Bound of the relative error that an adaptive coefficient follows in a step (arXiv 1909.08593, section 2.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKl:
+    """A coefficient of the divergence that follows a target: a log-space proportional controller.
+
+    coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon, Ziegler et al. (arXiv 1909.08593, section 2.2).
+
+    Args:
+        target: of the divergence, in nats a token (the paper's is of whole samples).
+        horizon: samples after which the coefficient has changed by a factor of about 1.2, at most.
+    """
+
+    target: float
+    horizon: int
+
+    def __post_init__(self) -> None:
+        if not self.target > 0 or self.horizon < 1:
+            raise ValueError(f"target is {self.target} and horizon {self.horizon}; both must be above 0")
+
+    def next_coef(self, coef: float, kl: float, samples: float) -> float:
+        """The coefficient after a step.
+
+        Args:
+            coef: of the step.
+            kl: mean divergence over the step's tokens, in nats; the coefficient stays where it is not finite.
+            samples: trained in the step, n.
+        """
+        if not math.isfinite(kl):
+            return coef
+        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+        return coef * (1.0 + error * samples / self.horizon)

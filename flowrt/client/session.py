@@ -16,18 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from flowrt.client.batch import Batch, Columns, Numbers
+from flowrt.client.batch import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
 from flowrt.client.controller_clock import STOPPED, ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
-from flowrt.client.requests import RequestTable
-from flowrt.client.resync import ResyncState, resync_messages
-from flowrt.client.sample_transfers import SampleTransfers, UncommittedColumns
+from flowrt.client.requests import RequestTable, ResyncState, resync_messages
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
+from flowrt.protocol.messages import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.timeline import Timeline
@@ -40,10 +38,8 @@ from flowrt.runtime.waits import (
     wait_any,
     wait_until,
 )
-from flowrt.transport.lanes.lane import LaneSet, ignore_exception
-from flowrt.transport.lanes.transports import available_transports, make_transports
-from flowrt.transport.samples.row_blocks import lengths_of
-from flowrt.transport.samples.store import Rows, TensorStore
+from flowrt.transport.lanes.lane import LaneSet, available_transports, ignore_exception, make_transports
+from flowrt.transport.samples.store import Rows, TensorStore, lengths_of
 
 log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")

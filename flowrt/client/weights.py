@@ -16,16 +16,17 @@ import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError
 from flowrt.protocol.messages import (
+    NO_BASE,
     EvictVersion,
     FetchFailed,
     Message,
     Publish,
     ReceiveWeights,
     SendWeights,
+    Weights,
     WeightsActivated,
     WeightsStaged,
 )
-from flowrt.protocol.records import NO_BASE, Weights
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, pause, wait_until
 from flowrt.transport.buffers import BufferPool
 from flowrt.transport.lanes.lane import LaneSet, ignore_exception

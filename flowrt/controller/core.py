@@ -13,7 +13,6 @@ from typing import Any
 from flowrt.controller.attribution.waits import OF_ALL, OF_ONE, WaitLog
 from flowrt.controller.diagnostics.invariants import audit
 from flowrt.controller.diagnostics.wait_graph import WaitGraph, unserved, wait_graph
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import (
     Command,
     EndRun,
@@ -28,7 +27,7 @@ from flowrt.controller.events import (
 from flowrt.controller.settings import Dataflow, Policies, Settings, check_filter
 from flowrt.controller.state.replay import RecoveredState
 from flowrt.controller.state.reward_history import Outcome
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import (
     commits,
     drain,

@@ -5,8 +5,9 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,10 +31,12 @@ from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.run_dir import model_dir
 from flowrt.recipes.tasks.base import Example, Task
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.task_file import called, is_task_file, split
 from flowrt.runtime.files import RunLock
 from flowrt.runtime.logs import log_to_stderr
 
 log = logging.getLogger("flowrt")
+Result = TypeVar("Result")
 
 
 def build(config: RunConfig) -> None:
@@ -102,7 +105,7 @@ class WarmStartData:
             first_evaluation=max(warm.steps // 3, 1),
             interval=EVALUATION_INTERVAL,
             lr=warm.lr,
-            example=lambda rng: self._encode(self._task.sft_example(rng, answer_only=False)),
+            example=lambda rng: self._example(rng, answer_only=False),
             is_done=lambda reward: reward >= warm.stop_reward,
         )
         answer_only = SftStage(
@@ -110,7 +113,7 @@ class WarmStartData:
             first_evaluation=ANSWER_ONLY_EVALUATION_INTERVAL,
             interval=ANSWER_ONLY_EVALUATION_INTERVAL,
             lr=warm.answer_only_lr,
-            example=lambda rng: self._encode(self._task.sft_example(rng, answer_only=True)),
+            example=lambda rng: self._example(rng, answer_only=True),
             is_done=lambda reward: reward <= warm.answer_only_stop_reward,
         )
         return [with_solution, answer_only]
@@ -126,8 +129,19 @@ class WarmStartData:
         for response in responses:
             ids = response.tokens.tolist()
             text = "" if response.truncated else self._tokenizer.decode(ids, skip_special_tokens=True)
-            total += self._task.reward(text, self._examples[response.key].answer)
+            total += self._reward(text, self._examples[response.key].answer)
         return total / len(responses)
+
+    def _reward(self, response: str, answer: str) -> float:
+        return self._called("in reward", lambda: self._task.reward(response, answer))
+
+    def _example(self, rng: random.Random, answer_only: bool) -> SftExample:
+        return self._encode(self._called("in sft_example", lambda: self._task.sft_example(rng, answer_only)))
+
+    def _called(self, doing: str, call: Callable[[], Result]) -> Result:
+        """The result of a call of the task. Raises ConfigError for what code in a file of the user's raises."""
+        recipe = self._config.recipe
+        return called(split(recipe)[0], doing, call) if is_task_file(recipe) else call()
 
     def _encode(self, example: Example) -> SftExample:
         end = torch.tensor([self._tokenizer.eos_token_id], dtype=torch.int32)

@@ -23,8 +23,7 @@ from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpo
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys

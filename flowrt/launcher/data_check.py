@@ -18,7 +18,7 @@ from flowrt.recipes.data.difficulty import Selection
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example, PromptBlock
 from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, folded, open_sets
-from flowrt.recipes.tasks.registry import recipe
+from flowrt.recipes.tasks.registry import takes_reward
 from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import data_path
 
@@ -63,7 +63,7 @@ def read_arguments(words: Sequence[str]) -> tuple[RunConfig, int]:
     if show and not (show.isascii() and show.isdecimal()):
         raise ConfigError(f"--show {show!r:.40} is not a whole number")
     config = read(rest, "flowrt data check", default="custom", about=ABOUT, is_listed=_is_listed)
-    if not recipe(config.recipe).takes_reward:
+    if not takes_reward(config.recipe):
         raise ConfigError(f"flowrt data check reads data as recipe custom does, not as {config.recipe}")
     if not config.model:
         raise ConfigError("flowrt data check needs --model DIRECTORY, with a tokenizer and config.json")

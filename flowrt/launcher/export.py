@@ -18,6 +18,7 @@ from rich.console import Console
 
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from flowrt.launcher.terminal import printable
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.exporters.names import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.exporters.perfetto import write_trace
 from flowrt.observability.exporters.process import parse_steps
@@ -45,6 +46,8 @@ class ExportOptions:
     wandb_dir: Path | None = None
     prometheus: str | None = None
     html: Path | None = None
+    compare: tuple[Path, ...] = ()
+    """Directories of other runs, whose curves are in ``html`` too."""
     exporter: str = ""
     steps: str = ""
     follow: bool = False
@@ -64,6 +67,7 @@ class ExportOptions:
 def export(options: ExportOptions, console: Console) -> int:
     """Export a run; returns the exit code. Raises ConfigError for bad input, with nothing written."""
     reader = RunReader(options.run_dir)
+    ComparedRuns(options.run_dir, options.compare)  # is refused before anything is written
     first, last = _check(options)
     if options.perfetto is not None:
         trace = write_trace(options.run_dir, options.perfetto, first, last)
@@ -81,7 +85,7 @@ def export(options: ExportOptions, console: Console) -> int:
             atomic_write(Path(options.prometheus), text)
             console.print(options.prometheus, soft_wrap=True, highlight=False)
     if options.html is not None:
-        importlib.import_module(HTML).write(options.run_dir, options.html)
+        importlib.import_module(HTML).write(options.run_dir, options.html, options.compare)
         console.print(str(options.html), soft_wrap=True, highlight=False)
     return _run_processes(options)
 
@@ -95,6 +99,8 @@ def _check(options: ExportOptions) -> tuple[int, int | None]:
             "flowrt export needs a format: --perfetto FILE, --tensorboard DIR, --wandb, --prometheus FILE, --html FILE "
             "or --exporter FILE.py:CLASS"
         )
+    if options.compare and options.html is None:
+        raise ConfigError("--compare changes nothing without --html FILE; leave it out")
     if options.follow and not processes:
         raise ConfigError("--follow changes nothing without --tensorboard, --wandb or --exporter; leave it out")
     if options.wandb_dir is not None and not options.wandb:

@@ -31,6 +31,7 @@ from flowrt.launcher.device_check import check_devices_here
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.observer import Observer
 from flowrt.launcher.own_algorithm import with_own_needs
+from flowrt.launcher.own_task import with_checked_task
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.signals import Signals
 from flowrt.launcher.supervision import (
@@ -46,7 +47,7 @@ from flowrt.launcher.supervision import (
 from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
-from flowrt.net.zmq_socket import check_free
+from flowrt.net.link import check_free
 from flowrt.observability.exporters.names import own_path
 from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own
@@ -55,10 +56,9 @@ from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.constraints import check_text
 from flowrt.recipes.devices import named_accelerators
 from flowrt.recipes.eval_names import eval_paths
-from flowrt.recipes.eval_sets import check_eval_sets
 from flowrt.recipes.filter_function import check_filter_function
 from flowrt.recipes.run_dir import CONFIG, address_file, model_dir, ranks_dir
-from flowrt.recipes.tasks.registry import check_task, task_of
+from flowrt.recipes.tasks.task_file import is_task_file, split
 from flowrt.rewards.functions import with_paths
 from flowrt.runtime.files import atomic_write, private_directory
 from flowrt.runtime.waits import pause
@@ -83,7 +83,8 @@ def place(config: RunConfig) -> RunConfig:
 
 
 def _place(config: RunConfig) -> RunConfig:
-    name = f"{config.recipe}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    recipe = Path(split(config.recipe)[0]).stem if is_task_file(config.recipe) else config.recipe
+    name = f"{recipe}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     run_dir = Path(config.run_dir or Path("runs") / name).absolute()
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ConfigError(f"run directory {run_dir} is not empty; name a new one with --run-dir")
@@ -186,8 +187,7 @@ def check_and_run(
     check_machine(config, os.cpu_count() or 1)
     check_devices_here(config)
     progress = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    config = check_task(config, progress)
-    check_eval_sets(config, task_of(config))
+    config = with_checked_task(config, progress)
     check_filter_function(config, progress)
     return asyncio.run(_run(with_own_needs(config), console, prepare, page_port))
 

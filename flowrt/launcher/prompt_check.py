@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flowrt.engines.prompts import PromptEncoder, PromptFormat
 from flowrt.errors import ConfigError
-from flowrt.recipes.data.mistakes import Mistakes
+from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.data.prompt_scan import Prompt
 from flowrt.recipes.prompt_limits import PromptLimits
 from flowrt.recipes.tasks.base import PromptBlock

@@ -57,7 +57,7 @@ class Site:
     runs: str = "flowrt-jobs"
     """Directory in which each job creates its own, on a file system that all nodes mount."""
     recipe: str = "arithmetic"
-    """Recipe of the run."""
+    """Recipe of the run; a task of your own is the path of its file."""
 
 
 def placeholders(site: Site) -> dict[str, str]:
@@ -81,7 +81,7 @@ def placeholders(site: Site) -> dict[str, str]:
         "RECIPE": site.recipe,
     }
     for name, value in header.items():
-        if not _HEADER.fullmatch(value):
+        if not _HEADER.fullmatch(value.replace("/", "") if name == "RECIPE" else value):
             raise ConfigError(f"{name.lower()} {value!r} is not allowed in a script; use letters, digits and .,:=+-_")
     train_gpus = _count(site.gpus)
     rollout_gpus = _count(site.rollout_gpus or site.gpus)

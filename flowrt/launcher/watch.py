@@ -21,6 +21,7 @@ from flowrt.errors import EXIT_OK, FlowError
 from flowrt.launcher.observer import address_of, connected, find_keys, statuses
 from flowrt.launcher.terminal import printable
 from flowrt.net.curve_keys import WorkerKeys
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.exporters.prometheus import prometheus_text
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import PageServer
@@ -46,6 +47,8 @@ class WatchOptions:
     host: str
     port: int
     keys: str = ""
+    compare: tuple[Path, ...] = ()
+    """Directories of other runs, whose curves are drawn too."""
     with_parent: bool = False
     """End with the process that has started this one."""
 
@@ -53,7 +56,8 @@ class WatchOptions:
 def watch(options: WatchOptions, console: Console) -> int:
     """Serve the page until a signal ends it; returns the exit code.
 
-    Raises ConfigError for a directory without a run, FlowError for a port that is taken.
+    Raises ConfigError for a directory without a run or one that cannot be compared, FlowError for a port that is
+    taken.
     """
     if options.with_parent:
         die_with_parent()
@@ -65,9 +69,10 @@ async def _watch(options: WatchOptions, console: Console) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     reader = RunReader(options.run_dir)
+    compared = ComparedRuns(options.run_dir, options.compare)
     keys = find_keys(options.keys, options.run_dir)
     token = run_token(options.run_dir)
-    server = PageServer(reader, Access(token, _names(options.host)), prometheus_text)
+    server = PageServer(reader, Access(token, _names(options.host)), prometheus_text, compared)
     port = await server.start(options.host, options.port)
     _print(console, f"watching {options.run_dir} at {_url(options.host, port, token)}")
     if not _is_loopback(options.host):

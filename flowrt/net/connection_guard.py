@@ -18,10 +18,10 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from time import monotonic
 
 from flowrt.net.liveness import BATCH, LIBC, RECHECK_MS, TCP_INFO, LivenessMonitor, tcp_info
-from flowrt.net.zmq_socket import HandshakeFailure
 
 log = logging.getLogger(__name__)
 MAX_UNDELIVERED_BYTES = 128 << 20
@@ -49,6 +49,14 @@ _ZAP_REFUSED = b"400"
 _ZAP_REQUEST_FRAMES = 9  # peer, delimiter, version, request id, domain, address, routing id, mechanism, key
 _NO_LINGER = struct.pack("ii", 1, 0)
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received, Linux 4.1 and later
+
+
+class HandshakeFailure(Enum):
+    """Why a handshake failed, as text for the controller's log."""
+
+    UNKNOWN_KEY = "its key is not admitted"
+    PROTOCOL = "it has no key, or another controller's, or does not speak ZeroMQ"
+    CLOSED = "it left during the handshake, or took too long over it"
 
 
 class RateLimitedLog:

@@ -1,15 +1,333 @@
-"""The two ends of the network: messages in and out of sockets, invalid messages, closed connections."""
+"""The two ends of the network: messages in and out of ZeroMQ sockets, invalid messages, closed connections.
 
+- Plain ROUTER and DEALER sockets with ``loop.add_reader`` take about half the time of zmq.asyncio.
+- The descriptor of a ZeroMQ socket is edge-triggered: a wake-up must read until the socket would block, and after a
+  send it must be checked, because the send may have made it readable without a new edge.
+- No send blocks: a full queue raises.
+"""
+
+import asyncio
+import struct
 from collections.abc import Callable
+from functools import partial
+from os import sched_yield
+from random import randint
 from time import monotonic
+from typing import Any
+
+import zmq
+from zmq.backend import Socket as BareSocket
+from zmq.backend import zmq_poll
 
 from flowrt.errors import ConfigError, FlowError, RemoteProtocolError
-from flowrt.net.connection_guard import ConnectionGuard
+from flowrt.net.connection_guard import ConnectionGuard, HandshakeFailure
 from flowrt.net.curve_keys import ADMITTED, KEYS_VARIABLE, PUBLIC, ControllerKeys, WorkerKeys
-from flowrt.net.zmq_socket import HandshakeFailure, Monitor, client_socket, server_socket, spin_wait, zap_socket
-from flowrt.protocol.codec import decode, encode
+from flowrt.net.liveness import HEARTBEAT_MS
+from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from flowrt.protocol.messages import Message
 from flowrt.runtime.host import check_address
+
+
+def spin_wait(is_readable: Callable[[], object], receive: Callable[[], object], for_s: float) -> bool:
+    """Poll for at most ``for_s`` seconds, yielding the processor between polls; True if something was received.
+
+    A request and its answer wake six threads in sequence, and to wake one on a sleeping core may take longer than its
+    work: keeping the core awake halves the round-trip time.
+    """
+    until_s = monotonic() + for_s
+    while not is_readable():
+        if monotonic() >= until_s:
+            return False
+        sched_yield()
+    receive()
+    return True
+
+
+_MAX_DRAINED = 256
+"""Messages read in one callback; then other callbacks of the loop run."""
+# To wake ZeroMQ's I/O thread costs as much as an answer, so answers are sent in batches.
+_BATCH = 16
+_BATCH_S = 0.0003
+_BACKLOG = 4096  # connections that may wait to be accepted: a whole cluster connects at once
+_OPTIONS = {zmq.LINGER: 500, zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.BACKLOG: _BACKLOG}
+# For one peer: unread messages from it (it cannot send more), and messages that it does not read (it counts as gone).
+_QUEUES = {zmq.RCVHWM: 1000, zmq.SNDHWM: 100_000}
+# A worker whose machine is gone closes nothing: the kernel probes silent connections and gives up after 16 s. A link
+# that was cut for 5 s may stay silent for up to 7 s. `liveness` detects stopped processes and cut links within 5 s.
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 1, zmq.TCP_KEEPALIVE_INTVL: 1, zmq.TCP_KEEPALIVE_CNT: 15}
+_SERVER_OPTIONS = {zmq.ROUTER_MANDATORY: 1, zmq.HANDSHAKE_IVL: 5000, zmq.TCP_MAXRT: 15000, **_QUEUES, **_KEEPALIVE}
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: HandshakeFailure.UNKNOWN_KEY,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HandshakeFailure.PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: HandshakeFailure.CLOSED,
+}
+_EVENT = struct.Struct("=HI")
+
+# Plain integers: operations on pyzmq's enumerations cost more than the calls that they are passed to.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_POLLIN = int(zmq.POLLIN)
+
+
+class Socket:
+    """A socket with a callback for each multipart message."""
+
+    def __init__(
+        self, kind: int, share_context: "Socket | None" = None, options: dict[zmq.SocketOption, int] | None = None
+    ) -> None:
+        self._context: zmq.Context[Any] = zmq.Context() if share_context is None else share_context._context
+        self._owns_context = share_context is None
+        self.socket = self._context.socket(kind)
+        self._descriptor = int(self.socket.getsockopt(zmq.FD))
+        for option, value in (_OPTIONS | (options or {})).items():
+            self.socket.setsockopt(option, value)
+        # The functions below pyzmq's Python layer, which checks and converts arguments at every call.
+        self._send_frame = partial(BareSocket.send, self.socket)
+        self._receive_frame = partial(BareSocket.recv, self.socket, _NOBLOCK)
+        # Uncopied, as a Frame that has ``more``; pyzmq's type annotations lack that.
+        self._receive_uncopied: Callable[[], Any] = partial(BareSocket.recv, self.socket, _NOBLOCK, copy=False)
+        self.is_readable = partial(zmq_poll, [(self.socket, _POLLIN)], 0)
+        self.latest: zmq.Frame | None = None
+        self._is_router = kind == zmq.ROUTER
+        self._loop = asyncio.get_running_loop()
+        self._on_frames: Callable[[list[bytes]], None] | None = None
+        self._on_unreachable: Callable[[bytes], None] | None = None
+        self._posted: list[list[bytes]] = []
+        self._posted_until_s = 0.0
+        self._draining = False
+        self._closed = False
+
+    def start(
+        self,
+        on_frames: Callable[[list[bytes]], None],
+        on_unreachable: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Receive from now on; ``on_unreachable`` is called with each peer that a posted message did not reach."""
+        self._on_frames = on_frames
+        self._on_unreachable = on_unreachable
+        self._loop.add_reader(self._descriptor, self.drain)
+        self._loop.call_soon(self.drain)
+
+    def post(self, frames: list[bytes]) -> None:
+        """Send in a batch: when the messages that wait have been received, at `flush`, or when the batch is full."""
+        if not self._posted:
+            self._posted_until_s = monotonic() + _BATCH_S
+        self._posted.append(frames)
+        if len(self._posted) >= _BATCH or monotonic() > self._posted_until_s:
+            self._send_posted()
+
+    def flush(self) -> None:
+        """Send what was posted, unless messages are being received: then it is sent after them."""
+        if not self._draining:
+            self._send_posted()
+            if self.is_readable():
+                self._loop.call_soon(self.drain)
+
+    def _send_posted(self) -> None:
+        posted = self._posted
+        self._posted = []
+        for frames in posted:
+            try:
+                self._send_frame(frames[0], _MORE)
+                self._send_frame(frames[1], _NOBLOCK)
+            except zmq.ZMQError as error:
+                if not _is_gone(error):
+                    raise
+                if self._on_unreachable is not None:
+                    self._on_unreachable(frames[0])
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send a multipart message at once. Raises ZMQError when it cannot be queued."""
+        if self._posted:
+            self._send_posted()
+        for frame in frames[:-1]:
+            self._send_frame(frame, _MORE)
+        self._send_frame(frames[-1], _NOBLOCK)
+        # The check is a system call; a drain in progress makes it anyway.
+        if not self._draining and self.is_readable():
+            self._loop.call_soon(self.drain)
+
+    def drain(self) -> bool:
+        """Receive what is waiting; returns whether that was all."""
+        if self._on_frames is None or self._closed or self._draining:
+            return not self._draining
+        self._draining = True
+        emptied = False
+        try:
+            emptied = self._receive_waiting(self._on_frames)
+        finally:
+            self._send_posted()
+            self._draining = False
+            if not emptied and not self._closed:
+                # More is waiting; other callbacks of the loop come first.
+                self._loop.call_soon(self.drain)
+        return emptied
+
+    def _receive_waiting(self, on_frames: Callable[[list[bytes]], None]) -> bool:
+        """Receive what is waiting, up to a limit; returns whether that was all."""
+        receive_frame = self._receive_frame
+        receive_uncopied = self._receive_uncopied
+        is_router = self._is_router
+        for received in range(_MAX_DRAINED):
+            # Most often there is one message, and a poll costs less than an exception; with many messages, more.
+            # Sending may make the socket readable, so the last check comes after it.
+            if received == 1:
+                self._send_posted()
+                if not self.is_readable():
+                    return True
+            try:
+                frames = [receive_frame()] if is_router else []
+                frame = receive_uncopied()
+            except zmq.Again:
+                if not self._posted:
+                    return True
+                self._send_posted()
+                continue
+            frames.append(frame.bytes)
+            while frame.more:
+                frame = receive_uncopied()
+                # Only the last of further frames is kept: authentication has nine, messages have two.
+                frames[9:] = [frame.bytes]
+            self.latest = frame
+            if self._posted and monotonic() > self._posted_until_s:
+                self._send_posted()
+            on_frames(frames)
+            if self._closed:
+                return True
+        return False
+
+    def try_send(self, frames: list[bytes]) -> bool:
+        """Send; False if the peer that the first frame names is gone."""
+        try:
+            self.send(frames)
+        except zmq.ZMQError as error:
+            if _is_gone(error):
+                return False
+            raise
+        return True
+
+    def source(self) -> int:
+        """The descriptor of the connection over which the latest message was received."""
+        return -1 if self.latest is None else int(self.latest.get(zmq.SRCFD))
+
+    def bind(self, address: str) -> str:
+        """Listen; returns the address with its real port. Raises ConfigError when it is in use."""
+        _bind(self.socket, address)
+        return str(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def connect(self, address: str) -> None:
+        """Connect, and again whenever the connection closes. Raises ConfigError on a malformed address."""
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"controller address {address!r} cannot be used ({error.strerror}); write tcp://HOST:PORT"
+            ) from error
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Close the socket; unsent messages have ``linger_ms`` to leave (None: the default)."""
+        if not self._closed:
+            self._send_posted()
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close(linger_ms)
+            if self._owns_context:
+                self._context.term()
+
+
+class Monitor:
+    """Callbacks for events of a socket's connections. ZeroMQ reports their descriptors, but not their peers."""
+
+    def __init__(
+        self,
+        watched: Socket,
+        on_closed: Callable[[int], object],
+        on_handshake_failed: Callable[[HandshakeFailure], None],
+        on_accepted: Callable[[int], object] | None = None,
+    ) -> None:
+        """``on_closed`` and ``on_accepted`` are called with the descriptor of the connection."""
+        self._watched = watched.socket
+        self._on_event = {int(zmq.EVENT_DISCONNECTED): on_closed}
+        if on_accepted is not None:
+            self._on_event[int(zmq.EVENT_ACCEPTED)] = on_accepted
+        self._on_handshake_failed = on_handshake_failed
+        self._events = self._watched.get_monitor_socket(sum(self._on_event) + sum(_FAILURES))
+        self._descriptor = int(self._events.getsockopt(zmq.FD))
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while not self._events.closed and int(self._events.getsockopt(zmq.EVENTS)) & _POLLIN:
+            event, value = _EVENT.unpack(self._events.recv_multipart(zmq.NOBLOCK)[0])
+            if event in _FAILURES:
+                self._on_handshake_failed(_FAILURES[event])
+            else:
+                self._on_event[event](value)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._watched.disable_monitor()
+        self._events.close(linger=0)
+
+
+def _is_gone(error: zmq.ZMQError) -> bool:
+    """Whether a message was not sent because its peer is gone, or does not read."""
+    return error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN)
+
+
+def check_free(address: str, keyed: bool) -> None:
+    """Bind and release. Raises ConfigError when the address is malformed, in use, or not loopback without keys."""
+    check_address(address, keyed)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        _bind(socket, address)
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        reason = "is in use" if error.errno == zmq.EADDRINUSE else f"cannot be bound ({error.strerror})"
+        raise ConfigError(f"controller address {address} {reason}; choose another port, or 0 for any") from error
+
+
+def server_socket(keys: ControllerKeys | None = None) -> Socket:
+    """The controller's socket, not yet bound."""
+    server = Socket(zmq.ROUTER, options=_SERVER_OPTIONS)
+    # With a domain, ZeroMQ sends an authentication request for every connection, and refuses protocol versions without
+    # authentication (ZMTP 1.0 and 2.0), for whose messages it does not report the connection.
+    server.socket.setsockopt_string(zmq.ZAP_DOMAIN, "flowrt")
+    if keys is not None:
+        server.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        server.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+    return server
+
+
+def zap_socket(server: Socket) -> Socket:
+    """The socket of ZeroMQ's authentication requests; must exist before `bind`, else every key is admitted."""
+    requests = Socket(zmq.ROUTER, share_context=server)
+    requests.socket.bind(_ZAP_ADDRESS)
+    return requests
+
+
+def client_options() -> dict[zmq.SocketOption, int]:
+    """Heartbeats of a worker's I/O thread, at a random interval: thousands of workers may join at the same moment.
+
+    ZeroMQ itself never gives up a silent controller; `client.connection` decides that.
+    """
+    return {zmq.HEARTBEAT_IVL: randint(HEARTBEAT_MS * 2 // 3, HEARTBEAT_MS), zmq.HEARTBEAT_TIMEOUT: 3_600_000}
+
+
+def client_socket(keys: WorkerKeys | None = None) -> Socket:
+    """A worker's socket, not yet connected."""
+    client = Socket(zmq.DEALER, options=client_options())
+    if keys is not None:
+        client.socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.controller)
+        client.socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.own.public)
+        client.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
+    return client
+
 
 CLOSED_HANDSHAKES_S = 5.0
 """Handshakes that are closed for longer than this do not succeed any more."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import Any
 
 from flowrt.controller.core import Core
@@ -181,6 +182,7 @@ class Replay:
             "events": self.events,
             "at_s": round(now - self.recording.header.start_s, 6),
             **shown,
+            "slots": slots_by_stage(self.core),
             "causes": [[one.worker, one.cause.value, one.root, round(now - one.start_s, 3)] for one in waits],
             "leases": [
                 {
@@ -195,6 +197,18 @@ class Replay:
             ],
             "more_leases": max(len(leases) - MAX_LEASES, 0),
         }
+
+
+def slots_by_stage(core: Core) -> dict[str, dict[str, int]]:
+    """Of each stage the live slots for which it is done, at work (leased), and not begun."""
+    table = core.state.table
+    found = {stage: {"done": 0, "at_work": 0, "not_begun": 0} for stage in table.stages}
+    for slot in table.slots.values():
+        for stage in table.flows.of(slot.group.flow):
+            is_done = table.is_done(slot, stage.name)
+            name = "done" if is_done else "at_work" if stage.name in slot.leases else "not_begun"
+            found[stage.name][name] += 1
+    return found
 
 
 def describe(event: Event) -> str:
@@ -226,18 +240,26 @@ class Instants:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._replay: Replay | None = None
+        self._aim: tuple[float, TermRecording] | None = None  # of a replay that has not reached its instant
         self._lock = Lock()
 
-    def status_at(self, at_s: float) -> dict[str, Any]:
-        """As the function `status_at`."""
-        recording = Recordings.of(self._run_dir).at(at_s)
+    def status_at(self, at_s: float, limit_s: float = inf) -> dict[str, Any]:
+        """As the function `status_at`, or ``{"reached_s": …}`` if the replay needs more than a number of seconds.
+
+        Asked again for the same instant, it goes on from there.
+        """
+        end_s = monotonic() + limit_s
         with self._lock:
+            aim, self._aim = self._aim, None
+            recording = aim[1] if aim is not None and aim[0] == at_s else Recordings.of(self._run_dir).at(at_s)
             replay, self._replay = self._replay, None  # none is kept that has failed
             # That of a run that goes on may be at the end of what was recorded at the time.
             if replay is None or replay.recording.term != recording.term or replay.is_over or replay.at_s > at_s:
                 replay = Replay(recording)
             for _ in replay.run(at_s):
-                pass
+                if monotonic() > end_s:
+                    self._replay, self._aim = replay, (at_s, recording)
+                    return {"reached_s": round(replay.at_s, 3)}
             self._replay = replay
             return replay.status(at_s)
 

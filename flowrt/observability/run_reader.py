@@ -7,8 +7,6 @@ A reader is used by one thread at a time.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -21,16 +19,17 @@ from typing import Any
 
 from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
-from flowrt.controller.storage.sample_schema import SAMPLES
+from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
-from flowrt.observability.series import Series
+from flowrt.observability.series import Axis, Series
 from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import JsonTail, parse_line
 from flowrt.observability.token_texts import TokenTexts
-from flowrt.recipes.config_io import defaults, from_toml
+from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml
 from flowrt.recipes.run_dir import CONFIG
+from flowrt.recipes.tasks.task_file import is_task_file
 
 METRICS, EVENTS, ATTRIBUTION, TIMELINE = "metrics.jsonl", "events.jsonl", "attribution.jsonl", "timeline"
 SUMMARY = "summary.json"
@@ -43,7 +42,6 @@ MAX_SHARES = 500
 """Lines of attribution.jsonl of an answer; of more, consecutive steps are added up."""
 MAX_TEXT_CHARS = 2_000
 ORDERS: tuple[Order, ...] = ("newest", "worst", "best", "random")
-_REPLAY = "flowrt.observability.replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +172,10 @@ class RunReader:
         """The numbers of the steps from this one on, by column."""
         return self._series.since(from_step)
 
+    def series_window(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
+        """The numbers between two steps or times, decimated to this number of points; see `Series.window`."""
+        return self._series.window(axis, low, high, points)
+
     def attribution(self, from_step: int = 0) -> dict[str, Any]:
         """Where the time of each role went, by step; consecutive steps are added up if there are more than 500."""
         first = bisect_left(self._share_steps, from_step)
@@ -196,7 +198,8 @@ class RunReader:
         """Samples, with texts cut at 2,000 characters.
 
         Args:
-            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, seed.
+            asked: the values of ``api/samples``, as texts: step, from, to, order, reason, grep, eval, prompt, epoch,
+                shortest and longest (response tokens), seed.
             limit: most samples.
             offset: samples to leave out before the first.
 
@@ -212,6 +215,9 @@ class RunReader:
             first_step=_number(asked, "from") if step is None else step,
             last_step=_number(asked, "to") if step is None else step,
             prompt=_number(asked, "prompt"),
+            epoch=_number(asked, "epoch"),
+            min_tokens=_number(asked, "shortest"),
+            max_tokens=_number(asked, "longest"),
             reason=asked.get("reason", ""),
             grep=asked.get("grep", ""),
             eval_name=asked.get("eval", ""),
@@ -261,6 +267,15 @@ class RunReader:
             ]
         }
 
+    def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> dict[str, Any]:
+        """The prompts behind a count of `ledger`, newest change first; see `LedgerReader.prompts`.
+
+        Raises ConfigError if the ledger cannot be read.
+        """
+        with LedgerReader(self.run_dir / LEDGER) as ledger:
+            found, total = ledger.prompts(state, reason, limit, offset)
+        return {"prompts": [one._asdict() for one in found], "total": total}
+
     def ledger(self) -> dict[str, Any]:
         """The number of prompts by state, and of dropped ones by reason."""
         path = self.run_dir / LEDGER
@@ -286,13 +301,6 @@ class RunReader:
         except OSError:
             paths = []
         return {"files": {path.name: _last_lines(path) for path in sorted(paths[:MAX_LOGS])}}
-
-    def replay(self, at_s: float) -> dict[str, Any]:
-        """The status at an instant of the run, from its recording. Raises ConfigError if there is none."""
-        if importlib.util.find_spec(_REPLAY) is None:
-            raise ConfigError("this flowrt records nothing that could be replayed")
-        found: dict[str, Any] = importlib.import_module(_REPLAY).status_at(self.run_dir, at_s)
-        return found
 
     # ---- files
 
@@ -373,10 +381,13 @@ def _version(path: Path) -> object:
 
 
 def _changed(text: str) -> list[list[Any]]:
-    """(key, value, default) of each setting that is not as the recipe has it."""
+    """(key, value, default) of each setting that is not as the recipe has it.
+
+    The file of a task of the user's is not run: its settings are shown with those of a built-in task as the default.
+    """
     try:
         config = from_toml(text)
-        base = defaults(config.recipe, config.algorithm.name)
+        base = defaults(RECIPE_NAMES[0] if is_task_file(config.recipe) else config.recipe, config.algorithm.name)
     except (ConfigError, KeyError, ValueError):  # of another version of flowrt
         return []
     mine, usual = dict(_flat(dataclasses.asdict(config))), dict(_flat(dataclasses.asdict(base)))

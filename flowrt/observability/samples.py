@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from flowrt.controller.storage.sample_schema import SAMPLES, SAMPLES_VERSION
+from flowrt.controller.storage.sample_store import SAMPLES, SAMPLES_VERSION
 from flowrt.errors import ConfigError, FlowError
-from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.protocol.sample_records import unpack_text
 
 Order = Literal["newest", "oldest", "worst", "best", "random"]
@@ -115,6 +115,9 @@ class SampleFilter:
     last_step: int | None = None
     prompt: int | None = None
     epoch: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    """Bounds of the number of response tokens, inclusive."""
     reason: str = ""
     """The first word of the reason, as timeout."""
     grep: str = ""
@@ -134,6 +137,8 @@ class SampleFilter:
             ("step <= ?", self.last_step),
             ("prompt = ?", self.prompt),
             ("epoch = ?", self.epoch),
+            ("tokens >= ?", self.min_tokens),
+            ("tokens <= ?", self.max_tokens),
             ("eval_name = ?", self.eval_name if self.eval_name not in ("", ANY_EVALUATION) else None),
         ]
         found = [(clause, value) for clause, value in columns if value is not None]

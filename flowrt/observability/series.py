@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,9 +13,13 @@ MAX_VALUES = 150_000
 """Numbers of an answer, about half a megabyte compressed; more are decimated."""
 KEPT_POINTS = 2_000
 """Steps of a decimated answer, at least."""
+MIN_POINTS = 16
 MAX_COLUMNS = 512
 NAN = float("nan")
 EXACT = float(1 << 53)
+Axis = Literal["step", "wall_s"]
+Values = np.ndarray[Any, np.dtype[np.float64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Series:
@@ -61,46 +65,79 @@ class Series:
         return None
 
     def since(self, step: int, most: int = MAX_POINTS, most_values: int = MAX_VALUES) -> dict[str, Any]:
-        """The answer of ``api/series``: steps from this one on.
+        """The steps from this one on: all of them up to ``most`` steps and ``most_values`` numbers; see `window`."""
+        chosen = self._between("step", step, math.inf)
+        if len(chosen) > most or len(chosen) * len(self._columns) > most_values:
+            kept = KEPT_POINTS if len(chosen) > most else max(most_values // len(self._columns), KEPT_POINTS)
+            return self._answer(chosen, kept)
+        return self._answer(chosen, len(chosen))
+
+    def window(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
+        """The answer of ``api/series`` with a number of points: the steps between two places of an axis.
 
         Args:
-            step: the first.
-            most: steps up to which all are given.
-            most_values: numbers of all columns up to which all are given.
+            axis: "step", or "wall_s" in seconds of the run's clock.
+            low: the first place.
+            high: the last one, inclusive.
+            points: the most steps of the answer; 16 at least are given.
 
         Returns:
             ``steps``, and ``columns`` by name, with None for what a step does not have. Of a decimated answer these
             are the first and the last step of each bucket, and the smallest and the largest value of each column in
-            it, in the order in which they came; ``decimated`` is the number of steps.
+            it, in the order in which they came; a column with one value in a bucket has it in the first place. Then
+            ``decimated`` is the number of steps, and the last point is that of the last step alone.
         """
-        numbers = np.frombuffer(self.steps, np.int64) if self.steps else np.zeros(0, np.int64)
-        chosen = np.arange(int(np.searchsorted(numbers, step)), len(numbers))
-        if len(chosen) > most or len(chosen) * len(self._columns) > most_values:
-            kept = KEPT_POINTS if len(chosen) > most else max(most_values // len(self._columns), KEPT_POINTS)
-            if len(chosen) > kept:
-                return self._decimated(chosen, kept)
-        columns = {name: _numbers(np.frombuffer(column)[chosen]) for name, column in self._columns.items()}
-        return {"steps": numbers[chosen].tolist(), "columns": columns}
+        return self._answer(self._between(axis, low, high), max(min(points, MAX_POINTS), MIN_POINTS))
 
-    def _decimated(self, chosen: "np.ndarray[Any, np.dtype[np.int64]]", kept: int) -> dict[str, Any]:
-        """Two points of each bucket of steps."""
-        size = -(-2 * len(chosen) // kept)
-        count = -(-len(chosen) // size)
-        places = np.minimum(np.arange(count * size), len(chosen) - 1).reshape(count, size)
-        numbers = np.frombuffer(self.steps, np.int64)[chosen]
-        columns: dict[str, list[float | None]] = {}
-        for name, column in self._columns.items():
-            values = np.frombuffer(column)[chosen][places]
-            is_missing = np.isnan(values)
-            low = np.where(is_missing, np.inf, values).argmin(axis=1)
-            high = np.where(is_missing, -np.inf, values).argmax(axis=1)
-            both = np.sort(np.stack([low, high], axis=1), axis=1)
-            columns[name] = _numbers(np.take_along_axis(values, both, axis=1).ravel())
-        steps = numbers[places[:, [0, -1]]].ravel().tolist()
-        return {"steps": steps, "columns": columns, "decimated": len(chosen)}
+    def _between(self, axis: Axis, low: float, high: float) -> Indices:
+        """The places of the steps of a window."""
+        if not self.steps:
+            return np.zeros(0, np.int64)
+        wall_s = self._columns.get("wall_s") if axis == "wall_s" else None
+        along = np.frombuffer(self.steps, np.int64) if wall_s is None else np.frombuffer(wall_s)
+        return np.flatnonzero((along >= low) & (along <= high))
+
+    def _answer(self, chosen: Indices, kept: int) -> dict[str, Any]:
+        columns = {name: np.frombuffer(column)[chosen] for name, column in self._columns.items()}
+        steps = np.frombuffer(self.steps, np.int64)[chosen] if self.steps else chosen
+        if len(chosen) <= kept:
+            return {"steps": steps.tolist(), "columns": {name: _numbers(values) for name, values in columns.items()}}
+        columns |= _derived(columns)  # the page can derive them from whole steps alone
+        # The last step stays as it is: the page shows its numbers.
+        size = -(-2 * (len(chosen) - 1) // (kept - 1))
+        count = -(-(len(chosen) - 1) // size)
+        places = np.minimum(np.arange(count * size), len(chosen) - 2).reshape(count, size)
+        return {
+            "steps": [*steps[places[:, [0, -1]]].ravel().tolist(), int(steps[-1])],
+            "columns": {name: _numbers(_extremes(values, places)) for name, values in columns.items()},
+            "decimated": len(chosen),
+        }
 
 
-def _numbers(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float | None]:
+def _extremes(values: Values, places: Indices) -> Values:
+    """The smallest and the largest value of each bucket in the order in which they come, then the last value."""
+    buckets = values[places]
+    is_missing = np.isnan(buckets)
+    low = np.where(is_missing, np.inf, buckets).argmin(axis=1)
+    high = np.where(is_missing, -np.inf, buckets).argmax(axis=1)
+    both = np.take_along_axis(buckets, np.sort(np.stack([low, high], axis=1), axis=1), axis=1)
+    both[(~is_missing).sum(axis=1) == 1, 1] = NAN
+    return np.append(both.ravel(), values[-1])
+
+
+def _derived(columns: Mapping[str, Values]) -> dict[str, Values]:
+    """Columns that the page draws and metrics.jsonl does not have: each follows from several others."""
+    found: dict[str, Values] = {}
+    if all(name in columns for name in ("tokens", "samples", "samples_per_s")):
+        samples = np.where(columns["samples"] > 0, columns["samples"], NAN)
+        found["tokens_per_s"] = columns["tokens"] * columns["samples_per_s"] / samples
+    if "reward" in columns and "reward_std" in columns:
+        found["reward - std"] = columns["reward"] - columns["reward_std"]
+        found["reward + std"] = columns["reward"] + columns["reward_std"]
+    return found
+
+
+def _numbers(values: Values) -> list[float | None]:
     """The values for JSON: no NaN, no infinity, whole numbers without a fraction."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() and abs(value) < EXACT else value

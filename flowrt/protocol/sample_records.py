@@ -14,8 +14,7 @@ from math import isfinite
 
 from flowrt.errors import FlowError
 from flowrt.protocol.codec import from_blob, to_blob
-from flowrt.protocol.messages import SampleRecords
-from flowrt.protocol.records import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints
+from flowrt.protocol.messages import LARGEST_PROMPT, MAX_RECORD_BYTES, Ints, SampleRecords
 
 MAX_MESSAGE_RECORD_BYTES = MAX_RECORD_BYTES
 """Limit of the records of one message."""

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from flowrt.errors import EXIT_INTERRUPTED
-from flowrt.transport.lanes.rendezvous import serve_tcp_store
+from flowrt.transport.lanes.channel import serve_tcp_store
 
 COUNTING = "flowrt"
 """Name of this backend for torchrun's ``--rdzv-backend``."""

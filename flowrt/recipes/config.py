@@ -106,6 +106,8 @@ class DataConfig:
     epochs: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     """Passes over the data, of several sets over any one of them, after which the run ends early; 0: as many as the
     steps need."""
+    check_timeout_s: Seconds = 600.0
+    """Task of your own (FILE.py): deadline for making it and reading all its prompts before a run, in seconds."""
     eval_prompts: Annotated[int, Interval(ge=0, le=100_000)] = 256
     """Held-out prompts, the last rows, of several sets in proportion to the weights; 0: none, as with eval.data."""
 
@@ -252,15 +254,15 @@ class CurriculumConfig:
     """Which prompts are sampled in an epoch, by the rewards of their earlier groups."""
 
     policy: Literal["uniform", "solve_rate"] = "uniform"
-    """Policy uniform: every prompt; solve_rate: a prompt of solve rate r with probability
-    floor + (1 - floor) 4r(1 - r), and every prompt that has not been trained yet."""
-    history: Annotated[int, Interval(ge=1, le=1_000)] = 2
+    """Policy uniform: every prompt; solve_rate: with the probability that its next group has both solved and
+    failed samples, relative to solve rate 1/2, and every prompt that has not been trained yet."""
+    history: Annotated[int, Interval(ge=1, le=1_000)] = 8
     """Policy solve_rate: number of last groups of a prompt over which its solve rate is measured."""
-    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.25
+    floor: Annotated[float, Interval(ge=MIN_FLOOR, le=1)] = 0.05
     """Policy solve_rate: probability of a prompt that is always or never solved; 1: uniform."""
-    prior: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.0
+    prior: Annotated[float, Interval(ge=0, le=1_000_000)] = 0.5
     """Policy solve_rate: solved and failed samples that are added to those measured, so that few samples do not decide;
-    0: the measured rate, 1: a uniform prior."""
+    0: the measured rate, 0.5: Jeffreys' prior, 1: a uniform prior."""
     failed_reward: Reward = 0.0
     """Policy solve_rate: mean reward of solve rate 0, and of every lower one."""
     solved_reward: Reward = 1.0
@@ -714,7 +716,10 @@ class RunConfig:
     """One run: an RL objective with a strict staleness bound."""
 
     recipe: str = "arithmetic"
-    """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them."""
+    """Recipe: the task and the defaults of the run, by name, as flowrt --help lists them; or FILE.py[:NAME], a task of
+    your own."""
+    recipe_sha256: str = ""
+    """SHA-256 of the file of a task of your own; found out when the run starts."""
     seed: Annotated[int, Interval(ge=0, le=MAX_INT64)] = 0
     """Seed of the model, the data order and the sampling."""
     steps: Annotated[int, Interval(gt=0, le=10_000_000)] = 150

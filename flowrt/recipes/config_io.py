@@ -21,6 +21,7 @@ from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.guards import parse_guard
 from flowrt.recipes.tasks.registry import RECIPES, recipe
+from flowrt.recipes.tasks.task_file import described, is_task_file, split
 from flowrt.runtime.bounds import interval_of, span
 
 Config = TypeVar("Config")
@@ -30,18 +31,31 @@ OWN_DATA = "custom"
 
 
 def defaults(name: str, algorithm: str = "") -> RunConfig:
-    """The default configuration of a recipe, with an algorithm's preset. Raises ConfigError for unknown names."""
-    config = recipe(name).defaults
+    """The default configuration of a recipe, with an algorithm's preset.
+
+    Raises ConfigError for unknown names, and for the file of a task of the user's that cannot be loaded.
+    """
+    if is_task_file(name):
+        found = described(name)
+        config = merge(RunConfig(), found.defaults, f"the defaults of task file {split(name)[0]}")
+        config = dataclasses.replace(config, recipe=found.recipe, recipe_sha256="")
+    else:
+        config = recipe(name).defaults
     return dataclasses.replace(config, algorithm=preset(algorithm)) if algorithm else config
 
 
-def parse(arguments: Sequence[str], command: str = "flowrt run") -> RunConfig:
+def parse(arguments: Sequence[str], command: str = "flowrt run", more_help: str = "") -> RunConfig:
     """The configuration of a command line, checked.
+
+    Args:
+        arguments: the words.
+        command: the command's name in messages.
+        more_help: what --help says in addition to the recipe.
 
     Raises ConfigError for invalid values. Exits with code 2 on unknown flags, with suggestions.
     """
     has_data = any(re.match(r"--data(\.path)?(=|$)", one) for one in arguments)
-    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0])
+    parsed = read(arguments, command, default=OWN_DATA if has_data else RECIPE_NAMES[0], more_help=more_help)
     check(parsed)
     return parsed
 
@@ -52,6 +66,7 @@ def read(
     *,
     default: str = RECIPE_NAMES[0],
     about: str = "",
+    more_help: str = "",
     is_listed: Callable[[str], bool] = lambda _: True,
 ) -> RunConfig:
     """Parse ``[recipe] [--config FILE.toml] [--algorithm NAME] [--key value …]``: flags override the file, the file the
@@ -62,6 +77,7 @@ def read(
         command: the command's name in messages.
         default: the recipe if none is named.
         about: what --help begins with; empty: the recipe.
+        more_help: what follows it.
         is_listed: whether --help lists the field of this dotted name, and all below it.
 
     Raises ConfigError for values of the wrong type. Exits with code 2 on unknown flags, with suggestions.
@@ -71,18 +87,33 @@ def read(
     file, rest = take("--config", rest)
     flag, rest = take("--recipe", rest)
     algorithm, rest = take("--algorithm", [re.sub(r"^--algorithm\.name(?==|$)", "--algorithm", one) for one in rest])
-    if name and flag and name != flag:
+    if name and flag and _recipe_name(name) != _recipe_name(flag):
         raise ConfigError(f"recipe {name!r} or {flag!r}? Name only one of them")
     name = name or flag
     table = read_toml(Path(file)) if file else {}
+    base = defaults(name or str(table.get("recipe", default)))
+    if isinstance(named := table.get("recipe"), str):
+        if _recipe_name(named) != base.recipe:
+            raise ConfigError(f"{file} is for recipe {named!r}, not {name!r}; name only one of them")
+        table["recipe"] = base.recipe
     if algorithm and isinstance(own := table.get("algorithm"), Mapping):
         table["algorithm"] = {key: value for key, value in own.items() if key != "name"}
-    base = defaults(name or str(table.get("recipe", default)), algorithm or _algorithm(table))
-    if name and table.get("recipe", name) != name:
-        raise ConfigError(f"{file} is for recipe {table['recipe']!r}, not {name!r}; name only one of them")
+    if algorithm := algorithm or _algorithm(table):
+        base = dataclasses.replace(base, algorithm=preset(algorithm))
     base = merge(base, table, file)
-    about = about or f"Recipe {base.recipe!r} (of {', '.join(RECIPE_NAMES)}). Flags override --config FILE.toml."
+    about = f"{about or f'{_about(base.recipe)} Flags override --config FILE.toml.'} {more_help}".strip()
     return read_flags(command, about, rest, base, is_listed)
+
+
+def _recipe_name(name: str) -> str:
+    """The name of a recipe in a configuration."""
+    return described(name).recipe if is_task_file(name) else name
+
+
+def _about(name: str) -> str:
+    if is_task_file(name):
+        return f"Task file {split(name)[0]}: {described(name).summary}."
+    return f"Recipe {name!r} (of {', '.join(RECIPE_NAMES)}; a task of your own is FILE.py)."
 
 
 def read_flags(
@@ -215,7 +246,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 def from_toml(text: str) -> RunConfig:
     """Parse the output of `to_toml`."""
     table = tomllib.loads(text)
-    return merge(defaults(str(table["recipe"]), _algorithm(table)), table, "the controller's configuration")
+    return merge(_base(table), table, "the controller's configuration")
+
+
+def _base(table: Mapping[str, Any]) -> RunConfig:
+    """What the values of a table come on top of; the file of a task is not loaded for a table with every key."""
+    name = str(table["recipe"])
+    if is_task_file(name) and all(field.name in table for field in dataclasses.fields(RunConfig)):
+        return RunConfig(recipe=name)
+    return defaults(name, _algorithm(table))
 
 
 def from_file(path: Path) -> RunConfig:
@@ -226,7 +265,7 @@ def from_file(path: Path) -> RunConfig:
     table = read_toml(path)
     if "recipe" not in table:
         raise ConfigError(f"config file {path} has no key 'recipe': it is empty or damaged; restore it from a copy")
-    config = merge(defaults(str(table["recipe"]), _algorithm(table)), table, str(path))
+    config = merge(_base(table), table, str(path))
     return config if config.run_dir else dataclasses.replace(config, run_dir=str(path.absolute().parent))
 
 

@@ -30,7 +30,8 @@ from flowrt.recipes.devices import check_devices, with_devices
 from flowrt.recipes.eval_constraints import check_eval
 from flowrt.recipes.guards import check_guards
 from flowrt.recipes.model_files import check_model_files
-from flowrt.recipes.tasks.registry import recipe
+from flowrt.recipes.tasks.registry import takes_reward
+from flowrt.recipes.tasks.task_file import is_task_file
 from flowrt.rewards.functions import LOCAL, REMOTE, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.remote import check_remote
@@ -119,16 +120,24 @@ def check_data_options(config: RunConfig) -> None:
     """Raise ConfigError for options of the data that change nothing."""
     data = config.data
     data.prompt_format  # noqa: B018 (raises for unusable options)
-    if not recipe(config.recipe).takes_reward:
+    is_own = is_task_file(config.recipe)
+    if not is_own:
+        for key, is_set in (
+            ("recipe_sha256", bool(config.recipe_sha256)),
+            ("data.check_timeout_s", data.check_timeout_s != DataConfig.check_timeout_s),
+        ):
+            if is_set:
+                raise ConfigError(f"{key} changes nothing in recipe {config.recipe}; it is for a task in a file")
+    if not takes_reward(config.recipe):
         for name, value in (
             ("prefill", data.prefill),
-            ("allow_overlap", data.allow_overlap),
+            ("allow_overlap", data.allow_overlap and not is_own),
             ("difficulty_key", data.difficulty_key),
         ):
             if value:
                 raise ConfigError(f"data.{name} changes nothing in recipe {config.recipe}; it is of recipe custom")
     _check_difficulty(data)
-    check_sets(data, config.recipe, mixes=recipe(config.recipe).takes_reward)
+    check_sets(data, config.recipe, mixes=takes_reward(config.recipe))
     paths = [one.path for one in data.sets] or ([data.path] if data.path else [])
     if data.split != DataConfig.split and paths and all(Path(path).is_file() for path in paths):
         raise ConfigError(f"data.split is {data.split!r}, and {paths[0]} is a file; a split is of a directory")
@@ -137,9 +146,19 @@ def check_data_options(config: RunConfig) -> None:
 def check_reward_options(config: RunConfig) -> None:
     """Raise ConfigError for unusable reward functions, and for options of them that change nothing."""
     options = config.reward
-    if options != RewardOptions() and not recipe(config.recipe).takes_reward:
+    of_task = f"task:{config.recipe}" if is_task_file(config.recipe) and not takes_reward(config.recipe) else ""
+    if of_task:
+        if options.functions not in ((), (of_task,)):
+            raise ConfigError(
+                f"task {config.recipe} has a reward of its own, and would not use {options.functions[0]}; leave it "
+                "out, or give the recipe takes_reward=True"
+            )
+    elif options != RewardOptions() and not takes_reward(config.recipe):
         raise ConfigError(f"recipe {config.recipe} has a built-in reward; to use your own: flowrt run custom")
     kinds = {one.kind for one in parse_functions(options.functions)}
+    if not of_task and "task" in kinds:
+        raise ConfigError("a reward function of kind task is for a task in a file alone: flowrt run FILE.py")
+    kinds |= {"task"} if of_task else set()
     default = RewardOptions()
     for name, needed in (
         ("judge", ("judge",)),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from flowrt.errors import ConfigError
-from flowrt.protocol.prompt_numbers import MAX_SETS
+from flowrt.ids import MAX_SETS
 from flowrt.recipes.config import DataConfig, DataSetConfig
 
 FORM = "NAME=PATH:WEIGHT"

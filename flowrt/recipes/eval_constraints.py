@@ -7,7 +7,7 @@ from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import CheckpointConfig, EvalConfig, RunConfig
 from flowrt.recipes.eval_names import eval_names
 from flowrt.recipes.metric_names import pass_ks
-from flowrt.recipes.tasks.registry import recipe
+from flowrt.recipes.tasks.registry import held_out_by_default
 
 
 def check_eval(config: RunConfig) -> None:
@@ -21,7 +21,7 @@ def check_eval(config: RunConfig) -> None:
                     "is empty; give one of them"
                 )
     held_out = config.data.eval_prompts
-    if options.data and held_out not in (0, recipe(config.recipe).defaults.data.eval_prompts):
+    if options.data and held_out not in (0, held_out_by_default(config.recipe)):
         raise ConfigError(
             f"data.eval_prompts is {held_out}, and with eval.data no rows are held out; leave one of them out"
         )

@@ -9,7 +9,7 @@ from flowrt.recipes.config import DataConfig, RunConfig
 from flowrt.recipes.eval_names import HELD_OUT, eval_paths
 from flowrt.recipes.tasks.base import Example, PromptBlock, Task, blocks
 from flowrt.recipes.tasks.problems import folded
-from flowrt.recipes.tasks.registry import recipe, task_of
+from flowrt.recipes.tasks.registry import takes_reward, task_of
 
 
 def eval_sets(config: RunConfig, task: Task) -> dict[str, Sequence[Example]]:
@@ -35,7 +35,7 @@ def check_eval_sets(config: RunConfig, task: Task) -> None:
     evaluated = {
         folded(one.prompt, one.messages): (name, one.where) for name, problems in found.items() for one in problems
     }
-    if not recipe(config.recipe).takes_reward or config.data.allow_overlap:
+    if not takes_reward(config.recipe) or config.data.allow_overlap:
         return
     shared = [one for one in task.training_problems() if folded(one.prompt, one.messages) in evaluated]
     if shared:

@@ -23,11 +23,10 @@ import dataclasses
 
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import StrictLag
-from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCount, TokenBudget
+from flowrt.controller.policies.batching import Balanced, Batcher, FixedTokens, OnDemand, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
-from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
-from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.group_filter import (
     DECISION,
@@ -38,12 +37,11 @@ from flowrt.controller.policies.group_filter import (
     UserFunction,
     ZeroVariance,
 )
-from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.ids import REFERENCE, REWARD, ROLLOUT, SOURCE, TRAINER
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.messages import Column, Stage
 from flowrt.recipes.algorithms import needs_reference
 from flowrt.recipes.config import FilterConfig, RunConfig, TrainerConfig, WeightSyncConfig
 from flowrt.recipes.data_sets import set_names
@@ -148,7 +146,7 @@ def curriculum(config: RunConfig) -> Curriculum:
                 solved_reward=options.solved_reward,
                 seed=config.seed,
                 prior=options.prior,
-                group_size=config.group_size,
+                group_size=max(config.group_size, 2),  # a group of one: as of two
             )
     return EveryPrompt()
 

@@ -13,6 +13,7 @@ from flowrt.recipes.constraints import check
 from flowrt.recipes.data_sets import described
 
 FREE = (
+    "recipe_sha256",
     "steps",
     "threads",
     "device",
@@ -54,13 +55,18 @@ def may_change(name: str) -> bool:
     return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
-def apply_overrides(config: RunConfig, words: Sequence[str]) -> RunConfig:
+def apply_overrides(config: RunConfig, words: Sequence[str], more_help: str = "") -> RunConfig:
     """The configuration of a resumed run: that of the run, with these flags.
+
+    Args:
+        config: of the run.
+        words: the flags.
+        more_help: what --help says in addition.
 
     Raises ConfigError for a flag that changes what the run computes. Exits with code 2 on unknown flags, and after
     printing --help, which lists only what may change.
     """
-    description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}."
+    description = f"A resumed run keeps its configuration; what may change: {', '.join(FREE)}. {more_help}".strip()
     changed = read_flags("flowrt resume RUN", description, words, config, may_change)
     for name in _changes(dataclasses.asdict(config), dataclasses.asdict(changed)):
         if not may_change(name):

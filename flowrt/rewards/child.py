@@ -10,6 +10,7 @@ Messages are msgpack, on a stream socket:
 | child | ``["done", call, result, value, parts, detail, line, worn]`` | a `RewardOutcome`; whether the child is worn |
 """
 
+import importlib
 import json
 import os
 import resource
@@ -21,8 +22,9 @@ from typing import Any
 
 import msgpack
 
+from flowrt.errors import ConfigError
 from flowrt.rewards.built_in import Scorer, built_in
-from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.user_file import Unusable, UserFilter, UserReward, described, line_of
 from flowrt.runtime.waits import BoundedElsewhere, blocking
@@ -51,6 +53,8 @@ class Limits:
     """Address space that may be taken in addition to that after loading."""
     sandbox: str
     """Of function ``code``: bwrap or limits."""
+    task: TaskReward | None
+    """Of a function of kind "task"."""
     timeout_s: float
     """Deadline of a call, which the pool keeps; programs of function ``code`` end before it."""
 
@@ -68,7 +72,8 @@ def serve(connection: socket.socket, functions: Sequence[RewardFunction], limits
         try:
             scorers.append(_loaded(function, index, limits))
         except BaseException as error:  # noqa: BLE001 (user code: any exception is reported)
-            what = str(error) if isinstance(error, Unusable) else f"{described(error)}, while the file was loaded"
+            is_sentence = isinstance(error, (Unusable, ConfigError))
+            what = str(error) if is_sentence else f"{described(error)}, while the file was loaded"
             connection.sendall(packed(["unusable", index, what, line_of(error, function.path)]))
             return
     first_bytes = _address_space()
@@ -98,6 +103,12 @@ def _loaded(function: RewardFunction, index: int, limits: Limits) -> Scorer:
             return UserReward(function.argument, index)
         case "filter":
             return UserFilter(function.argument, index)
+        case "task":
+            if limits.task is None:
+                raise Unusable("it is called only in a run of its task")
+            # By its name, because this package is below those of tasks.
+            scorer: Scorer = importlib.import_module(limits.task.module).scorer(limits.task.configuration)
+            return scorer
         case "code":
             from flowrt.rewards.code import sandboxed  # late: a child has to start fast
 

@@ -11,19 +11,29 @@ from flowrt.errors import ConfigError, suggested
 
 FUNCTION = "reward"
 """The function of a file that is given without one."""
-NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http": "URL"}
+NEEDS_ARGUMENT = {"regex": "PATTERN", "format": "PATTERN", "length": "N", "http": "URL", "task": "FILE.py:NAME"}
 BUILT_IN = (*NEEDS_ARGUMENT, "code", "exact", "judge", "math")
 REMOTE = ("http", "judge")
 """Functions that are requests; all others run in a child process."""
 LOCAL = ("file", *(kind for kind in BUILT_IN if kind not in REMOTE))
-IN_FILES = {"file": "reward", "filter": "filter"}
-"""Kinds of functions in files of the user's, and what they are called."""
+IN_FILES = {"file": "reward function", "filter": "filter function", "task": "reward of task"}
+"""Kinds of functions in files of the user's, and what they are called; of "task" see `TaskReward`."""
 OPEN_ENDED = ("regex", "format", "http")
 """Functions whose argument may end in anything, so that their weight stands in front."""
 FORM = "FILE.py:FUNCTION"
 MAX_FUNCTIONS = 32
 _NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
 _WEIGHT = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|nan|inf)\*(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReward:
+    """How a child makes the scorer of kind "task": this package knows no tasks."""
+
+    module: str
+    """Has a function `scorer` of the configuration."""
+    configuration: str
+    """Of the run, as TOML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class RewardFunction:
         if self.kind not in IN_FILES:
             return f"reward function {self.name}"
         path, _, function = self.argument.rpartition(":")
-        return f"{IN_FILES[self.kind]} function {function} ({path})"
+        return f"{IN_FILES[self.kind]} {function} ({path})"
 
     def at(self, line: int) -> str:
         """The function in a message, with the line of its file if that is known."""

@@ -25,7 +25,7 @@ from select import POLLIN, poll
 from select import poll as Poller  # noqa: N812
 from typing import IO, NoReturn
 
-from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.runtime.parent_death import adopt_orphans, die_with_parent
 from flowrt.runtime.waits import BoundedElsewhere, blocking
 
@@ -185,9 +185,11 @@ def main() -> NoReturn:
     parser.add_argument("--memory-bytes", type=int, required=True, help="that calls may take")
     parser.add_argument("--sandbox", required=True, help="of function code: bwrap or limits")
     parser.add_argument("--timeout-s", type=float, required=True, help="deadline of a call")
+    parser.add_argument("--task", default="null", help="JSON: [module, configuration] of the reward of a task")
     parser.add_argument("functions", help="JSON: [[name, kind, argument], …]")
     arguments = parser.parse_args()
     functions = [RewardFunction(*words) for words in json.loads(arguments.functions)]
+    task = TaskReward(*words) if (words := json.loads(arguments.task)) else None
     paths = sorted({function.path for function in functions if function.path})
     data, control = socket.socket(fileno=arguments.data), socket.socket(fileno=arguments.control)
     for connection in (data, control):
@@ -225,7 +227,7 @@ def main() -> NoReturn:
 
     from flowrt.rewards.child import Limits, serve
 
-    serve(data, functions, Limits(arguments.memory_bytes, arguments.sandbox, arguments.timeout_s))
+    serve(data, functions, Limits(arguments.memory_bytes, arguments.sandbox, task, arguments.timeout_s))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -27,7 +27,7 @@ import msgpack
 
 from flowrt.errors import ConfigError, FlowError, WaitExpired
 from flowrt.rewards.child import UNPACKING, packed
-from flowrt.rewards.functions import RewardFunction
+from flowrt.rewards.functions import RewardFunction, TaskReward
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.runtime.waits import BoundedElsewhere, blocking, cancel_and_wait, wait_all, wait_until
@@ -120,14 +120,22 @@ class RewardProcess:
 class RewardPool:
     """Calls reward functions in child processes, on an event loop. Children start when there are calls."""
 
-    def __init__(self, functions: Sequence[RewardFunction], options: RewardOptions, output: int | None = None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        options: RewardOptions,
+        output: int | None = None,
+        task: TaskReward | None = None,
+    ) -> None:
         """No process is started yet.
 
         Args:
             functions: the functions, none of which is a request.
             options: number of children, deadlines, limits.
             output: file descriptor for the functions' output; None: that of this process.
+            task: for a function of kind "task".
         """
+        self._task = task
         self._functions = tuple(functions)
         self._options = options
         self._output = output
@@ -356,6 +364,8 @@ class RewardPool:
             words = [sys.executable, "-m", "flowrt.rewards.guard", "--data", str(fds[0]), "--control", str(fds[1])]
             words += ["--memory-bytes", str(options.memory_mb << 20), "--sandbox", options.code_sandbox]
             words += ["--timeout-s", str(options.timeout_s)]
+            if self._task is not None:
+                words += ["--task", json.dumps([self._task.module, self._task.configuration])]
             environment = {name: value for name, value in os.environ.items() if name != options.key_variable}
             guard = subprocess.Popen(
                 [*words, json.dumps([[one.name, one.kind, one.argument] for one in self._functions])],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrt.errors import ConfigError
-from flowrt.rewards.functions import RewardFunction, parse_functions
+from flowrt.rewards.functions import RewardFunction, TaskReward, parse_functions
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import FAILURES, Result, RewardOutcome
 from flowrt.rewards.pool import FIX, RewardPool
@@ -84,6 +84,7 @@ class RewardScorer:
         is_deterministic: bool = False,
         cache: Path | None = None,
         output: int | None = None,
+        task: TaskReward | None = None,
     ) -> None:
         """No process is started yet.
 
@@ -92,6 +93,7 @@ class RewardScorer:
             is_deterministic: a timeout, which depends on the clock, ends the run.
             cache: file of judges' answers; None: they are not kept.
             output: file descriptor for the functions' output; None: that of this process.
+            task: for a function of kind "task".
         """
         self.functions = parse_functions(options.functions)
         self._options = options
@@ -99,7 +101,7 @@ class RewardScorer:
         self._columns = reward_columns(options)
         local = [one for one in self.functions if not one.is_remote]
         self._numbers = {one.name: index for index, one in enumerate(local)}
-        self._pool = RewardPool(local, options, output) if local else None
+        self._pool = RewardPool(local, options, output, task) if local else None
         remote = [one for one in self.functions if one.is_remote]
         self._remote = RemoteRewards(remote, options, cache) if remote else None
         self._window: deque[str] = deque(maxlen=WINDOW)

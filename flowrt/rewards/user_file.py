@@ -1,4 +1,4 @@
-"""A reward or filter function in a user's file: loading and calling it, and its line. In a child process only."""
+"""A user's file, and a reward or filter function in it: how it is loaded and called, and its line."""
 
 import asyncio
 import importlib.machinery
@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, ModuleType
 
 from flowrt.rewards.arguments import Arguments, MissingColumn
 from flowrt.rewards.outcomes import Result, RewardOutcome
@@ -46,15 +46,20 @@ def load(argument: str, index: int) -> Callable[..., object]:
         index: a number that makes the module's name unique.
     """
     path, _, function = argument.rpartition(":")
-    loader = _Uncached(f"{MODULE}_{index}", path)
-    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(loader.name, loader, origin=path))
-    module.__file__ = path
-    sys.modules[loader.name] = module  # as for every module: dataclasses look it up
-    loader.exec_module(module)
-    found: object = getattr(module, function, None)
+    found: object = getattr(load_module(path, f"{MODULE}_{index}"), function, None)
     if not callable(found):
         raise Unusable(f"it has no function {function!r}; name the function as FILE.py:FUNCTION")
     return found
+
+
+def load_module(path: str, name: str) -> ModuleType:
+    """Run a user's file as the module of this name. Raises whatever the file raises."""
+    loader = _Uncached(name, path)
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=path))
+    module.__file__ = path
+    sys.modules[name] = module  # as for every module: dataclasses look it up
+    loader.exec_module(module)
+    return module
 
 
 class UserReward:

@@ -1,19 +1,18 @@
 """The objective that a configuration describes, as a value that the training engines take.
 
 A class of the user's (FILE.py:NAME) is loaded in each trainer rank. Before a run starts, a process of its own loads it
-too and prints what it needs (``python -m flowrt.roles.algorithm FILE.py:NAME``): the controller does not import torch.
+too and says what it needs (`flowrt.runtime.file_process`): the controller does not import torch.
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
+from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
 from flowrt.algorithms.algorithm import Algorithm, Groups, Needs, Plan
-from flowrt.algorithms.credit import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
-from flowrt.algorithms.kl import AdaptiveKl
 from flowrt.algorithms.objective import (
     Aggregation,
     Correction,
@@ -25,6 +24,7 @@ from flowrt.algorithms.objective import (
     SecondMoment,
 )
 from flowrt.algorithms.policy_losses import (
+    AdaptiveKl,
     Aspo,
     Cispo,
     CrossEntropy,
@@ -39,9 +39,10 @@ from flowrt.algorithms.policy_losses import (
     Vespo,
 )
 from flowrt.engines.training.loss_passes import LossPasses, example_tokens
-from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.errors import ConfigError
 from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import AlgorithmConfig, KlConfig, LossConfig, RunConfig
+from flowrt.runtime.file_process import answer
 
 METHODS = ("credit", "measure", "terms")
 
@@ -162,23 +163,22 @@ def _check_own(name: str, objective: Algorithm) -> None:
         raise ConfigError(f"algorithm {name} fails on two samples: {type(error).__name__}: {error}") from error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the needs of ``FILE.py:NAME`` as a line of JSON, or why it cannot be used, with exit code 2."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Answer with the needs of ``FILE.py:NAME``, or why it cannot be used."""
     torch.set_num_threads(1)
+    described: dict[str, object]
     try:
         objective = own_algorithm(arguments[0])
+        needs = objective.needs
+        described = {
+            "reference": needs.reference,
+            "whole_groups": needs.whole_groups,
+            "metrics": list(LossPasses(objective, temperature=1.0, forward_tokens=1).metric_names),
+        }
     except ConfigError as error:
-        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        return EXIT_BAD_INPUT
-    needs = objective.needs
-    described = {
-        "reference": needs.reference,
-        "whole_groups": needs.whole_groups,
-        "metrics": LossPasses(objective, temperature=1.0, forward_tokens=1).metric_names,
-    }
-    sys.stdout.write(json.dumps(described) + "\n")
-    return EXIT_OK
+        described = {"error": str(error)}
+    answer(described)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -8,9 +8,8 @@ import torch
 
 from flowrt.client.session import Session
 from flowrt.engines.hf import load_model
-from flowrt.engines.training.forward import score
+from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
-from flowrt.engines.training.shared_prefix import enable_packing
 from flowrt.ids import REFERENCE
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.constraints import reference_dtype

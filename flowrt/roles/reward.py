@@ -1,4 +1,7 @@
-"""The reward role: decodes responses and scores them, with the run's task or with reward functions of the user's."""
+"""The reward role: decodes responses and scores them, in this process with the run's task, or in child processes.
+
+Those run what is the user's: reward functions, and the reward of a task in a file.
+"""
 
 import asyncio
 import logging
@@ -15,6 +18,7 @@ from flowrt.recipes.grpo import EVAL
 from flowrt.recipes.run_dir import judge_file, model_dir
 from flowrt.recipes.tasks.base import Task
 from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.task_reward import is_scored_by_task, row_of, task_reward
 from flowrt.rewards.check import check_here
 from flowrt.rewards.functions import parse_functions
 from flowrt.rewards.scoring import CALLS, RewardScorer, SampleReward
@@ -39,7 +43,7 @@ async def run(session: Session, config: RunConfig) -> None:
         stop = StopConditions.of(model_dir(config), config.rollout.stop, config.data.chat_template)
     if config.reward.functions:
         await asyncio.to_thread(check_here, config.reward)
-        await FunctionRewards(session, config, stop).run()
+        await FunctionRewards(session, config, stop, task).run()
     else:
         await _run_task(session, task, stop, ScoredSamples(session, config, stop))
 
@@ -65,12 +69,17 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
 class FunctionRewards:
     """Scores responses with reward functions: several batches at a time, each committed in pieces."""
 
-    def __init__(self, session: Session, config: RunConfig, stop: StopConditions) -> None:
+    def __init__(self, session: Session, config: RunConfig, stop: StopConditions, task: Task) -> None:
         self._session = session
+        self._is_scored_by_task = is_scored_by_task(config)
+        self._scores_truncated = task.scores_truncated or not self._is_scored_by_task
         self._stop = stop
         self._drops = config.reward.on_failure == "drop"
         self._scorer = RewardScorer(
-            config.reward, is_deterministic=config.deterministic, cache=judge_file(Path(config.run_dir))
+            config.reward,
+            is_deterministic=config.deterministic,
+            cache=judge_file(Path(config.run_dir)),
+            task=task_reward(config),
         )
         self._samples = ScoredSamples(session, config, stop)
         self._most = most_slots(config)
@@ -101,8 +110,13 @@ class FunctionRewards:
 
     async def _score(self, batch: Batch) -> None:
         """Score a batch; what is ready is committed together."""
-        rows = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
-        tokens = [one.tolist() for one in batch.tensors["response"]]
+        answers = [bytes(answer.tolist()) for answer in batch.tensors["answer"]]
+        rows = [row_of(answer) for answer in answers] if self._is_scored_by_task else answers
+        # Most tasks score a truncated response as an empty one.
+        tokens = [
+            tokens.tolist() if self._scores_truncated or not truncated else []
+            for tokens, truncated in zip(batch.tensors["response"], batch.inline["truncated"], strict=True)
+        ]
         with self._session.timeline.busy("reward"):
             # Long responses take long to decode; the event loop must not wait for them.
             texts = await asyncio.to_thread(lambda: [self._stop.text(one) for one in tokens])

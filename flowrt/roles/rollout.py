@@ -14,7 +14,7 @@ from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine,
 from flowrt.engines.options import SamplingOptions
 from flowrt.errors import Drained, EngineError
 from flowrt.ids import ROLLOUT
-from flowrt.protocol.records import NO_VERSION
+from flowrt.protocol.messages import NO_VERSION
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.grpo import EVAL, POLICY
 from flowrt.roles.engines import rollout_engine

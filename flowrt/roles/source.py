@@ -13,9 +13,8 @@ from transformers import AutoConfig
 from flowrt.client.session import Session
 from flowrt.engines.hf import load_tokenizer
 from flowrt.engines.prompts import PromptEncoder
-from flowrt.ids import SOURCE
-from flowrt.protocol.prompt_numbers import prompt_number
-from flowrt.protocol.records import unpack
+from flowrt.ids import SOURCE, prompt_number
+from flowrt.protocol.messages import unpack
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.mixture import Place, SetSize, mixture
 from flowrt.recipes.eval_sets import eval_sets

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from flowrt.algorithms.advantages import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
-from flowrt.algorithms.staleness_weights import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.support import Support
 from flowrt.client.batch import Batch
 from flowrt.client.session import Session
@@ -24,7 +24,7 @@ from flowrt.engines.table import TRAIN_ENGINES
 from flowrt.engines.training.loss_passes import DIVERGENCE
 from flowrt.errors import ConfigError, Drained, EngineError
 from flowrt.ids import SOURCE, TRAINER
-from flowrt.protocol.records import KEPT_TOKENS
+from flowrt.protocol.messages import KEPT_TOKENS
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import AlgorithmConfig, RunConfig
 from flowrt.recipes.grpo import POLICY

@@ -19,12 +19,10 @@ from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.group_filter import REWARD, GroupFilter, KeepAll
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.engines.simulated.costs import GenerationCost, TrainCost
-from flowrt.engines.simulated.decoder import SimulatedDecoder
-from flowrt.engines.simulated.lengths import Lengths
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, SimulatedDecoder, TrainCost
 from flowrt.ids import ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
+from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights
 
 FLOW = Dataflow(
     columns=(Column("prompt", "int32", "group"), Column("response", "int32", "slot")),

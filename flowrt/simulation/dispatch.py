@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.policies.dispatch.base import Dispatch, Puller, Queue
 from flowrt.controller.state.samples import NO_STEP, Group, Lease, Slot
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 ROLLOUT = Stage("rollout", ("prompt",), ("response",), generates=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PUBLIC = ("flowrt.algorithms", "flowrt.api", "flowrt.asyncflow", "flowrt.grpo")
+PUBLIC = ("flowrt.algorithms", "flowrt.api", "flowrt.asyncflow", "flowrt.grpo", "flowrt.tasks")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

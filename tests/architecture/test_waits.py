@@ -14,12 +14,11 @@ ELSEWHERE = {
     # A simulated second passes: nobody is waited for, and whoever interrupts it sets the event.
     ("flowrt/engines/simulated/time.py", "interrupt.wait"),
     # Implements torch's Store, whose wait is called by torch; inside it is `until_true`.
-    ("flowrt/transport/lanes/rendezvous.py", "self.wait"),
+    ("flowrt/transport/lanes/channel.py", "self.wait"),
     # Posts a receive and returns at once; `blocking` waits for its end.
     ("flowrt/transport/lanes/gloo.py", "group.recv"),
     ("flowrt/transport/lanes/device.py", "self._group.recv"),
     # A child with its own deadline, before a run starts.
-    ("flowrt/launcher/own_algorithm.py", "subprocess.run"),
     # Called when there is something to read.
     ("flowrt/launcher/fork_server/parent.py", "orders.recv"),
     ("flowrt/launcher/fork_server/child.py", "socket.recv_fds"),
@@ -38,7 +37,7 @@ ELSEWHERE = {
     ("flowrt/launcher/observer.py", "connection"),
     ("flowrt/launcher/drain.py", "statuses(connection)"),
     # zmq's own thread is told to end within LINGER.
-    ("flowrt/net/zmq_socket.py", "self._context.term"),
+    ("flowrt/net/link.py", "self._context.term"),
 }
 """Waits that are no calls of the primitive, each with its reason."""
 

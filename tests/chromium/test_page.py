@@ -79,6 +79,111 @@ async def test_axis_shows_negative_rewards_and_says_when_it_does_not_start_at_ze
         assert "axis from" in await tab.evaluate(f"{length}.card.innerText")
 
 
+async def test_zoom_of_a_long_run_fetches_the_steps_of_its_window(tab: Tab) -> None:
+    async with serving(DrawnRun(steps=10_000)) as server:
+        await shown(tab, server)
+        points = await tab.evaluate("[run.steps.length, run.pairs]")
+        assert points[0] <= 1_600
+        assert points[1] == points[0] - 1
+        reward = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
+        said = f"{reward}.card.querySelector('.readout').innerText"
+        assert "last, step 9999" in await tab.evaluate(said)
+        await tab.evaluate(f"{reward}.u.setCursor({{ left: 100, top: 20 }})")
+        assert " to " in await tab.evaluate(said)
+        await tab.evaluate(f"{reward}.u.setCursor({{ left: -10, top: -10 }})")
+        await tab.evaluate("zoom([4000, 4200])")
+        await tab.until("view.fine && view.fine.steps.filter((step) => step >= 3950 && step <= 4250).length === 301")
+        assert await tab.evaluate(f"{reward}.u.data[0].length") <= points[0] + 301
+        assert "last, step 9999" in await tab.evaluate(said)
+        ascending = "view.fine.steps.every((step, i) => !i || step > view.fine.steps[i - 1])"
+        assert await tab.evaluate(ascending)
+        lengths = "Object.values(view.fine.columns).every((one) => one.length === view.fine.steps.length)"
+        assert await tab.evaluate(lengths)
+        evaluated = "view.fine.columns['eval/held_out/avg@4'].filter(known).length"
+        assert await tab.evaluate(evaluated) == await tab.evaluate(evaluated.replace("view.fine", "run"))
+        await tab.evaluate(f"{reward}.u.setCursor({{ left: {reward}.u.valToPos(4100, 'x'), top: 20 }})")
+        assert (await tab.evaluate(said)).startswith("step 4100")
+        await choose_view(tab, "x", "wall_s")
+        assert await tab.evaluate("view.fine") is None
+        await tab.evaluate("zoom([1000, 1100])")
+        inside = "view.fine.columns.wall_s.filter((s) => s >= 975 && s <= 1125)"
+        exact = [s for s in server.run.series["wall_s"] if s is not None and 975 <= s <= 1125]
+        await tab.until(f"view.fine && {inside}.length === {len(exact)}")
+        await tab.evaluate("zoom(null)")
+        assert await tab.evaluate(f"{reward}.u.data[0].length") == points[0]
+        assert tab.problems == []
+
+
+async def choose_view(tab: Tab, name: str, value: str) -> None:
+    await tab.evaluate(
+        f"document.querySelector('#view [name={name}]').value = '{value}';"
+        "document.querySelector('#view').dispatchEvent(new Event('change'))"
+    )
+
+
+async def test_curves_of_other_runs_are_drawn_in_their_colours_with_a_legend(tab: Tab) -> None:
+    hostile = "<b id=planted>other</b>"
+    others = {"arithmetic-0041": DrawnRun(steps=400, seed=5), hostile: DrawnRun(steps=4_000, high=3.0)}
+    async with serving(DrawnRun(steps=400, others=others)) as server:
+        await shown(tab, server)
+        legend = await tab.evaluate("document.querySelector('#runs').innerText")
+        assert legend.split() == ["arithmetic-0042", "arithmetic-0041", "(finished)", *hostile.split(), "(finished)"]
+        assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
+        reward = "[...charts.values()].find((chart) => chart.spec.title === 'Reward')"
+        assert await tab.evaluate(f"{reward}.u.scales.x.max") >= 3_999
+        assert await tab.evaluate(f"{reward}.u.scales.y.max") > 2.0
+        for name, least in (("s0", 50), ("s1", 50), ("s2", 500)):
+            assert await tab.evaluate(PIXELS % name) > least
+        await tab.evaluate("zoom([1000, 1100])")
+        inside = "view.fine.others.map((one) => one.steps.filter((step) => step >= 975 && step <= 1125).length)"
+        await tab.until(f"view.fine && {inside}.join() === '0,151'")
+        await choose_view(tab, "x", "wall_s")
+        assert await tab.evaluate(f"{reward}.u.scales.x.max") >= others[hostile].end_s - 1
+        said = f"{reward}.card.querySelector('.readout')"
+        assert await tab.evaluate(f"{said}.querySelectorAll('b').length") == 4
+        assert tab.problems == []
+
+
+PIXELS = """(() => {
+  const plot = document.querySelector('#curves canvas'), c = plot.getContext('2d');
+  const ink = getComputedStyle(document.documentElement).getPropertyValue('--%s').trim();
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(ink.slice(at, at + 2), 16));
+  const { data } = c.getImageData(0, 0, plot.width, plot.height);
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    found += Math.abs(data[at] - r) + Math.abs(data[at + 1] - g) + Math.abs(data[at + 2] - b) < 12;
+  }
+  return found;
+})()"""
+"""Pixels of a colour in the first curve."""
+
+
+async def test_slider_shows_the_controller_at_an_instant(tab: Tab) -> None:
+    run = DrawnRun()
+    async with serving(run) as server:
+        await shown(tab, server)
+        assert not any("replay" in path for path in server.asked)
+        slider = "document.querySelector('#timeline .slider input')"
+        assert await tab.evaluate(f"Number({slider}.max)") == pytest.approx(run.end_s, abs=5)
+        for at_s in (50.0, 100.5):
+            await tab.evaluate(f"{slider}.value = {at_s}; {slider}.dispatchEvent(new Event('input'))")
+        text = "document.querySelector('#timeline .opened').innerText"
+        await tab.until(f"{text}.includes('Controller at 1:40 of the run')")
+        assert [path for path in server.asked if "replay" in path] == ["/api/replay?at=100.500"]
+        said = await tab.evaluate(text)
+        for words in ("Samples by stage", "generate", "Versions of the weights", "Who waited for whom", "blocked on"):
+            assert words in said
+        run.instead = {"api/replay": {"reached_s": 70.0}}
+        await tab.evaluate(f"{slider}.value = 90; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(f"{text}.includes('The recording is replayed: 1:10 of 1:30.')")
+        run.instead = {}
+        await tab.until(f"{text}.includes('Controller at 1:30 of the run')")
+        run.instead = {"api/replay": {**run.answer("api/replay", {"at": "60"}), "slots": {"<b id=planted>": {}}}}
+        await tab.evaluate(f"{slider}.value = 60; {slider}.dispatchEvent(new Event('input'))")
+        await tab.until(f"{text}.includes('<b id=planted>')")
+        assert tab.problems == []
+
+
 async def test_panels_without_data_say_why(tab: Tab) -> None:
     run = DrawnRun(steps=20)
     run.series = {name: column for name, column in run.series.items() if not name.startswith(("eval/", "kl"))}
@@ -116,9 +221,42 @@ async def test_filters_of_samples_ask_for_what_they_say(tab: Tab) -> None:
         ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
         await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")
         await choose(tab, "reason", "")
+        await choose(tab, "shortest", "20")
+        await choose(tab, "longest", "30")
+        tokens = (
+            "[...document.querySelectorAll('#samples tbody tr td:nth-child(5)')].map((cell) => Number(cell.innerText))"
+        )
+        await tab.until(f"{tokens}.length && {tokens}.every((one) => one >= 20 && one <= 30)")
         await tab.evaluate("document.querySelector('#samples [name=grep]').value = 'no sample says this'")
         await tab.evaluate("document.querySelector('#samples form').requestSubmit()")
         await tab.until("document.querySelector('#samples').innerText.includes('No sample is like that.')")
+        assert tab.problems == []
+
+
+async def test_a_count_of_prompts_opens_their_list_and_each_its_samples(tab: Tab) -> None:
+    hostile = "<b id=planted>reward</b>"
+    run = DrawnRun()
+    run.instead = {"api/ledger": {"states": {"trained": 480, "dropped": 7}, "dropped": {hostile: 7}}}
+    async with serving(run) as server:
+        await shown(tab, server)
+        listed = "[...document.querySelectorAll('#prompts .opened tr.open')]"
+        await tab.evaluate("document.querySelectorAll('#prompts .counts table')[1].querySelector('button').click()")
+        await tab.until(f"{listed}.length === 7")
+        assert "1 to 7 of 7" in await tab.evaluate("document.querySelector('#prompts .opened').innerText")
+        await tab.evaluate("document.querySelectorAll('#prompts .counts table')[0].querySelector('button').click()")
+        await tab.until(f"{listed}.length === 50")
+        await tab.evaluate(
+            "[...document.querySelectorAll('#prompts .opened button')].find((one) => one.innerText === 'next').click()"
+        )
+        await tab.until(f"{listed}[0].innerText.startsWith('0:50')")
+        await choose(tab, "reason", "timeout")
+        await tab.evaluate(f"{listed}[3].click()")
+        cells = "[...document.querySelectorAll('#samples tbody tr td:nth-child(2)')].map((cell) => cell.innerText)"
+        await tab.until(f"{cells}.length === 8 && {cells}.every((one) => one === '53')")
+        assert await tab.evaluate("document.querySelector('#samples [name=reason]').value") == ""
+        await tab.until("document.querySelector('#prompts .opened').innerText.includes('Life of prompt 53')")
+        assert "/api/samples?order=newest&prompt=53&epoch=0&limit=50&offset=0" in server.asked
+        assert not await tab.evaluate("Boolean(document.getElementById('planted'))")
         assert tab.problems == []
 
 
@@ -136,7 +274,7 @@ async def test_opened_sample_shows_tokens_group_and_life(tab: Tab) -> None:
         for kind in ("keyDown", "keyUp"):
             await tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
         await tab.until("document.querySelectorAll('#samples .group pre').length === 8")
-        await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of its prompt')")
+        await tab.until("document.querySelector('#samples .opened').innerText.includes('Life of prompt')")
         tokens = "document.querySelectorAll('#samples .opened pre span')"
         assert await tab.evaluate(f"{tokens}.length") > 10
         assert await tab.evaluate(f"new Set([...{tokens}].map((one) => one.className)).size") >= 4
@@ -180,12 +318,13 @@ async def test_ten_thousand_hostile_strings_have_no_effect(browser: Browser) -> 
 
 async def test_page_in_one_file_works_without_a_server(tab: Tab, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
-    file.write_text(page(document(DrawnRun())))
+    file.write_text(page(document(DrawnRun(others={"arithmetic-0041": DrawnRun(seed=5)}))))
     await tab.open(file.as_uri())
     await tab.until(COMPLETE)
     assert tab.problems == []
     assert tab.requests == [file.as_uri()]
     assert await tab.evaluate("document.querySelectorAll('#curves > .grid > .card').length") == 15
+    assert "arithmetic-0041 (finished)" in await tab.evaluate("document.querySelector('#runs').innerText")
     await choose(tab, "reason", "timeout")
     ended = "[...document.querySelectorAll('#samples tbody tr td:nth-child(7)')].map((cell) => cell.innerText)"
     await tab.until(f"{ended}.length && {ended}.every((one) => one.includes('timeout'))")

@@ -16,7 +16,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import ColumnLengths, Part, unpack
+from flowrt.protocol.messages import ColumnLengths, Part, unpack
 from tests.integration.helpers import small_controller
 from tests.integration.helpers.small_controller import REGROUP_S
 from tests.integration.test_sessions import Stranger

@@ -11,7 +11,7 @@ import pytest
 
 from flowrt.cli import main
 from flowrt.controller.storage.reader import LedgerReader
-from flowrt.protocol.prompt_numbers import prompt_number
+from flowrt.ids import prompt_number
 from flowrt.recipes.data.mixture import SetSize, mixture
 
 STEPS, PROMPTS, EVERY, HELD_OUT, SEED = 16, 4, 3, 4, 3

@@ -79,7 +79,16 @@ def test_a_curriculum_skips_solved_prompts_across_a_restart_and_a_resume(
         *("--recipe", "custom", "--data", str(data), "--reward", str(reward), "--model", str(taught_model)),
         *("--prompts-per-step", "4", "--group-size", "2", "--steps", str(STEPS), "--data.eval-prompts", "0"),
         *("--rollout.workers", "1", "--checkpoint.every", "3", "--rollout.max-new-tokens", "8"),
-        *("--curriculum.policy", "solve_rate", "--curriculum.history", "1", "--curriculum.floor", "0.2"),
+        *(
+            "--curriculum.policy",
+            "solve_rate",
+            "--curriculum.history",
+            "1",
+            "--curriculum.floor",
+            "0.2",
+            "--curriculum.prior",
+            "0",
+        ),
     )
     wait_for_steps(run, 3)
     [controller] = run.find("flowrt.launcher.controller_main")

@@ -30,7 +30,7 @@ from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.errors import FlowError, Stopped, WaitExpired
-from flowrt.protocol.records import unpack
+from flowrt.protocol.messages import unpack
 from flowrt.recipes.config_io import defaults, to_toml
 
 ENDS_S = 30.0

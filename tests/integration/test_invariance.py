@@ -6,7 +6,7 @@ from objectives_rows.invariance import QUICK, WAYS, distances, measure_all, torc
 from objectives_rows.presets import presets
 from objectives_rows.steps import LIMIT, make_model, plain_gradient
 
-from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.engines.training.forward import enable_packing
 
 BOUND = 1e-11
 TRAINED = list(presets(LIMIT))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrt.protocol.records import GONE, ITEM_BYTES
+from flowrt.protocol.messages import GONE, ITEM_BYTES
 from flowrt.transport.devices import has_npu, npu_is_here
 from tests.integration.helpers import lane_pair as pairs
 from tests.integration.helpers import lane_peer as peer

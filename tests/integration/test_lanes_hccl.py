@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrt.protocol.records import MAX_SIGNAL_BYTES
+from flowrt.protocol.messages import MAX_SIGNAL_BYTES
 
 WHEEL = "torch-npu==2.13.0"
 DEVICE = Path(__file__).parents[2] / "flowrt" / "transport" / "lanes" / "device.py"

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from flowrt import api
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import SampleStore
+from flowrt.controller.storage.sample_store import SAMPLES, SampleStore
 from flowrt.observability.samples import ANY_EVALUATION, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.messages import SampleRecords
 from flowrt.runtime.waits import pause

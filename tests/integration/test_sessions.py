@@ -15,7 +15,7 @@ from flowrt.controller.events import AppendLedger
 from flowrt.errors import EXIT_DISMISSED, LocalProtocolError, RemoteProtocolError, WaitExpired
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.records import MAX_SIGNAL_BYTES, unpack
+from flowrt.protocol.messages import MAX_SIGNAL_BYTES, unpack
 
 COLUMNS = (api.Column("prompt", "int32", "group"), api.Column("response", "float32", "slot"))
 STAGES = (

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from flowrt.transport.lanes.transports import available_transports
+from flowrt.transport.lanes.lane import available_transports
 
 ASK = [
     sys.executable,
     "-c",
-    "from flowrt.transport.lanes.transports import available_transports; print(available_transports()[0])",
+    "from flowrt.transport.lanes.lane import available_transports; print(available_transports()[0])",
 ]
 
 

@@ -138,6 +138,19 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path: Path) -> None:
+    for name in ("run", "none"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    for command in (["watch"], ["export", "--html", str(tmp_path / "run.html")]):
+        words = [str(FLOWRT), *command, str(tmp_path / "run"), "--compare", str(tmp_path / "none")]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+        assert f"{tmp_path / 'none'} is not a run directory" in ended.stderr
+    assert not (tmp_path / "run.html").exists()
+    assert not (tmp_path / "run" / ".watch_token").exists()
+
+
 @pytest.mark.parametrize(("arguments", "said"), [(["--port", "70000"], "no port"), (["--port", "x"], "whole number")])
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:
     ended = subprocess.run(

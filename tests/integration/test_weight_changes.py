@@ -10,7 +10,7 @@ import torch
 from flowrt import api
 from flowrt.client.connection import Event
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, LaneTurn
+from flowrt.protocol.messages import NO_BASE, LaneTurn
 
 ELEMENTS = 2_000_000
 FLOW = api.Dataflow(

@@ -18,8 +18,7 @@ from flowrt.controller.storage import ledger
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.transitions import commits, filtering, rollback, training
 from flowrt.errors import RemoteProtocolError
-from flowrt.protocol.messages import CancelRequest, Rejected
-from flowrt.protocol.records import pack, unpack
+from flowrt.protocol.messages import CancelRequest, Rejected, pack, unpack
 
 Wrong = Callable[..., Any]
 BUGS: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {}

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.algorithms import group_advantages, leave_one_out_advantages
 from flowrt.algorithms.advantages import Scale
+from tests.groups import group_advantages
 
+LEAVE_ONE_OUT = {"baseline": "leave_one_out", "scale": "none"}
 Groups = list[list[float]]
 REWARDS = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0, -1.0, 1 / 3])
 GROUPS = st.lists(st.lists(REWARDS, min_size=2, max_size=7), min_size=1, max_size=5)
@@ -28,15 +29,16 @@ def test_the_order_of_samples_does_not_matter(groups: Groups, scale: Scale, seed
     order = shuffled(groups, seed)
     straight = flatten(groups, torch.arange(len(order)))
     mixed = flatten(groups, order)
-    torch.testing.assert_close(group_advantages(*mixed, scale=scale), group_advantages(*straight, scale=scale)[order])
-    torch.testing.assert_close(leave_one_out_advantages(*mixed), leave_one_out_advantages(*straight)[order])
+    for fields in ({"scale": scale}, LEAVE_ONE_OUT):
+        expected = group_advantages(*straight, **fields)[order]
+        torch.testing.assert_close(group_advantages(*mixed, **fields), expected)
 
 
 @given(GROUPS, st.integers(0, 2**31))
 def test_each_group_matches_the_formula_on_its_own(groups: Groups, seed: int) -> None:
     order = shuffled(groups, seed)
     rewards, ids = flatten(groups, order)
-    scaled, left_out = group_advantages(rewards, ids), leave_one_out_advantages(rewards, ids)
+    scaled, left_out = group_advantages(rewards, ids), group_advantages(rewards, ids, **LEAVE_ONE_OUT)
     expected_scaled, expected_left_out = [], []
     for group in groups:
         for index, reward in enumerate(group):

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.protocol import codec
 from flowrt.protocol import messages as m
-from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.limits import MAX_ITEMS
-from flowrt.protocol.records import Incoming, LaneTurn, Part
+from flowrt.protocol.codec import MAX_ITEMS, decode, encode
+from flowrt.protocol.messages import Incoming, LaneTurn, Part
 from tests.effort import examples
 from tests.simulation.message_fuzzer import LONG
 

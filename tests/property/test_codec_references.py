@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import MAX_REFERENCE_ITEMS, MAX_REFERENCES, MIN_REFERENCE_ITEMS, decode, encode
-from flowrt.protocol.records import Incoming, LaneTurn, Part
+from flowrt.protocol.messages import Incoming, LaneTurn, Part
 from tests.effort import examples
 
 TURN = LaneTurn(sender="a", receiver="b", kind="samples", incarnation=0, sequence=0, transport="gloo")

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from flowrt.errors import TransferError
-from flowrt.transport.weights.delta import Delta
-from flowrt.transport.weights.delta_blocks import RECORD, BlockEncoding, Record, apply_block
+from flowrt.transport.weights.delta import RECORD, BlockEncoding, Delta, Record, apply_block
 from flowrt.transport.weights.snapshot import Crc32, Snapshot
 
 ANY = float("inf")

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo, Puller, Queue, Start
-from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost
-from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
+from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.state.samples import NO_STEP, Lease, Slot

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowrt.controller.events import Command, Event, MessageReceived, Send
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_LIMIT
+from flowrt.protocol.messages import NO_LIMIT
 from tests.effort import examples
 from tests.property import test_core
 from tests.property.test_core import scenarios

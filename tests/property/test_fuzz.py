@@ -22,10 +22,10 @@ from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.net.connection_guard import MAX_REPLIES_UNJOINED
 from flowrt.net.curve_keys import controller_keys, worker_keys, write_keys
-from flowrt.protocol import limits
+from flowrt.protocol import codec
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import decode, encode
-from flowrt.protocol.records import Incoming, LaneTurn, Part
+from flowrt.protocol.messages import Incoming, LaneTurn, Part
 from tests.effort import examples
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.message_fuzzer import NAMES, MessageFuzzer
@@ -166,7 +166,7 @@ def test_a_large_message_of_many_real_items_passes() -> None:
         inline=(),
         spans=tuple((slot, 1) for slot in slots),
     )
-    assert len(encode(commit)) > limits._COUNT_FROM_BYTES
+    assert len(encode(commit)) > codec._COUNT_FROM_BYTES
     assert decode(encode(commit)) == commit
 
 

@@ -10,7 +10,7 @@ from flowrt.controller.events import AppendReplay, MessageReceived, Tick, Worker
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Position
+from flowrt.protocol.messages import Part, Position
 from tests.effort import examples
 from tests.simulation.cluster import make_core
 from tests.simulation.controller_restart import Durable

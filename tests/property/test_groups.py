@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from flowrt.controller.policies.batching import GroupCount
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Values
+from flowrt.protocol.messages import Part, Values
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import leases_of, offered_lengths
 

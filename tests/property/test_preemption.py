@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.policies.rank_balancing import Balanced
-from flowrt.protocol.records import Position
+from flowrt.controller.policies.batching import Balanced
+from flowrt.protocol.messages import Position
 from tests.effort import examples
 from tests.property.test_core import RUNS
 from tests.property.test_resume_properties import scenarios

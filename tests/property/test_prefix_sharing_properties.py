@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrt.algorithms import cut_packed, pack_samples
-from flowrt.algorithms.prefix_sharing import MAX_EXPANSION, MIN_FILL, PackedBatch
+from flowrt.algorithms.packing import MAX_EXPANSION, MIN_FILL, PackedBatch
 
 
 @st.composite

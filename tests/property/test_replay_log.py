@@ -11,7 +11,7 @@ from flowrt.controller.events import AppendLedger
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.replay import GroupsClosed, GroupsOpened, ReplayedSamples, StageCommitted, WorkerJoined
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 from tests.effort import examples
 
 FLOWS = Flows((), (Stage("rollout", (), ()),))

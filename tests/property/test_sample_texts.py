@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import SampleWriter
+from flowrt.controller.storage.sample_store import SAMPLES, SampleWriter
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole, printable
 from flowrt.launcher.views.samples import SampleOptions, show

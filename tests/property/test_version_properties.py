@@ -8,19 +8,18 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowrt.controller.core import HANDLERS
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, LogEvent, Send
 from flowrt.controller.policies.admission import StrictLag
 from flowrt.controller.policies.batching import TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.weight_sync import DelayedUpdate
 from flowrt.controller.settings import Policies, Settings
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import MAX_BACK_OFF_S
 from flowrt.controller.transitions.weight_sync import order_fetches
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+from flowrt.protocol.messages import NO_BASE, LaneTurn, Weights
 from tests.effort import examples
 from tests.simulation.scenario import grpo_dataflow
 

@@ -20,7 +20,7 @@ from flowrt.controller.state.reward_history import Outcome
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import LaneTurn, Position, unpack
+from flowrt.protocol.messages import LaneTurn, Position, unpack
 from flowrt.runtime.clock import DrivenClock
 from tests.simulation.controller_restart import Durable, RejoiningWorker
 from tests.simulation.fault_injection import FaultInjection

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from flowrt.client.resync import ResyncState
+from flowrt.client.requests import ResyncState
 from flowrt.controller.events import WorkerConnected
 from flowrt.controller.state.replay import (
     CounterSet,
@@ -16,7 +16,7 @@ from flowrt.controller.state.replay import (
     WorkerLeft,
 )
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, Part
+from flowrt.protocol.messages import NO_BASE, Part
 from tests.simulation.rows import Shared
 from tests.simulation.scenario import MODEL
 from tests.simulation.worker import Worker

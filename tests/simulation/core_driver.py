@@ -10,7 +10,7 @@ from flowrt.controller.state.samples import NO_NUMBERS, NO_TENSORS
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Position, Values
+from flowrt.protocol.messages import Part, Position, Values
 from tests.simulation.cluster import make_core
 from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_lengths
 from tests.simulation.state_dump import snapshot

@@ -11,7 +11,7 @@ from flowrt.controller.events import MessageReceived, Tick, WorkerConnected, Wor
 from flowrt.controller.state.replay import RecoveredState
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from tests.simulation.cluster import Action, SimulatedCluster, make_core
 from tests.simulation.scenario import Scenario
 from tests.simulation.worker import Worker

@@ -7,7 +7,7 @@ from pathlib import Path
 from flowrt.controller.events import PreemptRun
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from tests.simulation.cluster import Action, SimulatedCluster
 from tests.simulation.resumed_runs import ResumedRuns, newest_checkpoint
 from tests.simulation.scenario import Scenario

@@ -18,7 +18,7 @@ from flowrt.controller.storage.recording_format import CoreInputs
 from flowrt.observability.recordings import Recordings, TermRecording
 from flowrt.observability.replay import Replay
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from tests.property.command_digests import scenario
 from tests.simulation.cluster import SimulatedCluster, make_core
 from tests.simulation.state_dump import snapshot

@@ -7,7 +7,7 @@ from pathlib import Path
 from flowrt.controller.events import MessageReceived
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.rows import Row
 from tests.simulation.scenario import Scenario

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_VERSION, LaneTurn, Part, Weights
+from flowrt.protocol.messages import NO_VERSION, LaneTurn, Part, Weights
 from tests.simulation.scenario import GROUP_COLUMNS, Scenario, leases_of
 
 Key = tuple[str, int]

@@ -14,7 +14,7 @@ from flowrt.controller.events import Event, MessageReceived, WorkerConnected
 from flowrt.controller.policies.group_filter import DECISION
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_BASE, NO_LIMIT, NO_VERSION, Incoming, LaneTurn, Part, Values, Weights
+from flowrt.protocol.messages import NO_BASE, NO_LIMIT, NO_VERSION, Incoming, LaneTurn, Part, Values, Weights
 from tests.simulation.rows import Job, Key, LaneId, Packet, Row, Shared, Turns, keys_of, lane_of, rows_of
 from tests.simulation.scenario import (
     COLUMNS,

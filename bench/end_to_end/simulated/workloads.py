@@ -21,8 +21,15 @@ Figures that all workloads share, for a model of 7 billion parameters (weights o
 
 from dataclasses import dataclass, replace
 
-from flowrt.engines.simulated.costs import GenerationCost, ScoreCost, TrainCost
-from flowrt.engines.simulated.lengths import Distribution, Lengths, LogNormal, Uniform
+from flowrt.engines.simulated.costs import (
+    Distribution,
+    GenerationCost,
+    Lengths,
+    LogNormal,
+    ScoreCost,
+    TrainCost,
+    Uniform,
+)
 
 DECODE = GenerationCost(base_s=0.025, per_row_s=0.0004, prefill_token_s=0.0001, load_s=2.0)
 REWARD = ScoreCost(sample_s=0.05)

@@ -14,13 +14,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from flowrt.controller.attribution.causes import Cause, WaitInterval
-from flowrt.controller.environment import Environment
 from flowrt.controller.state.parked_requests import ParkedRequests
 from flowrt.controller.state.samples import Group
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import NO_LIMIT
+from flowrt.protocol.messages import NO_LIMIT
 
 MIN_GAP_S = 0.0005
 PASS_GAP_S = 0.0002

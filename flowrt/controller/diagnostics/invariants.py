@@ -2,16 +2,14 @@
 
 from collections import Counter
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import rollback
 from flowrt.ids import LeaseId, WorkerId
-from flowrt.protocol.messages import Pull
-from flowrt.protocol.records import NO_BASE, Stage
+from flowrt.protocol.messages import NO_BASE, Pull, Stage
 
 
 def audit(state: State, env: Environment) -> None:

@@ -6,15 +6,13 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.state.membership import Member
 from flowrt.controller.state.parked_requests import ParkedRequest
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import pulls
 from flowrt.ids import CONTROLLER, OBSERVER, WorkerId
-from flowrt.protocol.messages import Offer, Pull
-from flowrt.protocol.records import NO_LIMIT
+from flowrt.protocol.messages import NO_LIMIT, Offer, Pull
 
 MAX_NAMES = 8
 """Maximum number of workers that are named for one wait; of the others only the number is given."""

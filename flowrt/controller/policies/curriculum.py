@@ -6,6 +6,7 @@ in training count: the answer does not depend on timing within a step, and a res
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,13 +50,16 @@ class EveryPrompt:
 
 @dataclass(frozen=True, slots=True)
 class SolveRate:
-    """Sample a prompt of solve rate r with probability floor + (1 - floor) · 4r(1 - r), an unseen one always.
+    """Sample a prompt with probability floor + (1 - floor) · u / u(1/2), an unseen one always.
 
-    4r(1 - r) is the variance of a reward of 0 or 1, relative to its maximum at r = 1/2: prompts that are always or
-    never solved have no learning signal. The probability is compared with a hash of seed, epoch and prompt.
+    u(r) = 1 - r^n - (1 - r)^n is the probability that the next group of n samples has both solved and failed ones: a
+    group of equal rewards has no learning signal. For n = 2, u / u(1/2) is 4r(1 - r), the variance of a reward of 0 or
+    1 relative to its maximum; for larger groups, a prompt of solve rate 0.9 is nearly as good as one of 0.5. The
+    probability is compared with a hash of seed, epoch and prompt.
 
-    r is the posterior mean under a Beta(prior, prior) distribution: few samples of which none is solved do not make a
-    prompt impossible (of a prompt of solve rate 0.1, 43 groups of 8 in 100 have no solved sample), many do.
+    u is its mean over the Beta posterior of the solve rate, under a Beta(prior, prior) distribution: few samples of
+    which none is solved do not make a prompt impossible (of a prompt of solve rate 0.1, 43 groups of 8 in 100 have no
+    solved sample), many do.
     """
 
     history: int
@@ -66,17 +70,18 @@ class SolveRate:
     """Mean reward of solve rate 1; higher ones count as 1 too."""
     seed: int = 0
     prior: float = 0.0
-    """Solved and failed samples that are added to those measured; 0: the measured rate, 1: a uniform prior."""
-    group_size: int = 1
-    """Samples of which each mean reward is; matters with a prior."""
+    """Solved and failed samples that are added to those measured; 0: the measured rate, 1: a uniform prior, 0.5:
+    Jeffreys' prior, under which most prompts are solved nearly always or nearly never."""
+    group_size: int = 2
+    """Samples of a group (n). Its mean reward is that of all of them."""
 
     def __post_init__(self) -> None:
         if self.history < 1:
             raise ConfigError(f"a solve rate over the last {self.history} groups is undefined; use 1 or more")
         if not MIN_FLOOR <= self.floor <= 1:
             raise ConfigError(f"the least probability of a prompt is {self.floor}; use {MIN_FLOOR} to 1")
-        if self.prior < 0 or self.group_size < 1:
-            raise ConfigError(f"a prior of {self.prior} samples for groups of {self.group_size}; use 0, and 1, or more")
+        if self.prior < 0 or self.group_size < 2:
+            raise ConfigError(f"a prior of {self.prior} samples for groups of {self.group_size}; use 0, and 2, or more")
         if not self.failed_reward < self.solved_reward:
             raise ConfigError(
                 f"failed_reward is {self.failed_reward}, not below solved_reward ({self.solved_reward}); change one"
@@ -91,10 +96,17 @@ class SolveRate:
         """The probability with which a prompt of these mean rewards (at least one) is sampled."""
         mean = sum(rewards) / len(rewards)
         rate = min(max((mean - self.failed_reward) / (self.solved_reward - self.failed_reward), 0.0), 1.0)
-        if self.prior:
-            samples = len(rewards) * self.group_size
-            rate = (rate * samples + self.prior) / (samples + 2 * self.prior)
-        return self.floor + (1 - self.floor) * 4 * rate * (1 - rate)
+        samples = len(rewards) * self.group_size
+        solved, failed = rate * samples + self.prior, (1 - rate) * samples + self.prior
+        equal = self._all(solved, failed) + self._all(failed, solved)
+        return self.floor + (1 - self.floor) * (1 - equal) / (1 - 0.5 ** (self.group_size - 1))
+
+    def _all(self, alpha: float, beta: float) -> float:
+        """The probability that all samples of the next group are solved, if the solve rate is Beta(alpha, beta)."""
+        if not self.prior:  # the measured rate itself
+            return (alpha / (alpha + beta)) ** self.group_size
+        of_all = math.lgamma(alpha + self.group_size) - math.lgamma(alpha)
+        return math.exp(of_all + math.lgamma(alpha + beta) - math.lgamma(alpha + beta + self.group_size))
 
 
 def _draw(seed: int, epoch: int, prompt: int) -> float:

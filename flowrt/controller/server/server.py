@@ -29,9 +29,16 @@ from flowrt.controller.events import (
     WorkerConnected,
     WorkerDisconnected,
 )
-from flowrt.controller.server.connections import SHUTDOWN_TIMEOUT_S, Connections
+from flowrt.controller.server.connections import (
+    HANDLED_BY_SERVER,
+    NOT_CONNECTED,
+    SHUTDOWN_TIMEOUT_S,
+    Connections,
+    dismissal,
+    rejection,
+    rejection_reason,
+)
 from flowrt.controller.server.guard_command import GuardCommand
-from flowrt.controller.server.handshake import HANDLED_BY_SERVER, NOT_CONNECTED, dismissal, rejection, rejection_reason
 from flowrt.controller.storage.event_log import EventLog
 from flowrt.controller.storage.ledger import Ledger, LedgerBusy
 from flowrt.controller.storage.recorder import RunRecorder
@@ -46,7 +53,7 @@ from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import Column, Passed, Position
+from flowrt.protocol.messages import Column, Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.ids import WorkerId
-from flowrt.protocol.records import ITEM_BYTES, Column, Stage
+from flowrt.protocol.messages import ITEM_BYTES, Column, Stage
 
 
 class Sizes:

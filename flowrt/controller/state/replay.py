@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flowrt.controller.state.dataflow import Flows
 from flowrt.controller.state.samples import ColumnLocation, Group, Slot
 from flowrt.ids import GroupId, SlotId, WorkerId
-from flowrt.protocol.records import NO_LIMIT, ColumnLengths, Ints, Part, Values
+from flowrt.protocol.messages import NO_LIMIT, ColumnLengths, Ints, Part, Values
 
 
 @dataclass(frozen=True, slots=True)

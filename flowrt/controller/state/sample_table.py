@@ -16,7 +16,7 @@ from flowrt.controller.state.samples import NO_LEASE, NO_STEP, ColumnLocation, G
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import LocalProtocolError, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.records import NO_LIMIT, Column, Stage
+from flowrt.protocol.messages import NO_LIMIT, Column, Stage
 
 
 class SampleTable:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import cast
 
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.records import NO_LIMIT, LaneTurn
+from flowrt.protocol.messages import NO_LIMIT, LaneTurn
 
 NO_STEP = -1
 NO_LEASE = -1

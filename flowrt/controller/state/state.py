@@ -1,11 +1,18 @@
-"""The state of a run: one object of tables. Transitions change it only through the tables' own methods."""
+"""The state of a run and its environment: all that a transition may read.
+
+- The state is one object of tables. Transitions change it only through the tables' own methods.
+- The environment (settings, dataflow and policies) does not change while the run goes on.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from flowrt.controller.diagnostics.counters import BoundedCounter
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, EndRun, PreemptRun
 from flowrt.controller.policies.admission import Admission, OnPolicy
+from flowrt.controller.policies.group_filter import KeepAll
+from flowrt.controller.settings import Dataflow, Policies, Settings
+from flowrt.controller.state.dataflow import Sizes
 from flowrt.controller.state.guards import Guards
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.parked_requests import ParkedRequests
@@ -18,6 +25,37 @@ from flowrt.controller.state.transfers import Lanes, RendezvousLimits
 from flowrt.controller.state.weights import Models
 from flowrt.controller.state.worklist import Worklist
 from flowrt.errors import EXIT_OK
+from flowrt.protocol.messages import unpack
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What every transition may read, and the lookup tables that follow from it."""
+
+    settings: Settings
+    flow: Dataflow
+    policies: Policies
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of samples in tokens and bytes."""
+        return Sizes(self.flow.columns, self.flow.token_columns)
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        """Inline columns that come with every offer."""
+        return frozenset(self.flow.tags)
+
+    @cached_property
+    def is_filtering(self) -> bool:
+        """Whether the group filter can refuse a group."""
+        return not isinstance(self.policies.group_filter, KeepAll)
+
+    @cached_property
+    def passed(self) -> dict[int, frozenset[int]]:
+        """Prompts by epoch that the run had trained or dropped when it was resumed."""
+        return unpack(self.settings.position.passed)
+
 
 TERM_BITS = 40
 """Bits of an id below its controller's term: ids of two controllers of a run never coincide."""

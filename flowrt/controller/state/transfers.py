@@ -14,7 +14,7 @@ from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import ColumnLocation, Slot
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import AUTO, GroupId, SlotId, WorkerId
-from flowrt.protocol.records import Incoming, Ints, LaneTurn, Part
+from flowrt.protocol.messages import Incoming, Ints, LaneTurn, Part
 
 LaneKey = tuple[WorkerId, WorkerId, str]
 EVERYWHERE = "gloo"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flowrt.controller.policies.weight_sync import Receiver, WeightSyncPolicy
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
-from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+from flowrt.protocol.messages import NO_BASE, LaneTurn, Weights
 
 FIRST_BACK_OFF_S = 0.1
 MAX_BACK_OFF_S = 5.0

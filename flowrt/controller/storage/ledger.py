@@ -5,6 +5,9 @@
 - A run that goes back to a checkpoint rolls back what was trained after it: those prompts become ``unread`` again, with
   an event that says why.
 - ``run_attempts`` has a row for each start or resume of the run, ``summary_values`` the numbers of its summary.
+- A commit appends one row of pending writes, which a later flush applies to the tables.
+- The replay log is what a restarted controller reads to rebuild the live groups. An entry is deleted when every group
+  that was live when it was written has closed, so it grows with the live groups and not with the length of the run.
 - SQLite's write-ahead log (WAL) is checkpointed on a thread. Within a commit, SQLite would sync the disk while all
   workers wait: 30 to 60 ms for every 4 MB.
 """
@@ -21,18 +24,131 @@ from time import monotonic
 from typing import NamedTuple
 
 from flowrt.controller.events import AppendLedger
-from flowrt.controller.state.replay import Entry, RecoveredState
+from flowrt.controller.state.replay import (
+    CounterSet,
+    Entry,
+    GroupsClosed,
+    GroupsOpened,
+    RecoveredState,
+    StageCommitted,
+    StageUndone,
+    WorkerJoined,
+    WorkerLeft,
+)
 from flowrt.controller.state.reward_history import Outcome
-from flowrt.controller.storage import pending_writes
 from flowrt.controller.storage.integrity import BUSY_TIMEOUT_S, check_integrity, open_error, wal_path
-from flowrt.controller.storage.pending_writes import no_writes
-from flowrt.controller.storage.replay_log import ReplayLog
+from flowrt.controller.storage.pending_writes import (
+    PendingWrites,
+    append_pending,
+    apply_pending,
+    no_writes,
+    read_pending,
+)
 from flowrt.controller.storage.schema import create_tables, is_empty
 from flowrt.errors import FlowError
-from flowrt.protocol.records import Passed, Position, pack
+from flowrt.protocol.codec import from_blob, to_blob
+from flowrt.protocol.messages import Passed, Position, pack
 from flowrt.runtime.waits import join_thread
 
 log = logging.getLogger(__name__)
+# Counters of the log itself, next to those of the controller's state: the number of controllers that this run has had,
+# and the step from which it was resumed.
+TERM = "term"
+RESUMED_FROM = "resumed_from"
+_GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
+_KINDS: tuple[type[_GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+class ReplayLog:
+    """The log of one ledger. ``append`` only adds to pending writes; the other methods write to the database."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        """Start a new term of the run. Raises sqlite3.Error."""
+        self._db = db
+        self.term = self._counters().get(TERM, 0) + 1
+        self._set_counter(TERM, self.term)
+        self._next_id = int(db.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM replay_log").fetchone()[0])
+        self._first_ids: dict[int, int] = {}  # the first entry of each live group, in order
+
+    def append(self, entry: Entry, writes: PendingWrites) -> None:
+        """Add an entry to these writes."""
+        match entry:
+            case CounterSet(name, value):
+                writes.counters.append((name, value))
+            case WorkerJoined(worker, role):
+                writes.members.append((worker, role))
+            case WorkerLeft(worker):
+                writes.members.append((worker, ""))
+            case _:
+                self._track_live_groups(self._next_id, entry)
+                writes.entries.append((self._next_id, _KIND_NUMBERS[type(entry)], to_blob(entry)))
+                self._next_id += 1
+
+    def needed(self, entries: list[tuple[int, int, bytes]]) -> list[tuple[int, int, bytes]]:
+        """Those of the entries that are needed to rebuild the live groups."""
+        oldest = self._oldest_needed()
+        return [entry for entry in entries if entry[0] >= oldest]
+
+    def rewrite_term(self) -> None:
+        """Write a value that is known already, to have something to commit. Raises sqlite3.Error."""
+        self._set_counter(TERM, self.term)
+
+    def trim(self) -> None:
+        """Delete entries that no live group needs. Raises sqlite3.Error."""
+        self._db.execute("DELETE FROM replay_log WHERE id < ?", (self._oldest_needed(),))
+
+    def read(self, dropped: dict[str, int]) -> RecoveredState | None:
+        """The state left by a controller that did not end its run, or None.
+
+        Args:
+            dropped: number of dropped prompts by reason, to become part of that state.
+
+        Raises: FlowError for a damaged entry, IndexError for an unknown kind, sqlite3.Error.
+        """
+        members = dict(self._db.execute("SELECT worker, role FROM members").fetchall())
+        if not members:
+            return None
+        entries: list[_GroupEntry] = []
+        for number, kind, data in self._db.execute("SELECT id, kind, entry FROM replay_log ORDER BY id"):
+            entries.append(from_blob(_KINDS[kind], data))
+            self._track_live_groups(number, entries[-1])
+        return RecoveredState(self._counters(), members, entries, dropped)
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The step from which the run was resumed; None if it never was."""
+        return self._counters().get(RESUMED_FROM)
+
+    def reset(self, step: int) -> None:
+        """Delete all entries; the run is resumed after ``step`` trained steps. Raises sqlite3.Error."""
+        self.clear()
+        self._set_counter(RESUMED_FROM, step)
+
+    def clear(self) -> None:
+        """Delete all entries, members and counters except the term. Raises sqlite3.Error."""
+        self._db.execute("DELETE FROM replay_log")
+        self._db.execute("DELETE FROM members")
+        self._db.execute("DELETE FROM counters WHERE name != ?", (TERM,))
+        self._first_ids.clear()
+
+    def _oldest_needed(self) -> int:
+        return next(iter(self._first_ids.values()), self._next_id)
+
+    def _track_live_groups(self, number: int, entry: _GroupEntry) -> None:
+        if isinstance(entry, GroupsOpened):
+            self._first_ids.update(dict.fromkeys(range(entry.group, entry.group + len(entry.prompts)), number))
+        elif isinstance(entry, GroupsClosed):
+            for group in entry.groups:
+                self._first_ids.pop(group, None)
+
+    def _counters(self) -> dict[str, int]:
+        return dict(self._db.execute("SELECT name, value FROM counters").fetchall())
+
+    def _set_counter(self, name: str, value: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, value))
+
+
 CHECKPOINT_AT_BYTES = 4 << 20
 CHECKPOINT_INTERVAL_S = 5.0  # the WAL file never shrinks, so its length does not tell whether it was checkpointed
 JOIN_TIMEOUT_S = 10.0
@@ -157,7 +273,7 @@ class Ledger:
             if is_empty(self._db):
                 create_tables(self._db)
             self._db.execute("BEGIN IMMEDIATE")
-            pending_writes.apply_pending(self._db, pending_writes.read_pending(self._db))
+            apply_pending(self._db, read_pending(self._db))
             self._db.execute("COMMIT")
             self._replay = ReplayLog(self._db)
             # From here on, the event loop must not wait for a lock of another process.
@@ -317,7 +433,7 @@ class Ledger:
         if self._uncommitted.is_empty:
             return
         try:
-            pending_writes.append_pending(self._db, self._uncommitted)
+            append_pending(self._db, self._uncommitted)
         except sqlite3.Error as error:
             raise self._write_error(error) from error
         self._unapplied.extend(self._uncommitted)
@@ -334,7 +450,7 @@ class Ledger:
         writes.extend(self._uncommitted)
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            pending_writes.apply_pending(self._db, writes._replace(entries=entries))
+            apply_pending(self._db, writes._replace(entries=entries))
             self._replay.trim()  # same transaction: a group's closing is never deleted before its opening
             self._db.execute("COMMIT")
         except sqlite3.Error as error:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flowrt.controller.storage.integrity import open_read_only, wal_corruption, with_pending_writes
 from flowrt.errors import ConfigError, FlowError
-from flowrt.protocol.prompt_numbers import ROW_BITS
+from flowrt.ids import ROW_BITS
 
 
 class PromptEvent(NamedTuple):
@@ -21,6 +21,16 @@ class PromptEvent(NamedTuple):
     reason: str
     reward: float | None = None
     """Mean reward of a group that was trained, or dropped by the group filter."""
+
+
+class PromptState(NamedTuple):
+    """The present state of a prompt in an epoch."""
+
+    epoch: int
+    prompt: int
+    step: int
+    reason: str
+    reward: float | None
 
 
 class LedgerReader:
@@ -68,6 +78,24 @@ class LedgerReader:
         """Number of dropped prompts by reason."""
         return dict(self.query("SELECT reason, COUNT(*) FROM prompts WHERE state = 'dropped' GROUP BY reason"))
 
+    def prompts(self, state: str, reason: str, limit: int, offset: int = 0) -> tuple[list[PromptState], int]:
+        """Prompts in a state, the newest change first, and the number of all of them.
+
+        Args:
+            state: as in `states`.
+            reason: as in `reasons`; empty: any.
+            limit: the most prompts.
+            offset: prompts to leave out before the first.
+        """
+        values = (state, reason, reason)
+        rows = self.query(
+            "SELECT epoch, prompt, step, reason, reward FROM prompts WHERE state = ? AND (? = '' OR reason = ?) "
+            "ORDER BY at_s DESC, epoch DESC, prompt LIMIT ? OFFSET ?",
+            *(*values, limit, offset),
+        )
+        [(total,)] = self.query("SELECT COUNT(*) FROM prompts WHERE state = ? AND (? = '' OR reason = ?)", *values)
+        return [PromptState(*row) for row in rows], int(total)
+
     def last_step(self) -> int | None:
         """The last trained step; None before the first."""
         [(step,)] = self.query("SELECT MAX(step) FROM prompts WHERE state = 'trained'")
@@ -101,7 +129,7 @@ class LedgerReader:
         [(first_s,)] = self.query("SELECT COALESCE(MIN(at_s), 0) FROM events")
         return [(0, float(first_s))]
 
-    def query(self, statement: str, *values: int) -> list[tuple[Any, ...]]:
+    def query(self, statement: str, *values: int | str) -> list[tuple[Any, ...]]:
         """All rows of a query. Raises ConfigError if the file cannot be read."""
         try:
             return self._db.execute(statement, values).fetchall()

@@ -58,8 +58,7 @@ from flowrt.controller.storage.columns import ColumnPacker, ColumnReader, pack_n
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
 from flowrt.protocol.codec import TAGS, decode, encode, from_blob, to_blob
-from flowrt.protocol.messages import Report
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position, Report
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""

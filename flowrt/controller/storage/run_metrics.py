@@ -17,7 +17,7 @@ from flowrt.controller.events import FRACTIONS, EvaluationClosed, StepClosed
 from flowrt.controller.storage.ledger import Account
 from flowrt.controller.transitions.training import LENGTH_MAX, LENGTH_MEAN, REWARD_P10, REWARD_P90, REWARD_STD
 from flowrt.errors import FlowError
-from flowrt.protocol.records import Evaluation, Position
+from flowrt.protocol.messages import Evaluation, Position
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import NONFINITE, is_step, read_lines
 

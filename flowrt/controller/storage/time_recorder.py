@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
 from flowrt.controller.storage.timeline_file import TimelineFile
-from flowrt.protocol.records import BusySpan
+from flowrt.protocol.messages import BusySpan
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import read_lines
 

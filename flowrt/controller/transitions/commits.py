@@ -7,19 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.dataflow import Makes
 from flowrt.controller.state.replay import StageCommitted
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import evaluations, rollback
 from flowrt.controller.transitions.rollback import Lose
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import Commit, Committed, Pull
-from flowrt.protocol.records import Part, Stage, Values, values_fault
+from flowrt.protocol.messages import Commit, Committed, Part, Pull, Stage, Values, values_fault
 
 Value = TypeVar("Value")
 

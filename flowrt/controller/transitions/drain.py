@@ -1,8 +1,7 @@
 """Drain: a worker that is told to leave gets no new work, and leaves once nothing is lost with it."""
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, LogEvent, Send
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import preemption, pulls, rollback
 from flowrt.errors import EXIT_OK, RemoteProtocolError
 from flowrt.ids import OBSERVER, WorkerId

@@ -9,11 +9,10 @@
 
 from collections.abc import Iterable
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command
 from flowrt.controller.state.replay import FILTERED, CounterSet
 from flowrt.controller.state.samples import Group
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.ids import GroupId
 

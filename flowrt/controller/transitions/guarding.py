@@ -5,11 +5,10 @@ All of it follows from the recorded events, so that a replayed history warns, ho
 
 from dataclasses import replace
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, LogEvent, PreemptRun, StepClosed
 from flowrt.controller.policies.guards import Firing, count_violations
 from flowrt.controller.state.replay import HELD_UNTIL, CounterSet
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.errors import EXIT_GUARD
 
 LOG_INTERVAL_STEPS = 50

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Dismiss, EventKind, LogEvent, Send, WorkerConnected
 from flowrt.controller.state.membership import Member
 from flowrt.controller.state.replay import WorkerJoined, WorkerLeft
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_FAILED, EXIT_OK, RemoteProtocolError
 from flowrt.ids import OBSERVER, WorkerId

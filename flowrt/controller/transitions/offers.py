@@ -1,17 +1,25 @@
 """Offers of prompts: bounded by admission in the train flow, and by a budget of rows and bytes in all others."""
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.replay import SKIPPED, CounterSet, GroupsOpened, ReplayedSamples
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import rollback
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import GroupId, WorkerId
-from flowrt.protocol.messages import EndOfData, Offer, OfferAccepted, Rejected, ReleaseTensors
-from flowrt.protocol.records import ITEM_BYTES, NO_LIMIT, prompts_fault, values_fault
+from flowrt.protocol.messages import (
+    ITEM_BYTES,
+    NO_LIMIT,
+    EndOfData,
+    Offer,
+    OfferAccepted,
+    Rejected,
+    ReleaseTensors,
+    prompts_fault,
+    values_fault,
+)
 
 MAX_OFFER_ROWS = 1_000_000
 """Maximum rows of one offer to the train flow; each takes memory in the controller."""

@@ -4,10 +4,9 @@ The controller decides after which step the trainers leave, so all ranks leave a
 saves, and reports that its role is completed. Any failure in between ends the run as it would without preemption.
 """
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, PreemptRun, Send
 from flowrt.controller.state.membership import Member
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import pulls
 from flowrt.errors import EXIT_FAILED
 from flowrt.ids import WorkerId

@@ -6,17 +6,15 @@ The puller is sent a grant with a lease on its slots, and each owner of a tensor
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import Command, Send
 from flowrt.controller.policies.dispatch.base import Puller, Start
 from flowrt.controller.state.parked_requests import FULL, ParkedRequest
 from flowrt.controller.state.samples import NO_LEASE, Lease, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import plan
 from flowrt.controller.transitions import commits, filtering, offers, rollback, training
 from flowrt.ids import WorkerId
-from flowrt.protocol.messages import CancelRequest, Grant, Offer, Pull, Rejected, SendSamples
-from flowrt.protocol.records import NO_VERSION, Ints, Values
+from flowrt.protocol.messages import NO_VERSION, CancelRequest, Grant, Ints, Offer, Pull, Rejected, SendSamples, Values
 
 STOPPED = "no step is begun any more, what is trained is to be saved"
 NEVER_APPLIED = (

@@ -6,7 +6,6 @@ then repeats unanswered requests, and last sends its inventory. Columns without 
 
 from collections.abc import Sequence
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.replay import (
     FILTERED,
@@ -19,13 +18,12 @@ from flowrt.controller.state.replay import (
     ReplayedSamples,
 )
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import find_holding
 from flowrt.controller.transitions import rollback
 from flowrt.errors import EXIT_FAILED, RemoteProtocolError
 from flowrt.ids import GroupId, LeaseId, SlotId, WorkerId
-from flowrt.protocol.messages import Inventory, ReleaseTensors, RenewLease
-from flowrt.protocol.records import LaneTurn, Weights
+from flowrt.protocol.messages import Inventory, LaneTurn, ReleaseTensors, RenewLease, Weights
 
 REJOINED = "the controller came back"
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flowrt.controller.diagnostics.counters import MAX_NAME_CHARS
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendLedger, AppendReplay, Command, Send
 from flowrt.controller.policies.group_filter import mean_reward
 from flowrt.controller.settings import OnLostSample
@@ -22,12 +21,11 @@ from flowrt.controller.state.replay import GroupsClosed, StageUndone
 from flowrt.controller.state.reward_history import Outcome
 from flowrt.controller.state.sample_table import SampleTable
 from flowrt.controller.state.samples import Group, Lease, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver, find_holding, lose_copies
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import SlotId, WorkerId
-from flowrt.protocol.messages import ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
-from flowrt.protocol.records import GONE
+from flowrt.protocol.messages import GONE, ReleaseLease, ReleaseTensors, RendezvousKey, TransferFailed
 
 MIN_GROUP_SAMPLES = 2
 """Samples below which a group is not trained without its lost ones: an advantage needs a comparison."""

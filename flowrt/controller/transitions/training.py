@@ -8,20 +8,17 @@ import math
 from collections.abc import Sequence
 
 from flowrt.controller.diagnostics.counters import validate_names
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Persist, StepClosed
 from flowrt.controller.policies.batching import Batcher, GroupCount
 from flowrt.controller.policies.group_filter import REWARD, zero_variance_groups
 from flowrt.controller.state.recovery import Deferrable
 from flowrt.controller.state.replay import FILTERED, SKIPPED, STEP, CounterSet
 from flowrt.controller.state.samples import Group, Slot
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.transitions import filtering, guarding, rollback
 from flowrt.errors import RemoteProtocolError
-from flowrt.ids import WorkerId
-from flowrt.protocol.messages import CheckpointWritten, StepCompleted
-from flowrt.protocol.prompt_numbers import data_set_of
-from flowrt.protocol.records import KEPT_TOKENS, Values
+from flowrt.ids import WorkerId, data_set_of
+from flowrt.protocol.messages import KEPT_TOKENS, CheckpointWritten, StepCompleted, Values
 
 # Fields of metrics.jsonl that count what is trained, and what the group filter and the curriculum leave out.
 ZERO_VARIANCE = "zero_variance_groups"

@@ -2,10 +2,9 @@
 
 import math
 
-from flowrt.controller.environment import Environment
 from flowrt.controller.events import AppendReplay, Command, LogEvent, Send
 from flowrt.controller.state.replay import LATEST, CounterSet
-from flowrt.controller.state.state import State
+from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.transfers import check_receiver
 from flowrt.controller.state.weights import VersionTable
 from flowrt.errors import RemoteProtocolError

@@ -1,12 +1,19 @@
-"""The layout of a snapshot: which bytes are which tensor of the checkpoint."""
+"""The layout of a snapshot: which bytes are which tensor of the checkpoint, and the checksums of a server for it.
 
+- A server on a CPU reports the first eight bytes of the SHA-256 of each tensor (float32 here).
+- It fuses some tensors of the checkpoint, and pads the vocabulary.
+- On accelerators it uses another checksum, by which only servers can be compared with each other.
+"""
+
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from flowrt.engines.sglang.protocol import Parameter
-from flowrt.errors import TransferError
+from flowrt.errors import EngineError, TransferError
 from flowrt.transport.weights.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -47,3 +54,77 @@ class Layout:
             f"version {snapshot.version} has {size} bytes for {elements} parameters; "
             "do trainer and rollout load the same checkpoint?"
         )
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PADDED = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY_MULTIPLE = 64
+
+
+class ExpectedChecksums:
+    """The checksums of a server that has loaded all of a snapshot."""
+
+    def __init__(self, layout: Layout, snapshot: Snapshot) -> None:
+        self._version = snapshot.version
+        self._tensors = {one.name: view for bucket in layout.buckets(snapshot) for one, view in bucket}
+        self._known: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Compute the checksums of all expected tensors in advance; `check` computes those of any others."""
+        for name in self._tensors:
+            self._checksum(_fused_name(name))
+
+    def check(self, reported: Any) -> int:
+        """Compare with what the server reported. Returns the number of tensors that were compared.
+
+        Raises EngineError if any differ, if none could be compared, or if the report has another form.
+        """
+        try:
+            held: Mapping[str, str] = reported["ranks"][0]["checksums"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"the checksums of the server do not have the expected form: {error!r}") from error
+        expected = {name: self._checksum(name) for name in held}
+        compared = sum(one is not None for one in expected.values())
+        wrong = [name for name, one in expected.items() if one is not None and one != held[name]]
+        if wrong or not compared:
+            what = (
+                f"{len(wrong)} of {compared} tensors differ ({', '.join(wrong[:3])})"
+                if wrong
+                else "none has a known name"
+            )
+            raise EngineError(f"the server's checksums are not those of version {self._version}: {what}")
+        return compared
+
+    def _checksum(self, name: str) -> str | None:
+        """The checksum of a tensor of the server; None if it is not made of tensors of the snapshot."""
+        parts = _parts(name)
+        if name not in self._known and all(part in self._tensors for part in parts):
+            self._known[name] = _sha256_prefix(name, [self._tensors[part] for part in parts])
+        return self._known.get(name)
+
+
+def _parts(name: str) -> list[str]:
+    """The tensors of the checkpoint of which a tensor of the server is made."""
+    for fused, parts in FUSED.items():
+        if f".{fused}." in name:
+            return [name.replace(f".{fused}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def _fused_name(name: str) -> str:
+    """The tensor of the server that contains this one of the checkpoint."""
+    for fused, parts in FUSED.items():
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(f".{part}.", f".{fused}.")
+    return name
+
+
+def _sha256_prefix(name: str, tensors: list[torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        wide = tensor.float().contiguous()  # the server's dtype; exact from bfloat16
+        sha.update(wide.view(torch.uint8).numpy().data)
+        if name.endswith(PADDED):
+            sha.update(bytes(-len(wide) % VOCABULARY_MULTIPLE * wide[0].nbytes))
+    return sha.hexdigest()[:16]

@@ -17,9 +17,8 @@ from typing import Any
 from flowrt.engines.hf import load_model, named_parameters, parameter_shapes
 from flowrt.engines.options import SglangOptions
 from flowrt.engines.sglang import protocol
-from flowrt.engines.sglang.checksums import ExpectedChecksums
 from flowrt.engines.sglang.client import SglangClient
-from flowrt.engines.sglang.layout import Layout
+from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
 from flowrt.engines.sglang.server_process import SglangServer, given_key
 from flowrt.engines.sglang.weights import Staged, WeightTransfer, weight_transfer
 from flowrt.errors import ConfigError, EngineError, EngineGone, WaitExpired

@@ -21,10 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from flowrt.engines.torch.cached_model import GROWTH, CachedModel, Step
 from flowrt.engines.torch.graphs import GraphedStep, cuda_capture
-from flowrt.engines.torch.inflight import CachedModel, Step
-from flowrt.engines.torch.kv_cache import GROWTH
-from flowrt.engines.training.shared_prefix import NO_MASK, allowed_nats
+from flowrt.engines.training.forward import NO_MASK, allowed_nats
 from flowrt.errors import EngineError
 
 NAME = "flowrt_rows"

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from flowrt.engines.torch.inflight import CachedModel
-from flowrt.engines.torch.kv_cache import GROWTH
+from flowrt.engines.torch.cached_model import GROWTH, CachedModel
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
 """Captures the kernels of a call. Returns what repeats them, and the tensor that the call returned, rewritten then."""
@@ -35,7 +34,7 @@ class _Graph:
 
 
 class GraphedStep:
-    """A decode step (`flowrt.engines.torch.inflight.Step`) of captured graphs, one for each size and cache."""
+    """A decode step (`flowrt.engines.torch.cached_model.Step`) of captured graphs, one for each size and cache."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture

@@ -1,7 +1,10 @@
 """A training engine on plain PyTorch: data-parallel ranks accumulate at their own pace and communicate once a step.
 
-Every micro-batch adds the gradient of a *sum* of losses; only the step divides, by the global count of tokens, samples
-or groups. So the gradient does not depend on how the step was split.
+- Every micro-batch adds the gradient of a *sum* of losses; only the step divides, by the global count of tokens,
+  samples or groups. So the gradient does not depend on how the step was split.
+- Mixed precision with master parameters (arXiv 1710.03740, section 3.1): the model computes in a narrow dtype, and the
+  optimiser updates a copy of its parameters in a wide one, in which gradients are accumulated too. Updates far smaller
+  than a parameter, and the sum of many gradients, would be lost to rounding.
 """
 
 import copy
@@ -17,7 +20,6 @@ from flowrt.algorithms.algorithm import Algorithm
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.hf import disable_dropout, export_dtype, named_parameters
 from flowrt.engines.options import TrainOptions
-from flowrt.engines.torch.masters import MasterParameters
 from flowrt.engines.training.deferred import DeferredStep
 from flowrt.engines.training.forward import apply_optimizations
 from flowrt.engines.training.loss_passes import LossPasses, ranks
@@ -31,6 +33,52 @@ from flowrt.engines.training.state import (
     write_tensors,
 )
 from flowrt.errors import EngineError
+
+
+class MasterParameters:
+    """The parameters of a model, in whose place it gets narrow ones. Tied ones stay tied.
+
+    Args:
+        model: with parameters in the wide dtype. Buffers, such as the frequencies of rotary embeddings, keep theirs.
+        narrow: dtype of forward and backward passes.
+    """
+
+    def __init__(self, model: Any, narrow: torch.dtype) -> None:
+        self._of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        narrowed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for module in list(model.modules()):
+            for name, master in list(module.named_parameters(recurse=False)):
+                if master not in narrowed:
+                    narrowed[master] = torch.nn.Parameter(
+                        master.detach().to(narrow), requires_grad=master.requires_grad
+                    )
+                setattr(module, name, narrowed[master])
+        for master, parameter in narrowed.items():
+            if parameter.requires_grad:
+                self._of[parameter] = master
+                parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The master of a trainable parameter."""
+        return self._of[parameter]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the masters into the model."""
+        for parameter, master in self._of.items():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def _accumulate(self, parameter: torch.Tensor) -> None:
+        """Add a parameter's new gradient to that of its master."""
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert parameter.grad is not None
+        master = self._of[parameter]
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
 
 
 class TorchTrainer:

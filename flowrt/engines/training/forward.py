@@ -1,20 +1,226 @@
-"""Forward passes of the trainer and the reference: log-probabilities of given responses, and optimisations."""
+"""Forward passes of the trainer and the reference: log-probabilities of given responses, and optimisations.
 
+Packed samples share the prompts of their groups; attention over them works for transformers decoders with pluggable
+attention functions, after a trial of the model at the start (`enable_packing`).
+"""
+
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from flowrt.algorithms import PackedBatch, Padded, cut_by_tokens, cut_packed
-from flowrt.algorithms.support import Support
-from flowrt.engines.options import TrainOptions
-from flowrt.engines.training.fused_head import enable_fused_head
-from flowrt.engines.training.shared_prefix import (
-    enable_packing,
-    is_packing_enabled,
-    packed_predictions,
-    padded_predictions,
+from flowrt.algorithms import (
+    PackedBatch,
+    Padded,
+    cut_by_tokens,
+    cut_packed,
+    logits_entropy,
+    pack_samples,
+    pad_samples,
+    predicted_logprobs,
+    selected_logprobs,
 )
+from flowrt.algorithms.support import Support, join_supports, support_logprobs
+from flowrt.engines.options import TrainOptions
+from flowrt.engines.training.fused_head import ResponseTokens, enable_fused_head, fused_pass, uses_fused_head
+
+NAME = "flowrt_packed"
+NO_MASK = (1, 1, 1, 1)
+"""Shape of a dummy mask: transformers passes it on unchanged instead of building a mask of all tokens by all tokens."""
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+NOISE_FACTOR = 4.0
+MAX_NOISE_NATS = 0.5
+"""Allowed differences of log-probabilities, in nats: TOLERANCES by dtype, or NOISE_FACTOR times the difference between
+padded samples in one batch and each alone, at most MAX_NOISE_NATS. A model that mixes samples differs by far more."""
+NARROW = frozenset({torch.bfloat16, torch.float16})
+"""On a CPU, attention in these dtypes is computed in float32: PyTorch's native backward pass is several times slower.
+Passes without gradients do the same, so that a reference with the trainer's weights finds the trainer's values."""
+PROBE_PROMPTS = (5, 3)
+"""Lengths (tokens) of the prompts in the check of `enable_packing`; its responses are cut to the model's positions."""
+MAX_WINDOW = 1024
+"""Largest supported sliding window (tokens): the check of `enable_packing` needs a sample longer than the window."""
+
+
+def is_packing_enabled(model: Any) -> bool:
+    """Whether samples of this model are packed: `enable_packing` has succeeded."""
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "get_text_config") and bool(config.get_text_config()._attn_implementation == NAME)
+
+
+def packed_predictions(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+    supports: Sequence[Support] | None = None,
+    native_attention: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, PackedBatch]:
+    """Log-probability and, on request, entropy [T] (nats) of the prediction of each response token; and the batch.
+
+    With ``supports``, one a response, log-probabilities are renormalised over them; entropies are not. With
+    ``native_attention``, attention in half precision is not computed in float32.
+    """
+    packed = pack_samples(prompts, responses).to(next(model.parameters()).device)
+    inputs = {
+        "input_ids": packed.tokens_F.unsqueeze(0),
+        "position_ids": packed.positions_F.unsqueeze(0),
+        "attention_mask": torch.ones(NO_MASK, dtype=torch.bool, device=packed.tokens_F.device),
+        "use_cache": False,
+        "logits_to_keep": packed.predicts_U,
+        "packed": packed,
+    } | ({"native_attention": True} if native_attention else {})
+    if supports is None and uses_fused_head(model, len(packed.predicts_U)):
+        asked = ResponseTokens(None, packed.prediction_T, packed.target_T, temperature)
+        logprobs_T, entropy_T = fused_pass(model, asked, **inputs)
+        return logprobs_T, entropy_T if entropy else None, packed
+    logits_UV = model(**inputs).logits[0]
+    if supports is None:
+        logprobs_T = predicted_logprobs(logits_UV, packed.prediction_T, packed.target_T, temperature)
+    else:
+        support = join_supports(supports).to(logits_UV.device)
+        logprobs_T = support_logprobs(logits_UV, packed.prediction_T, packed.target_T, support, temperature)
+    return logprobs_T, logits_entropy(logits_UV, temperature)[packed.prediction_T] if entropy else None, packed
+
+
+def padded_predictions(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    temperature: float,
+    *,
+    entropy: bool = False,
+    supports: Sequence[Support] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, Padded]:
+    """As `packed_predictions`, with padded samples. Causal attention needs no mask for right padding."""
+    padded = pad_samples([p.long() for p in prompts], [r.long() for r in responses], pad_id=0)
+    padded = padded.to(next(model.parameters()).device)
+    # Models call their head at all positions of a rectangle; only those that predict responses are used.
+    if supports is None and uses_fused_head(model, padded.tokens_BL.numel()):
+        target_T = padded.tokens_BL[padded.response_mask_BL]
+        prediction_T = torch.arange(len(target_T), device=target_T.device)
+        predicts_T = padded.response_mask_BL.flatten().nonzero().squeeze(-1) - 1
+        asked = ResponseTokens(predicts_T, prediction_T, target_T, temperature)
+        logprobs_T, entropy_T = fused_pass(model, asked, input_ids=padded.tokens_BL, use_cache=False)
+        return logprobs_T, entropy_T if entropy else None, padded
+    logits_BLV = model(input_ids=padded.tokens_BL, use_cache=False).logits
+    if supports is None:
+        logprobs_T = padded.response_T(selected_logprobs(logits_BLV, padded.tokens_BL, temperature))
+    else:
+        support = join_supports(supports).to(logits_BLV.device)
+        place_T = padded.response_mask_BL.flatten().nonzero().squeeze(1)  # the prediction is at the place before
+        target_T = padded.tokens_BL.flatten()[place_T]
+        logprobs_T = support_logprobs(logits_BLV.flatten(0, 1), place_T - 1, target_T, support, temperature)
+    if not entropy:
+        return logprobs_T, None, padded
+    entropy_BL = logits_entropy(logits_BLV.flatten(0, 1), temperature).view(padded.tokens_BL.shape)
+    return logprobs_T, padded.response_T(entropy_BL[:, :-1]), padded
+
+
+@torch.no_grad()
+def enable_packing(model: Any) -> bool:
+    """Enable packed samples for this model, if it supports them. Returns whether it does.
+
+    It must use SDPA in every layer and have more positions than a prompt of `PROBE_PROMPTS`, and
+    log-probabilities of a few random samples must equal those of padded ones. Collective for a sharded model.
+    """
+    if is_packing_enabled(model):
+        return True
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or LAYERS)
+    window = getattr(config, "sliding_window", None) or 0
+    if config._attn_implementation != "sdpa" or not layers <= LAYERS or window > MAX_WINDOW:
+        return False
+    if not _agrees(model, config, window):
+        return False
+    config._attn_implementation = NAME
+    return True
+
+
+def _agrees(model: Any, config: Any, window: int) -> bool:
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if positions <= PROBE_PROMPTS[0]:
+        return False  # no room for a response after the prompt of the check
+    generator = torch.Generator().manual_seed(0)
+    prompt, other = (torch.randint(config.vocab_size, (length,), generator=generator) for length in PROBE_PROMPTS)
+    prompts = [prompt, other, prompt, prompt]
+    lengths = [min(length, positions - len(one)) for one, length in zip(prompts, (4, window + 7, 1, 6), strict=True)]
+    responses = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
+    together = response_logprobs(model, prompts, responses, 1.0)[0]
+    each = [response_logprobs(model, [one], [two], 1.0)[0] for one, two in zip(prompts, responses, strict=True)]
+    noise = float((torch.cat(each) - together).abs().max())
+    config._attn_implementation = NAME
+    try:
+        # In the model's own precision, as the padded samples that it is compared with.
+        packed, _, _ = packed_predictions(model, prompts, responses, 1.0, native_attention=True)
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, AssertionError):
+        return False  # its layers need inputs that packed samples do not provide
+    finally:
+        config._attn_implementation = "sdpa"
+    computed_in = model(input_ids=prompt.unsqueeze(0).to(packed.device), use_cache=False).logits.dtype
+    return packed.shape == together.shape and bool((packed - together).abs().max() <= allowed_nats(computed_in, noise))
+
+
+def allowed_nats(dtype: torch.dtype, noise: float) -> float:
+    """Allowed difference (nats) of log-probabilities computed in two ways, given the ``noise`` of plain ways."""
+    return max(TOLERANCES.get(dtype, 0.0), min(NOISE_FACTOR * noise, MAX_NOISE_NATS))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: PackedBatch | None = None,
+    native_attention: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `sdpa_attention_forward`; with packed samples, on the tiles of their batch."""
+    if packed is None:
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain
+    if attention_mask is None or attention_mask.shape != NO_MASK:
+        raise ValueError("a layer builds its own attention mask, which packed samples do not support")
+    scattered = [packed.scatter(one[0].transpose(0, 1).flatten(1)) for one in (query, key, value)]
+    heads = [one.shape[1] for one in (query, key, value)]
+    window = kwargs.get("sliding_window")
+    if query.device.type == "cpu" and query.dtype in NARROW and not native_attention:
+        scattered = [one.float() for one in scattered]
+    # A single tile is not split: the backward pass of a split allocates a zero-filled copy.
+    places = [tile.places for tile in packed.tiles]
+    cut = [one.split(places) if len(places) > 1 else (one,) for one in scattered]
+    attended = []
+    for tile, *parts in zip(packed.tiles, *cut, strict=True):
+        whole = [
+            one.view(tile.rows, tile.length, count, -1).transpose(1, 2) for one, count in zip(parts, heads, strict=True)
+        ]
+        mask = _band(tile.length, window, query.device) if window and window < tile.length else None
+        out, _ = sdpa_attention_forward(module, *whole, mask, **kwargs)
+        attended.append(out.reshape(tile.places, -1))
+    attended_ND = torch.cat(attended) if len(attended) > 1 else attended[0]
+    gathered = packed.gather(attended_ND.to(query.dtype))
+    return gathered.view(1, len(gathered), heads[0], -1), None
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Causal mask [1, 1, length, length] with a sliding window of ``window`` tokens."""
+    square = torch.ones(length, length, dtype=torch.bool, device=device)
+    return (square.tril() & square.triu(1 - window))[None, None]
+
+
+# Excluded from compilation of the layer, which would be recompiled for each number of tiles.
+AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def apply_optimizations(model: Any, options: TrainOptions) -> Any:

@@ -25,14 +25,13 @@ from flowrt.launcher.doctor.facts import ROUND_S, Accelerator, rounds
 from flowrt.net.curve_keys import worker_keys
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import LaneTurn
+from flowrt.protocol.messages import LaneTurn
 from flowrt.runtime.bounds import seconds
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_until
 from flowrt.transport.devices import cuda_is_here, npu_is_here, torch_npu
-from flowrt.transport.lanes.chunks import ColumnRun
-from flowrt.transport.lanes.lane import LaneSet
-from flowrt.transport.lanes.transports import available_transports, make_transports
+from flowrt.transport.lanes.channel import ColumnRun
+from flowrt.transport.lanes.lane import LaneSet, available_transports, make_transports
 
 FIRST_BYTES = 2**18
 MAX_BYTES = 2**25

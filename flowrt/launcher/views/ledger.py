@@ -8,8 +8,8 @@ from rich.table import Table
 from flowrt.controller.storage.integrity import LEDGER, missing_steps
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.errors import ConfigError
-from flowrt.protocol.prompt_numbers import MAX_ROWS, prompt_name, prompt_number
-from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.ids import MAX_ROWS, prompt_name, prompt_number
+from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.data_sets import set_names
 from flowrt.recipes.run_dir import CONFIG, checkpoint_steps

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrt.errors import EXIT_FAILED, EXIT_OK, ConfigError
+from flowrt.ids import MAX_ROWS, prompt_name, prompt_number
 from flowrt.launcher.terminal import printable
 from flowrt.launcher.views.status import draw
 from flowrt.observability.conditions import condition
@@ -19,8 +20,7 @@ from flowrt.observability.prompt_decisions import Decision, PromptDecisions
 from flowrt.observability.recordings import Recordings, TermRecording
 from flowrt.observability.replay import Replay, replay_to
 from flowrt.observability.replay_test_file import test_file
-from flowrt.protocol.prompt_numbers import MAX_ROWS, prompt_name, prompt_number
-from flowrt.protocol.records import LARGEST_PROMPT
+from flowrt.protocol.messages import LARGEST_PROMPT
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.data_sets import set_names
 

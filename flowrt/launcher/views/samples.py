@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrt.errors import EXIT_OK, ConfigError
+from flowrt.ids import prompt_name
 from flowrt.launcher.views.ledger import number_of, set_names_of
 from flowrt.observability.completions_table import STDOUT, write_jsonl, write_parquet
 from flowrt.observability.samples import Order, Sample, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.token_texts import TokenTexts
-from flowrt.protocol.prompt_numbers import prompt_name
 from flowrt.recipes.eval_names import evaluated_row, first_number
 from flowrt.recipes.run_dir import CONFIG
 
@@ -34,6 +34,8 @@ class SampleOptions:
     """The most samples; None: 8, or all of them in a file."""
     prompt: str = ""
     """Number, or NAME:ROW; of an evaluation its row."""
+    length: tuple[int, int] | None = None
+    """Least and largest number of response tokens."""
     reason: str = ""
     grep: str = ""
     eval_name: str = ""
@@ -91,10 +93,18 @@ def _wanted(reader: SampleReader, options: SampleOptions, names: tuple[str, ...]
         there = f"there are answers on {', '.join(evaluated)}" if evaluated else "there is none of any evaluation"
         raise ConfigError(f"no answer of an evaluation on {options.eval_name!r:.80} is stored; {there}")
     first, last = options.steps or (None, None)
+    shortest, longest = options.length or (None, None)
     prompt = _prompt_number(options, names) if options.prompt else None
     flow = SampleFilter(eval_name=options.eval_name)
     wanted = dataclasses.replace(
-        flow, first_step=first, last_step=last, prompt=prompt, reason=options.reason, grep=options.grep
+        flow,
+        first_step=first,
+        last_step=last,
+        prompt=prompt,
+        min_tokens=shortest,
+        max_tokens=longest,
+        reason=options.reason,
+        grep=options.grep,
     )
     wanted.pattern()
     bounds = reader.steps(options.eval_name)

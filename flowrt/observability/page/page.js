@@ -128,7 +128,8 @@ function filterSamples(all, asked) {
   try { pattern = new RegExp(asked.get("grep") || "", "i"); } catch { throw new Error("this is no regular expression"); }
   const kept = unique.filter(has("step", (v) => (s) => s.step === Number(v))).filter(has("from", (v) => (s) => s.step >= Number(v)))
     .filter(has("to", (v) => (s) => s.step <= Number(v))).filter(has("reason", (v) => (s) => (s.reason || "").startsWith(v)))
-    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
+    .filter(has("prompt", (v) => (s) => s.prompt === Number(v))).filter(has("epoch", (v) => (s) => s.epoch === Number(v)))
+    .filter(has("shortest", (v) => (s) => (s.count ?? s.tokens) >= Number(v))).filter(has("longest", (v) => (s) => (s.count ?? s.tokens) <= Number(v))).filter((s) => pattern.test(s.completion) || pattern.test(s.prompt_text))
     .filter(has("eval", (v) => (s) => (s.eval_name || "") === v));
   const by = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, random: (a, b) => ((a.id * 7919) % 1009) - ((b.id * 7919) % 1009) };
   kept.sort(by[asked.get("order")] || ((a, b) => b.step - a.step || b.id - a.id));
@@ -136,8 +137,10 @@ function filterSamples(all, asked) {
   return { samples: kept.slice(from, from + Number(asked.get("limit") || 50)), total: kept.length };
 }
 
-const run = { info: null, steps: [], columns: {}, old: [], events: [], next: 0, attribution: [], status: null };
-const view = { x: "step", y: "zero", smooth: 0, range: null };
+const POINTS = 1600; // of a curve: two for each pixel column of a chart; page.html asks for the same ahead
+// `pairs`: the number of points, from `first` on, that are the ends of buckets of steps, with extreme values.
+const run = { info: null, steps: [], columns: {}, first: 0, pairs: 0, others: [], old: [], events: [], next: 0, attribution: [], status: null };
+const view = { x: "step", y: "zero", smooth: 0, range: null, fine: null };
 const config = (path) => path.split(".").reduce((at, part) => (at ? at[part] : undefined), run.info?.config);
 
 /** Why a panel has nothing to show, in one sentence: a setting that is 0, or a file that is missing or damaged. */
@@ -150,27 +153,88 @@ function why(what, file, setting) {
 }
 
 /** Adds steps; those that are known already are replaced. */
-function addSeries({ steps, columns }) {
+function addSeries({ steps, columns, decimated }) {
   if (!steps.length) return;
   cutFrom(steps[0]);
   const had = run.steps.length;
+  if (!decimated) derive(columns);
+  else run.pairs = steps.length - 1;
   run.steps.push(...steps);
   for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
   for (const [name, column] of Object.entries(run.columns)) column.push(...(columns[name] || new Array(steps.length).fill(null)));
-  const c = run.columns;
+}
+
+/** Adds the columns that follow from others, as `series.py` does before it decimates. */
+function derive(c) {
   if (c.tokens && c.samples && c.samples_per_s) c.tokens_per_s = c.tokens.map((n, i) => (known(n) && c.samples[i] ? (n * c.samples_per_s[i]) / c.samples[i] : null));
+  if (c.reward && c.reward_std) for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = c.reward.map((m, i) => (known(m) && known(c.reward_std[i]) ? m + sign * c.reward_std[i] : null));
+}
+
+/** The curves as they are drawn: of the whole run, or with more steps in a zoomed window. */
+const drawn = () => view.fine || run;
+
+/** The curves of a run with those of a window in their place. */
+function inserted(whole, part, low, high) {
+  const x = xs(whole), before = x.filter((one) => one < low).length, after = x.length - x.filter((one) => one > high).length;
+  const joined = (all, own) => [...all.slice(0, before), ...own, ...all.slice(after)], none = (n) => new Array(n).fill(null);
+  const names = new Set([...Object.keys(whole.columns), ...Object.keys(part.columns)]);
+  const columns = Object.fromEntries([...names].map((name) => [name, joined(whole.columns[name] || none(x.length), part.columns[name] || none(part.steps.length))]));
+  return { ...whole, steps: joined(whole.steps, part.steps), columns, first: before, pairs: part.pairs };
+}
+
+/** The curves of other runs, as `run` has its own: all of them, or of a window. */
+async function comparison(window) {
+  if (!run.info.compared?.length) return [];
+  const { runs } = await get(`api/compared?${window}&points=${POINTS}`);
+  for (const one of runs) {
+    one.first = 0;
+    one.pairs = one.decimated ? one.steps.length - 1 : 0;
+    if (!one.decimated) derive(one.columns);
+  }
+  return runs;
+}
+
+async function compare() {
+  try { run.others = await comparison("x=step"); } catch (error) { return $("#runs").replaceChildren(visible(error.message)); }
+  if (!run.others.length) return;
+  const is = $("#curves").classList, isFirst = !is.contains("compared");
+  is.add("compared");
+  const entry = (name, state, i) => el("span", {}, key(`s${i}`), visible(name, 120), state ? ` (${state})` : "");
+  $("#runs").replaceChildren(entry(run.info.name, "", 0), ...run.others.map((one, i) => entry(one.name, one.state, i + 1)));
+  if (isFirst) for (const chart of charts.values()) chart.rebuild();
+  curves();
+  if (!embedded && run.others.some((one) => one.state === "live")) later("compare", compare, 10000);
+}
+
+/** Fetches the steps of the zoomed window, if not all of them are there. */
+async function refine() {
+  const range = view.range;
+  if (!range || embedded || ![run, ...run.others].some((one) => one.pairs)) return;
+  const width = range[1] - range[0], [low, high] = [Math.max(range[0] - width / 4, 0), range[1] + width / 4];
+  const window = `x=${view.x}&from=${low.toFixed(3)}&to=${high.toFixed(3)}`;
+  try {
+    const [own, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
+    if (view.range !== range) return;
+    if (!own.decimated) derive(own.columns);
+    own.pairs = own.decimated ? own.steps.length - 1 : 0;
+    view.fine = { ...inserted(run, own, low, high), low, high, others: others.map((one, i) => inserted(run.others[i], one, low, high)) };
+    redraw();
+  } catch { /* the curves of the whole run stay */ }
 }
 
 /** Steps from `step` on are rolled back: they are kept to be drawn in grey. */
 function dropFrom(step) {
   const cut = cutFrom(step);
   if (cut) run.old.push(cut);
+  view.fine = null;
+  later("refine", refine, 50);
 }
 
 function cutFrom(step) {
   const at = run.steps.findIndex((one) => one >= step);
   if (at < 0) return null;
   const columns = Object.fromEntries(Object.entries(run.columns).map(([name, column]) => [name, column.splice(at)]));
+  run.pairs = Math.min(run.pairs, at);
   return { steps: run.steps.splice(at), columns };
 }
 
@@ -183,13 +247,19 @@ function addLastEvaluations() {
   }
 }
 
-function xs() { return view.x === "step" ? run.steps : run.columns.wall_s || run.steps; }
+function xs(of = drawn()) { return view.x === "step" ? of.steps : of.columns.wall_s || of.steps; }
 function extent() {
-  const x = xs();
+  const x = xs(run);
   return view.range || (x.length ? [x[0], Math.max(x[x.length - 1], x[0] + 1e-3)] : [0, 1]);
 }
 
-function padded() { const [low, high] = extent(), room = view.range ? 0 : 0.012 * (high - low); return [low - room, high + room]; }
+/** The range of the charts: of all runs that are drawn, with some room. */
+function padded() {
+  let [low, high] = extent();
+  for (const x of view.range ? [] : run.others.map(xs)) if (x.length) [low, high] = [Math.min(low, x[0]), Math.max(high, x.at(-1))];
+  const room = view.range ? 0 : 0.012 * (high - low);
+  return [low - room, high + room];
+}
 
 // ---------------------------------------------------------------- header
 
@@ -280,7 +350,8 @@ const near = new IntersectionObserver((seen) => {
 
 /** All curves of the run, small and side by side; what is not recorded is said below them. */
 function curves() {
-  const names = Object.keys(run.columns).filter((name) => run.columns[name].some(known));
+  const recorded = ({ columns }) => Object.keys(columns).filter((name) => columns[name].some(known));
+  const names = [...new Set([run, ...run.others].flatMap(recorded))];
   const used = new Set(), missing = [], [first, more] = document.querySelectorAll("#curves .grid");
   for (const spec of CURVES) {
     const lines = (spec.lines || names.filter((name) => spec.match.test(name)).sort()).filter((name) => names.includes(name)).slice(0, 6);
@@ -290,7 +361,14 @@ function curves() {
   }
   for (const name of names) if (!used.has(name) && !ELSEWHERE.test(name)) place(more, { title: name, lines: [name] });
   $("#curves .missing").replaceChildren(run.steps.length ? missing.join(" ") : "No curves yet: no step has ended.");
-  for (const chart of charts.values()) if (chart.seen) chart.draw(); else chart.stale = true;
+  for (const chart of charts.values()) if (!chart.seen) chart.stale = true;
+  drawAll([...charts.values()].filter((chart) => chart.seen));
+}
+
+/** Draws charts; all sizes are read first, as reading one after a change of the page lays it out again. */
+function drawAll(some) {
+  for (const chart of some) if (!chart.u) chart.measure();
+  for (const chart of some) chart.draw();
 }
 
 function place(grid, spec) {
@@ -302,13 +380,15 @@ function place(grid, spec) {
   near.observe(card);
 }
 
-/** Exponential mean without the bias of its start; gaps stay gaps. */
-function smoothed(values, weight) {
-  let sum = 0, mass = 0;
-  return values.map((value) => {
+/** Exponential mean over the steps without the bias of its start; gaps stay gaps. */
+function smoothed(values, steps, weight) {
+  let sum = 0, mass = 0, before = steps[0] - 1;
+  return values.map((value, i) => {
     if (!known(value)) return null;
-    sum = weight * sum + (1 - weight) * value;
-    mass = weight * mass + 1 - weight;
+    const kept = weight ** Math.max(steps[i] - before, 1);
+    before = steps[i];
+    sum = kept * sum + (1 - kept) * value;
+    mass = kept * mass + 1 - kept;
     return sum / mass;
   });
 }
@@ -316,27 +396,32 @@ function smoothed(values, weight) {
 /** One card with a plot: lines (raw, and smoothed if asked), a band, points with standard errors, marks of events. */
 function curve(card, spec) {
   const readout = el("div", { class: "readout" }), plot = el("div", { class: "plot" });
-  const ink = (i) => colour(`s${i % 6}`);
+  // Several runs: a colour for each run, a dash for each line. One run: a colour for each line.
+  const several = () => run.others.length > 0, hue = (i) => `s${several() ? 0 : i % 6}`, ink = (i) => colour(hue(i));
+  const dash = (i) => (several() ? DASHES[i % 6][0] : []);
   card.append(el("h3", {}, spec.title, spec.unit ? el("small", {}, `  ${spec.unit}`) : null), plot, readout);
   const label = (name) => spec.names?.[name] || (spec.strip ? name.replace(spec.strip, "") : spec.lines.length > 1 ? name : "");
   const isSmoothed = () => view.smooth && !spec.points;
   const chart = { spec, card, seen: false, stale: true, u: null };
+  let size = null;
 
   function data() {
-    const n = run.steps.length, column = (name) => run.columns[name] || new Array(n).fill(null);
+    const { steps, columns } = drawn(), column = (name) => columns[name] || new Array(steps.length).fill(null);
     const rows = [xs()];
-    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), view.smooth)] : []));
+    for (const name of spec.lines) rows.push(column(name), ...(isSmoothed() ? [smoothed(column(name), steps, view.smooth)] : []));
     for (const name of bands()) rows.push(column(name));
     return rows;
   }
   function bands() {
     if (spec.band?.every((name) => run.columns[name])) return spec.band;
-    if (!spec.spread || !run.columns[spec.spread]) return [];
-    const c = run.columns, mean = c[spec.lines[0]];
-    for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = mean.map((m, i) => (known(m) && known(c[spec.spread][i]) ? m + sign * c[spec.spread][i] : null));
-    return ["reward - std", "reward + std"];
+    return spec.spread && run.columns[spec.spread] ? ["reward - std", "reward + std"] : [];
   }
   function range(u, low, high) {
+    const [first, last] = padded();
+    for (const other of drawn().others) for (const name of spec.lines) {
+      const x = xs(other), y = other.columns[name] || [];
+      for (let i = 0; i < x.length; i++) if (x[i] >= first && x[i] <= last && known(y[i])) [low, high] = [Math.min(low ?? y[i], y[i]), Math.max(high ?? y[i], y[i])];
+    }
     if (!known(low)) return [0, 1];
     if (view.y === "zero") { low = Math.min(low, 0); high = Math.max(high, 0); }
     const room = (high - low) * (spec.points ? 0.15 : 0.06) || Math.abs(high) * 0.1 || 1;
@@ -353,6 +438,25 @@ function curve(card, spec) {
       for (let i = 0; i < x.length; i++) if (known(y[i])) ctx.lineTo(u.valToPos(x[i], "x", true), u.valToPos(y[i], "y", true));
       ctx.stroke();
     }
+    drawn().others.forEach((other, k) => {
+      const x = xs(other);
+      ctx.strokeStyle = ctx.fillStyle = colour(`s${k + 1}`); ctx.lineWidth = 1.4 * ratio;
+      spec.lines.forEach((name, i) => {
+        const raw = other.columns[name] || [], y = isSmoothed() ? smoothed(raw, other.steps, view.smooth) : raw;
+        let pen = false;
+        ctx.setLineDash(dash(i).map((length) => length * ratio));
+        ctx.beginPath();
+        for (let at = 0; at < x.length; at++) {
+          if (!known(y[at])) { pen &&= !!spec.points; continue; }
+          const px = u.valToPos(x[at], "x", true), py = u.valToPos(y[at], "y", true);
+          if (pen) ctx.lineTo(px, py); else ctx.moveTo(px, py);
+          if (spec.points) ctx.fillRect(px - 2.5 * ratio, py - 2.5 * ratio, 5 * ratio, 5 * ratio);
+          pen = true;
+        }
+        ctx.stroke();
+      });
+    });
+    ctx.lineWidth = ratio;
     for (const event of run.events) {
       const fault = isFault(event);
       if (!fault && !MARKED.has(event.kind)) continue;
@@ -363,7 +467,7 @@ function curve(card, spec) {
     }
     ctx.setLineDash([]);
     if (spec.points) spec.lines.forEach((name, i) => {
-      const x = xs(), y = run.columns[name], error = run.columns[`${name}_error`] || [];
+      const x = xs(), y = drawn().columns[name] || [], error = drawn().columns[`${name}_error`] || [];
       ctx.strokeStyle = ink(i); ctx.lineWidth = 1.25 * ratio;
       ctx.beginPath();
       for (let at = 0; at < x.length; at++) if (known(y[at]) && known(error[at])) {
@@ -376,13 +480,22 @@ function curve(card, spec) {
     ctx.restore();
   }
   function say(u) {
-    const last = run.steps.length - 1, at = u.cursor.idx ?? last, inside = known(u.cursor.idx);
+    const inside = known(u.cursor.idx), of = inside ? drawn() : run, last = of.steps.length - 1, at = inside ? Math.min(u.cursor.idx, last) : last;
     if (last < 0) return;
-    const parts = [el("span", {}, `${inside ? "" : "last, "}step `), el("b", {}, String(run.steps[at]))];
+    const place = at - of.first, bucket = place >= 0 && place < of.pairs ? [at - (place % 2), at - (place % 2) + 1] : [at];
+    const named = [...new Set(bucket.map((i) => of.steps[i]))], many = named.length > 1;
+    const parts = [el("span", {}, `${inside ? "" : "last, "}${many ? "steps" : "step"} `), el("b", {}, named.join(" to "))];
     spec.lines.forEach((name, i) => {
-      let value = run.columns[name]?.[at], seen = at;
-      if (spec.points) while (!known(value) && seen > 0) value = run.columns[name][--seen];
-      parts.push(key(`s${i % 6}`), el("span", {}, label(name) ? `${label(name)} ` : ""), el("b", {}, spec.share ? percent(value) : number(value)));
+      const column = of.columns[name] || [], write = spec.share ? percent : number;
+      let values = bucket.map((one) => column[one]).filter(known);
+      for (let seen = at; spec.points && !values.length && seen > 0;) if (known(column[--seen])) values = [column[seen]];
+      const ends = values.length ? [...new Set([Math.min(...values), Math.max(...values)].map(write))].join(" to ") : "–";
+      if (several()) parts.push(el("span", {}, `${spec.lines.length > 1 ? `${DASHES[i % 6][1]} ` : ""}${label(name)} `));
+      parts.push(el("span", { class: "once" }, key(hue(i)), !several() && label(name) ? `${label(name)} ` : "", el("b", {}, ends)));
+      of.others.forEach((other, k) => {
+        const near = nearest(xs(other), inside ? xs(of)[at] : Infinity, (one) => known(other.columns[name]?.[one]));
+        if (near >= 0) parts.push(el("span", { class: "once" }, key(`s${k + 1}`), el("b", {}, write(other.columns[name][near]))));
+      });
     });
     const mark = inside && run.events.find((e) => (isFault(e) || MARKED.has(e.kind)) && Math.abs(u.valToPos(e[view.x] ?? -1e9, "x") - u.cursor.left) < 4);
     if (mark) parts.unshift(el("span", { class: isFault(mark) ? "fault" : "" }, `${visible(mark.text, 90)}  `));
@@ -399,13 +512,13 @@ function curve(card, spec) {
     const series = [{}];
     spec.lines.forEach((name, i) => {
       const raw = () => (isSmoothed() ? `color-mix(in srgb, ${ink(i)} 35%, transparent)` : ink(i));
-      series.push({ stroke: raw, width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
-      if (isSmoothed()) series.push({ stroke: () => ink(i), width: 2, points: { show: false } });
+      series.push({ stroke: raw, dash: dash(i), width: 1.4, spanGaps: !!spec.points, points: { show: !!spec.points || run.steps.length < 3, size: 6, fill: () => ink(i), stroke: () => ink(i) } });
+      if (isSmoothed()) series.push({ stroke: () => ink(i), dash: dash(i), width: 2, points: { show: false } });
     });
     const edges = bands().map(() => ({ stroke: "transparent", width: 0, points: { show: false } }));
     const first = series.length, fill = () => `color-mix(in srgb, ${ink(0)} 18%, transparent)`;
     return new uPlot({
-      width: plot.clientWidth, height: plot.clientHeight, series: [...series, ...edges], legend: { show: false },
+      ...size, series: [...series, ...edges], legend: { show: false },
       bands: edges.length ? [{ series: [first + 1, first], fill }] : [],
       scales: { x: { time: false, range: () => padded() }, y: { range } },
       axes: [
@@ -415,8 +528,10 @@ function curve(card, spec) {
       hooks: { draw: [marks], setCursor: [say], setSelect: [selected] },
     }, rows, plot);
   }
+  chart.measure = () => { size = { width: plot.clientWidth, height: plot.clientHeight }; };
   chart.draw = () => {
     chart.stale = false;
+    if (!size) chart.measure();
     const rows = data();
     if (chart.u && chart.u.series.length !== rows.length) { chart.u.destroy(); chart.u = null; }
     if (chart.u) chart.u.setData(rows);
@@ -426,9 +541,19 @@ function curve(card, spec) {
     }
     say(chart.u);
   };
-  chart.resize = () => chart.u?.setSize({ width: plot.clientWidth, height: plot.clientHeight });
-  chart.rebuild = () => { chart.u?.destroy(); chart.u = null; if (chart.seen) chart.draw(); else chart.stale = true; };
+  chart.resize = () => { chart.measure(); chart.u?.setSize(size); };
+  chart.rebuild = () => { chart.u?.destroy(); chart.u = size = null; if (chart.seen) chart.draw(); else chart.stale = true; };
   return chart;
+}
+
+/** Dashes of the lines of one run, and how a text shows them. */
+const DASHES = [[[], "──"], [[7, 4], "╌╌"], [[2, 3], "┄┄"], [[9, 3, 2, 3], "─·"], [[12, 3], "— —"], [[1, 5], "···"]];
+/** The index of the last place up to `x` that is usable, or -1. */
+function nearest(places, x, usable) {
+  let low = 0, high = places.length;
+  while (low < high) { const middle = (low + high) >> 1; if (places[middle] <= x) low = middle + 1; else high = middle; }
+  while (--low >= 0 && !usable(low));
+  return low;
 }
 
 /** A time of the run's clock: 1:02:03, 2:03, or seconds where minutes would hide what matters. */
@@ -443,10 +568,14 @@ const TIMES = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.
 /** Zoom of all curves and of the shares; null: the whole run. */
 function zoom(range) {
   view.range = range;
+  if (!range || (view.fine && (view.fine.low > range[0] || view.fine.high < range[1]))) view.fine = null;
   $("#whole").disabled = !range;
-  for (const chart of charts.values()) if (chart.seen && chart.u) chart.draw(); else chart.stale = true;
+  redraw();
   shares();
+  refine();
 }
+
+function redraw() { for (const chart of charts.values()) if (chart.seen && chart.u) chart.draw(); else chart.stale = true; }
 
 // ---------------------------------------------------------------- where the time went
 
@@ -526,10 +655,13 @@ function timeline() {
   const readout = el("p", { class: "readout" }), legend = el("p", { class: "legend" }), text = el("div", { class: "opened" });
   const button = (name, action, label) => el("button", { type: "button", click: action, "aria-label": label }, name);
   const follow = el("input", { type: "checkbox", change: () => { lanes.follow = follow.checked; if (lanes.follow) tick(); } });
-  const all = button("all workers", () => { lanes.first = null; ask(); }), instant = button("status at the marked instant", replay);
+  const all = button("all workers", () => { lanes.first = null; ask(); }), said = el("output", {}, "none");
+  const instant = el("input", { type: "range", step: "any", "aria-label": "instant of the run", input: () => mark(Number(instant.value)) });
+  const slider = el("label", { class: "slider" }, "state of the controller at ", instant, said);
   const tools = el("div", { class: "tools" }, button("−", () => scale(1.6), "zoom out"), button("+", () => scale(1 / 1.6), "zoom in"), button("whole run", () => show(...lanes.whole)),
-    el("label", {}, follow, " follow"), all, instant, el("span", { class: "note" }, "Click, then the wheel zooms; drag moves. A click marks an instant, or opens the lanes of a row of the heat map."));
-  all.hidden = instant.hidden = true;
+    el("label", {}, follow, " follow"), all, el("span", { class: "note" }, "Click, then the wheel zooms; drag moves. A click marks an instant, or opens the lanes of a row of the heat map."));
+  all.hidden = true;
+  slider.hidden = Boolean(embedded);
 
   function end() {
     return Math.max(run.columns.wall_s?.at(-1) || 0, run.events.at(-1)?.wall_s || 0, run.attribution.at(-1)?.to_s || 0, 1);
@@ -539,6 +671,12 @@ function timeline() {
     const all = lanes.t0 <= lanes.whole[0] && lanes.t1 >= lanes.whole[1];
     lanes.whole = [Math.min(first, 0), Math.max(last, lanes.whole[1])];
     if (all) [lanes.t0, lanes.t1] = lanes.whole;
+    reach();
+  }
+  /** The slider goes from the beginning to the end of the run; both may change. */
+  function reach() {
+    [instant.min, instant.max] = lanes.whole;
+    instant.value = lanes.at ?? lanes.whole[1];
   }
   function show(t0, t1) {
     const [low, high] = lanes.whole, width = Math.min(Math.max(t1 - t0, 0.002), high - low);
@@ -565,7 +703,7 @@ function timeline() {
     lanes.image = null;
     if (known(data.last_s) && !lanes.follow) extend(data.first_s, data.last_s);
     if (!data.lanes.length) return body.replaceChildren(note(why("timeline", "timeline", "timeline.mb")));
-    if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, text);
+    if (!canvas.isConnected) body.replaceChildren(tools, legend, canvas, readout, slider, text);
     if (data.matrix) lanes.image = heat(data.matrix);
     const first = data.first === undefined ? lanes.first || 0 : 0;
     lanes.shown = lanes.image ? data.lanes : data.lanes.slice(first, first + ROWS);
@@ -657,10 +795,25 @@ function timeline() {
     if (wait) parts.push(`${CAUSE_WORDS[data.causes[wait[1]]] || data.causes[wait[1]]} for ${duration(wait[4] - wait[3])}${data.roots[wait[2]] ? `, because of ${data.roots[wait[2]]}` : ""}`);
     return { t, text: name && parts.join(" · ") };
   }
+  /** Marks an instant, and asks for the state of the controller then. */
+  function mark(at) {
+    lanes.at = at;
+    instant.value = at;
+    said.replaceChildren(clock(at));
+    draw();
+    if (!embedded) later("replay", replay, 200);
+  }
   async function replay() {
-    let answer;
-    try { answer = await get(`api/replay?at=${lanes.at.toFixed(3)}`); } catch (error) { answer = error.message; }
-    text.replaceChildren(el("h3", {}, `Status at ${clock(lanes.at)}`), el("pre", { tabindex: 0 }, visible(typeof answer === "string" ? answer : JSON.stringify(answer, null, 1), 20000)));
+    const at = lanes.at;
+    if (!text.childElementCount) text.replaceChildren(note("The recording is replayed."));
+    try {
+      for (;;) {
+        const answer = await get(`api/replay?at=${at.toFixed(3)}`);
+        if (at !== lanes.at) return;
+        if (!known(answer.reached_s)) return text.replaceChildren(...instantState(at, answer));
+        text.replaceChildren(note(`The recording is replayed: ${clock(answer.reached_s)} of ${clock(at)}.`));
+      }
+    } catch (error) { if (at === lanes.at) text.replaceChildren(el("h3", {}, `Controller at ${clock(at)}`), note(error.message)); }
   }
 
   let drag = null;
@@ -679,15 +832,13 @@ function timeline() {
   });
   canvas.addEventListener("pointerup", (event) => {
     if (drag && !drag.moved) {
-      const { t, first, text: said } = under(event);
+      const { t, first } = under(event);
       if (lanes.image && first !== undefined) {
         lanes.first = Math.min(first, Math.max(lanes.data.lanes.length - ROWS, 0));
         ask();
       } else {
-        lanes.at = t;
-        instant.hidden = Boolean(embedded);
-        readout.replaceChildren(visible(said || ""));
-        draw();
+        readout.replaceChildren(visible(under(event).text || ""));
+        mark(Math.min(Math.max(t, lanes.whole[0]), lanes.whole[1]));
       }
     }
     drag = null;
@@ -702,15 +853,44 @@ function timeline() {
   });
   function tick() {
     lanes.whole[1] = end();
+    reach();
     if (lanes.follow) { lanes.t1 = lanes.whole[1]; lanes.t0 = Math.max(0, lanes.t1 - 30); ask(); }
   }
   lanes.whole = [0, end()];
   [lanes.t0, lanes.t1] = lanes.whole;
+  reach();
   timeline.draw = () => { if (lanes.data?.matrix) lanes.image = heat(lanes.data.matrix); draw(); };
   timeline.tick = tick;
   timeline.ask = ask;
   body.replaceChildren(note("The timeline is read."));
   return ask();
+}
+
+/** The state of the controller at an instant, from a replay of its recording. */
+function instantState(at, state) {
+  const counts = (numbers) => Object.entries(numbers).map(([name, n]) => `${n.toLocaleString("en")} ${name.replace("_", " ")}`).join(", ");
+  const fold = (name, rows, ...inside) => (rows.length ? el("details", {}, el("summary", {}, name), ...inside) : null);
+  const more = (n) => (n ? note(`${n.toLocaleString("en")} more are not shown.`) : null);
+  const stages = Object.entries(state.slots), versions = Object.entries(state.counts.versions).sort((a, b) => b[0] - a[0]);
+  const leases = state.leases.map((one) => row([one.worker, one.stage, right(one.step < 0 ? "" : one.step), right(duration(one.left_s)),
+    one.samples.slice(0, 6).map(([epoch, prompt, member]) => `${epoch}:${prompt}/${member}`).join(", ") + (one.samples.length > 6 ? ` and ${one.samples.length - 6} more` : "")]));
+  const facts = [["step", `${state.step} of ${state.steps}`], ["prompts in flight", state.live_groups], ["newest version", state.latest_version], ["dropped", counts(state.dropped) || "none"],
+    ["after event", `${(state.events - 1).toLocaleString("en")} of term ${state.term}`], ...(state.ended ? [["ended", state.ended[0]]] : [])];
+  const titled = (title, ...inside) => el("div", {}, el("h3", {}, title), ...inside);
+  return [
+    el("h3", {}, `Controller at ${clock(at)} of the run`),
+    ...alarms(state).slice(0, 6).map((text) => el("p", { class: "alarm" }, text)),
+    el("dl", { class: "legend line-list" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))))),
+    el("div", { class: "instant" },
+      titled("Samples by stage", table(["stage", "not begun#", "at work#", "done#"], stages.map(([name, n]) => row([name, right(n.not_begun), right(n.at_work), right(n.done)])))),
+      titled("Versions of the weights", versions.length ? table(["version#", "workers#"], versions.map(([version, n]) => row([right(version < 0 ? "none" : version), right(n)]))) : note("No worker has weights yet.")),
+      titled("Workers", table(["role", "states"], Object.entries(state.counts.states).map(([role, states]) => row([role, counts(states)]))))),
+    titled("Who waited for whom", ...waitTables(state.graph, state.more_waits)),
+    fold(`What held up each waiting worker (${state.causes.length + state.more_causes})`, state.causes,
+      table(["worker", "cause", "root", "since#"], state.causes.map(([who, cause, root, s]) => row([who, CAUSE_WORDS[cause] || cause, root, right(duration(s))]))), more(state.more_causes)),
+    fold(`Who worked on what (${state.leases.length + state.more_leases})`, leases, table(["worker", "stage", "step#", "ends in#", "samples, as epoch:prompt/sample"], leases), more(state.more_leases)),
+    fold(`Version of each worker (${Object.keys(state.versions).length})`, Object.keys(state.versions), table(["worker", "version#"], Object.entries(state.versions).map(([who, n]) => row([who, right(n)])))),
+  ].filter(Boolean);
 }
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -723,11 +903,16 @@ function fitted(c, text, width) {
 
 // ---------------------------------------------------------------- waits
 
-/** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
+/** Who waits for whom now. */
 function waits() {
   const body = $("#waits .body"), graph = run.status?.graph;
   if (run.info.state !== "live" || embedded) return body.replaceChildren(note("Nothing waits: the run is not live."));
   if (!graph) return body.replaceChildren(note("No controller answers."));
+  body.replaceChildren(...waitTables(graph, 0));
+}
+
+/** Root chains and the table of waits, oldest first; equal waits of one worker are one row. */
+function waitTables(graph, unlisted) {
   const list = graph.waits || [], merged = new Map(), chains = new Map(), holds = new Map((graph.workers || []).map((w) => [w[0], w[4] || w[2]]));
   for (const wait of list) {
     const name = [wait.who, wait.what.replace(/\d+/g, "#"), wait.blocked_on].join("|"), same = merged.get(name);
@@ -747,11 +932,12 @@ function waits() {
     const held = holds.get(root) ? ` (${visible(holds.get(root), 80)})` : "";
     return el("div", { class: "card chain" }, el("b", {}, root), el("i", {}, `${held} holds up `), behind(root, [root]));
   };
-  const left = (graph.more || 0) + (graph.others || 0);
-  body.replaceChildren(
+  const left = (graph.more || 0) + (graph.others || 0) + unlisted;
+  return [
     el("div", { class: "chains" }, ...roots.map(card)),
     rows.length ? table(["who", "waits for", "since#", "limit#", "blocked on"], rows) : note("No worker waits: all are at work."),
-    left ? note(`${left} waits and workers are not shown.`) : "");
+    left ? note(`${left} waits and workers are not shown.`) : "",
+  ];
 }
 
 const note = (...children) => el("p", { class: "note" }, ...children);
@@ -774,11 +960,13 @@ function samples() {
   const select = (name, options) => el("select", { name }, ...options.map(([value, label]) => el("option", { value }, label)));
   const step = (name, label) => el("input", { name, type: "number", min: 0, "aria-label": label });
   const sets = [...new Set(Object.keys(run.columns).map((n) => /^eval\/(.+)\/[^/]+$/.exec(n)?.[1]).filter(Boolean))];
-  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: () => { offset = 0; ask(); } },
+  const form = el("form", { class: "tools", submit: (event) => { event.preventDefault(); offset = 0; ask(); }, change: (event) => { if (event.target.name === "prompt") form.elements.epoch.value = ""; offset = 0; ask(); } },
     el("label", {}, "order ", select("order", [["newest", "newest"], ["worst", "worst reward"], ["best", "best reward"], ["random", "random"]])),
     el("label", {}, "ended ", select("reason", [["", "in any way"], ...REASONS.map((reason) => [reason, ENDED[reason] || `reward: ${reason}`])])),
     el("label", {}, "steps ", step("from", "first step"), " to ", step("to", "last step")),
-    sets.length ? el("label", {}, "of ", select("eval", [["", "training and evaluations"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
+    el("label", {}, "tokens ", step("shortest", "fewest response tokens"), " to ", step("longest", "most response tokens")),
+    el("label", {}, "prompt ", step("prompt", "number of the prompt")), el("input", { name: "epoch", type: "hidden" }),
+    sets.length ? el("label", {}, "of ", select("eval", [["", "training"], ...sets.map((s) => [s, `evaluation ${visible(s, 40)}`])])) : null,
     el("label", {}, "text ", el("input", { name: "grep", type: "search", placeholder: "regular expression" })), el("button", {}, "search"), count);
   let offset = 0;
   const more = el("div", { class: "tools" });
@@ -836,11 +1024,7 @@ function samples() {
       if (own.length > 1) group.replaceChildren(el("h3", {}, `Its group, ${own.length} samples side by side`), el("div", { class: "group", tabindex: 0 }, ...own.map((one) => el("div", {},
         note(key(one.id === s.id ? "s0" : "old"), `reward ${number(one.reward)} · ${one.tokens} tokens · ${one.finish || ""}`), el("pre", { tabindex: 0 }, one.completion)))));
     } catch { /* a group that is not stored is no fault */ }
-    try {
-      const { events } = await get(`api/prompt/${s.epoch}/${s.prompt}`);
-      const rows = events.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
-      if (rows.length) life.replaceChildren(el("h3", {}, "Life of its prompt"), table(["at#", "state", "step#", "reward#", "reason"], rows));
-    } catch { /* nor one without a ledger */ }
+    life.replaceChildren(...await lifeOf(s.epoch, s.prompt));
   }
   function whole(text) {
     const shown = el("pre", { tabindex: 0 }, visible(text ?? "", 2000)), all = String(text ?? "");
@@ -883,13 +1067,22 @@ function samples() {
     return [el("div", { class: "tools" }, el("label", {}, "colour by ", choice), legend), text, said];
   }
   samples.list = list;
+  /** Shows the samples of one prompt, and no other filter. */
+  samples.of = (epoch, prompt) => {
+    form.reset();
+    form.elements.epoch.value = epoch;
+    form.elements.prompt.value = prompt;
+    offset = 0;
+    $("#samples").scrollIntoView();
+    return ask();
+  };
   samples.refresh = () => { if (!offset && !opened.childElementCount && !body.contains(document.activeElement)) ask(); };
   return ask();
 }
 
 // ---------------------------------------------------------------- prompts, events, files
 
-/** States of all prompts in the ledger, and why some were dropped. */
+/** States of all prompts in the ledger, and why some were dropped; a count opens the list of its prompts. */
 async function prompts() {
   const body = $("#prompts .body");
   let ledger;
@@ -897,10 +1090,50 @@ async function prompts() {
   const states = Object.entries(ledger.states || {}), most = Math.max(1, ...states.map(([, n]) => n)), dropped = Object.entries(ledger.dropped || {});
   if (!states.length) return body.replaceChildren(note(why("prompts", "ledger.sqlite")));
   const bar = (n) => { const made = el("span", { class: "bar" }); made.style.width = `${(100 * n) / most}%`; return made; };
-  const count = (n) => right(n.toLocaleString("en"));
-  body.replaceChildren(
-    table(["state", "prompts#", ""], states.map(([name, n]) => row([name.replace("_", " "), count(n), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
-    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n)]))) : note("No prompt was dropped."));
+  const named = (name) => name.replace("_", " "), plain = (n) => right(n.toLocaleString("en"));
+  const count = (n, state, reason) => (embedded || !n ? plain(n) : el("td", { class: "n" },
+    el("button", { type: "button", class: "count", "aria-label": `list the ${n} prompts: ${visible(reason || named(state), 80)}`, click: () => promptList(state, reason, 0) }, n.toLocaleString("en"))));
+  const counts = body.querySelector(".counts") || el("div", { class: "counts" });
+  if (counts.contains(document.activeElement)) return; // somebody is at it
+  counts.replaceChildren(
+    table(["state", "prompts#", ""], states.map(([name, n]) => row([named(name), count(n, name, ""), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
+    dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n, "dropped", name)]))) : note("No prompt was dropped."));
+  if (!counts.isConnected) body.replaceChildren(counts, el("div", { class: "opened" }));
+}
+
+/** The prompts behind a count; each opens its samples, and its life in the ledger. */
+async function promptList(state, reason, offset) {
+  const place = $("#prompts .opened"), life = el("div"), query = new URLSearchParams({ state, reason, limit: PAGE, offset });
+  const close = el("button", { type: "button", click: () => place.replaceChildren() }, "close");
+  let answer;
+  try { answer = await get(`api/prompts?${query}`); } catch (error) { return place.replaceChildren(note(error.message), close); }
+  const { prompts: found, total } = answer;
+  const line = (one) => {
+    const act = () => {
+      for (const other of place.querySelectorAll("tr.chosen")) other.classList.remove("chosen");
+      made.classList.add("chosen");
+      samples.of(one.epoch, one.prompt);
+      lifeOf(one.epoch, one.prompt).then((rows) => life.replaceChildren(...rows));
+    };
+    const made = row([`${one.epoch}:${one.prompt}`, right(one.step), right(number(one.reward)), one.reason],
+      { class: "open", tabindex: 0, "aria-label": `samples of prompt ${one.prompt}`, click: act, keydown: (event) => { if (event.key === "Enter") act(); } });
+    return made;
+  };
+  const turn = (label, by) => { const at = offset + by, b = el("button", { type: "button", click: () => promptList(state, reason, at) }, label); b.disabled = at < 0 || at >= total; return b; };
+  const span = total ? `${(offset + 1).toLocaleString("en")} to ${(offset + found.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "There is none any more.";
+  place.replaceChildren(el("h3", {}, `Prompts: ${visible(reason || state.replace("_", " "), 200)}`),
+    el("div", { class: "tools" }, el("span", { class: "note" }, span), ...(total > PAGE ? [turn("before", -PAGE), turn("next", PAGE)] : []), close),
+    table(["prompt", "step#", "reward#", "reason"], found.map(line)), life);
+  place.querySelector(".scroll").focus();
+}
+
+/** What the ledger has about a prompt. */
+async function lifeOf(epoch, prompt) {
+  try {
+    const { events: lived } = await get(`api/prompt/${epoch}/${prompt}`);
+    const rows = lived.map((e) => row([right(clock(e.at_s)), e.state, right(e.step), right(number(e.reward)), e.reason || ""]));
+    return rows.length ? [el("h3", {}, `Life of prompt ${prompt}`), table(["at#", "state", "step#", "reward#", "reason"], rows)] : [];
+  } catch { return []; } // a run without a ledger is no fault
 }
 
 const eventRow = (e) => row([right(clock(e.wall_s)), right(e.step), el("td", { class: "once" }, e.kind.replace("_", " ")), e.text], { class: { red: "fault", amber: "warned" }[inkOf(e)] });
@@ -963,6 +1196,7 @@ function live() {
     if (line.step > (run.steps.at(-1) ?? -1) + 1) return later("missed", missed, 50);
     const numbers = Object.entries(line).filter(([, value]) => known(value)).map(([name, value]) => [name, [value]]);
     addSeries({ steps: [line.step], columns: Object.fromEntries(numbers) });
+    if (run.steps.length > 4 * POINTS) later("missed", missed, 50);
     newSteps();
   });
   on("event", (event) => {
@@ -984,7 +1218,17 @@ function newSteps() {
 }
 
 async function missed() {
-  try { addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`)); newSteps(); } catch { /* with the next step again */ }
+  try { await moreSteps(); newSteps(); } catch { /* with the next step again */ }
+}
+
+/** Fetches the steps after the last one; the whole run again if too many of them would be drawn. */
+async function moreSteps() {
+  const first = (run.steps.at(-1) ?? -1) + 1, more = await get(`api/series?from=${first}`);
+  if (!more.decimated && run.steps.length + more.steps.length < 4 * POINTS) return addSeries(more);
+  const whole = await get(`api/series?from=0&points=${POINTS}`);
+  cutFrom(0);
+  addSeries(whole);
+  addLastEvaluations();
 }
 
 async function moreAttribution() {
@@ -1007,7 +1251,7 @@ async function catchUp(isFirst) {
       run.next = next;
     } while (live.again);
     live.catching = false;
-    addSeries(await get(`api/series?from=${(run.steps.at(-1) ?? -1) + 1}`));
+    await moreSteps();
     addLastEvaluations();
     header(); curves(); events();
     if (!isFirst) { waits(); files(); prompts(); moreAttribution(); timeline.tick(); }
@@ -1016,7 +1260,7 @@ async function catchUp(isFirst) {
 
 async function start() {
   try {
-    const [info, series, log] = await Promise.all([get("api/run"), get("api/series?from=0"), get("api/events?from=0")]);
+    const [info, series, log] = await Promise.all([get("api/run"), get(`api/series?from=0&points=${POINTS}`), get("api/events?from=0")]);
     run.info = info; run.events = log.events; run.next = log.next;
     addSeries(series);
     addLastEvaluations();
@@ -1026,12 +1270,12 @@ async function start() {
   }
   header();
   curves();
-  for (const chart of charts.values()) if (chart.stale && chart.card.getBoundingClientRect().top < innerHeight) chart.draw();
+  drawAll([...charts.values()].filter((chart) => chart.stale && chart.card.getBoundingClientRect().top < innerHeight));
   await new Promise((done) => requestAnimationFrame(() => setTimeout(done))); // curves are seen before the rest is made
   performance.mark("drawn");
   waits(); events();
   if (!embedded) live();
-  await Promise.all([moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
+  await Promise.all([compare(), moreAttribution().then(shares), timeline(), samples(), prompts(), files()]);
   performance.mark("complete");
 }
 

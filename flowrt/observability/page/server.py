@@ -5,6 +5,7 @@ It only reads. A request is answered from a fixed table of paths: nothing in it 
 
 import asyncio
 import errno
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any
 from aiohttp import web
 
 from flowrt.errors import FlowError
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.json_text import to_json
 from flowrt.observability.lanes import MAX_LANES
 from flowrt.observability.page.access import Access, Handler, add_headers, refuse
 from flowrt.observability.page.listeners import who_listens
+from flowrt.observability.page.replayer import Replayer
 from flowrt.observability.page.stream import Status, Stream
 from flowrt.observability.run_reader import RunReader
+from flowrt.observability.series import MAX_POINTS, Axis
 from flowrt.runtime.waits import pause, wait_until
 
 STATIC = {
@@ -48,23 +52,32 @@ MetricsText = Callable[[RunReader, Status | None], str]
 class PageServer:
     """Serves the page of one run."""
 
-    def __init__(self, reader: RunReader, access: Access, metrics_text: MetricsText | None = None) -> None:
+    def __init__(
+        self,
+        reader: RunReader,
+        access: Access,
+        metrics_text: MetricsText | None = None,
+        compared: ComparedRuns | None = None,
+    ) -> None:
         """Serve what ``reader`` reads.
 
         Args:
             reader: of the run; used by this server alone from now on.
             access: who may ask.
             metrics_text: makes the answer of ``/metrics``; None: there is no such path.
+            compared: other runs, whose curves are shown too.
         """
         self._reader = reader
         self._access = access
         self._metrics_text = metrics_text
+        self._compared = compared or ComparedRuns(reader.run_dir, ())
         self._stream = Stream()
         self._status: Status | None = None
         self._status_s = float("-inf")
         # A thread each: a long look into a database does not hold up the stream.
         self._files = ThreadPoolExecutor(1, "files")
         self._databases = ThreadPoolExecutor(1, "databases")
+        self._replayer = Replayer(reader.run_dir)
         self._runner: web.AppRunner | None = None
 
     # ---- life
@@ -96,6 +109,7 @@ class PageServer:
     async def close(self) -> None:
         """Stop serving."""
         self._stream.close()
+        await self._replayer.close()
         if self._runner is not None:
             await self._runner.cleanup()
         for threads in (self._files, self._databases):
@@ -146,16 +160,18 @@ class PageServer:
         handlers: dict[str, Handler] = dict.fromkeys(STATIC, self._static)
         handlers |= {
             "/api/run": self._call(files, lambda _: self._run()),
-            "/api/series": self._call(files, lambda of: reader.series(_whole(of, "from"))),
+            "/api/series": self._call(files, lambda of: _series(reader, of)),
+            "/api/compared": self._call(files, lambda of: self._compared.series(*_window(of))),
             "/api/attribution": self._call(files, lambda of: reader.attribution(_whole(of, "from"))),
             "/api/events": self._call(files, lambda of: reader.events(_whole(of, "from"))),
             "/api/timeline": self._call(files, self._timeline),
             "/api/samples": self._call(databases, self._samples),
             SAMPLE_PATH: self._call(databases, lambda of: reader.sample(int(of["id"]))),
             PROMPT_PATH: self._call(databases, lambda of: reader.prompt(int(of["epoch"]), int(of["number"]))),
+            "/api/prompts": self._call(databases, self._prompts),
             "/api/ledger": self._call(databases, lambda _: reader.ledger()),
             "/api/logs": self._call(files, lambda _: reader.logs()),
-            "/api/replay": self._call(databases, lambda of: reader.replay(_seconds(of, "at") or 0.0)),
+            "/api/replay": self._replay,
             "/api/stream": self._follow_stream,
         }
         if self._metrics_text is not None:
@@ -176,7 +192,7 @@ class PageServer:
         found = self._reader.run()
         if found["state"] == "killed" and self._fresh_status is not None:
             found["state"] = "live"  # its controller is on another host
-        return found
+        return {**found, "compared": list(self._compared.names)}
 
     def _timeline(self, of: Values) -> dict[str, Any]:
         first = _whole(of, "first") if of.get("first") else None
@@ -185,8 +201,16 @@ class PageServer:
     def _samples(self, of: Values) -> dict[str, Any]:
         return self._reader.samples(of, min(_whole(of, "limit", 50), MAX_SAMPLES), _whole(of, "offset"))
 
+    def _prompts(self, of: Values) -> dict[str, Any]:
+        limit = min(_whole(of, "limit", 50), MAX_SAMPLES)
+        return self._reader.prompts(of.get("state", ""), of.get("reason", ""), limit, _whole(of, "offset"))
+
     async def _follow_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream.answer(request, self._reader.next_step)
+
+    async def _replay(self, request: web.Request) -> web.StreamResponse:
+        text = to_json(await self._replayer.status_at(_seconds(request.query, "at") or 0.0))
+        return _compressed(web.Response(text=text, content_type="application/json"), len(text))
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name, content_type = STATIC[request.path]
@@ -200,6 +224,18 @@ class PageServer:
         assert self._metrics_text is not None
         text = await self._in_thread(self._files, self._metrics_text, self._reader, self._fresh_status)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _series(reader: RunReader, of: Values) -> dict[str, Any]:
+    """Curves: all steps from one on, or with ``points`` a window that is decimated to their number."""
+    return reader.series_window(*_window(of)) if of.get("points") else reader.series(_whole(of, "from"))
+
+
+def _window(of: Values) -> tuple[Axis, float, float, int]:
+    """The axis, the ends and the number of points of a request for curves. Raises ValueError."""
+    axis: Axis = "wall_s" if of.get("x") == "wall_s" else "step"
+    high = _seconds(of, "to")
+    return axis, _seconds(of, "from") or 0.0, math.inf if high is None else high, _whole(of, "points", MAX_POINTS)
 
 
 def _json(content: object, status: int = 200) -> web.Response:

@@ -11,15 +11,18 @@ import base64
 import gzip
 import hashlib
 import html
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrt.errors import EXIT_FAILED, EXIT_OK, FlowError
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.json_text import to_json
 from flowrt.observability.run_reader import RunReader
+from flowrt.observability.series import KEPT_POINTS
 from flowrt.runtime.files import atomic_write
 
 NAME = "run.html"
@@ -31,30 +34,34 @@ SAMPLES = (("worst", 50), ("best", 50), ("newest", 70), ("random", 30))
 OPENED = 24
 """Samples whose tokens are given: this number of the worst and of the newest."""
 SHARES = "api/attribution?from=0"
+COMPARED = "api/compared"
 PAGE = "page.html"
 DATA_TYPE = "application/octet-stream"
 Answers = dict[str, Any]
 Answer = TypeVar("Answer")
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
+_AHEAD = re.compile(r'<link rel="preload"[^>]*>\n')
+"""What the page asks its server for while it is loaded: a file has it."""
 _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _HERE = Path(__file__).parent
 
 
-def write(run_dir: Path, path: Path | None = None) -> Path:
+def write(run_dir: Path, path: Path | None = None, others: Sequence[Path] = ()) -> Path:
     """Write the page of a run; returns its path.
 
     Args:
         run_dir: of the run, in any state.
         path: of the file; None: run.html in the run directory.
+        others: directories of runs whose curves are drawn too.
 
-    Raises ConfigError if this is no run directory, OSError if the file cannot be written.
+    Raises ConfigError if one of them is no run directory, OSError if the file cannot be written.
     """
     path = path or run_dir / NAME
-    atomic_write(path, page(answers(RunReader(run_dir))))
+    atomic_write(path, page(answers(RunReader(run_dir), ComparedRuns(run_dir, others))))
     return path
 
 
-def answers(reader: RunReader) -> Answers:
+def answers(reader: RunReader, compared: ComparedRuns | None = None) -> Answers:
     """What the page of a run asks for, by path; what is left out of it is listed in ``left_out``."""
     found: Answers = {
         "api/run": reader.run(),
@@ -80,6 +87,9 @@ def answers(reader: RunReader) -> Answers:
         found[f"api/sample/{number}"] = _try(lambda: reader.sample(number), None)  # noqa: B023
     # The files are read now: what is damaged is known.
     found["api/run"] = reader.run()
+    if compared is not None and compared.names:
+        found["api/run"]["compared"] = list(compared.names)
+        found[COMPARED] = compared.series("step", 0, math.inf, KEPT_POINTS)
     return found
 
 
@@ -112,6 +122,7 @@ LEFT_OUT: tuple[tuple[str, Callable[[Answers], None]], ...] = (
     ),
     ("its samples", lambda found: _without(found, "api/samples")),
     ("its lanes", lambda found: _without(found, "api/timeline")),
+    ("the curves of other runs", lambda found: _without(found, COMPARED)),
     ("its logs", lambda found: _without(found, "api/logs")),
     ("all but the last 500 events", lambda found: _shorten(found, "api/events?from=0", "events", 500)),
     ("where the time went, but for the last 50 steps", lambda found: _shorten(found, SHARES, "lines", 50)),
@@ -155,7 +166,7 @@ def _assembled(data: str) -> str:
 
         return put
 
-    text = _STYLE.sub(inline("style", styles), _own(PAGE))
+    text = _STYLE.sub(inline("style", styles), _AHEAD.sub("", _own(PAGE)))
     before, script, after = text.partition("<script src=")
     text = f'{before}<script id="data" type="{DATA_TYPE}">{data}</script>\n{script}{after}'
     text = _SCRIPT.sub(inline("script", scripts), text)

@@ -9,10 +9,9 @@ import msgspec
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
-from flowrt.recipes.data.base import Rows
+from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.data.mistakes import Mistakes
 from flowrt.recipes.data.prompt_scan import BATCH, column_fields, row_type
 
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, Recipe, Task
+from flowrt.recipes.tasks.embedded_tokenizers import character_tokenizer
 
 NUMBERS = (2, 3, 4, 5, 6)
 """How many numbers a problem has; each is equally likely."""
@@ -55,12 +56,7 @@ class Arithmetic(Task):
 
     def tokenizer(self) -> Tokenizer:
         """One token per character."""
-        words = ["<pad>", "<eos>", *CHARACTERS]
-        tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-        tokenizer.decoder = decoders.Fuse()  # without it, decoding puts spaces between characters
-        tokenizer.add_special_tokens(["<pad>", "<eos>"])
-        return tokenizer
+        return character_tokenizer(CHARACTERS)
 
 
 @cache

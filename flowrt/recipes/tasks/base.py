@@ -8,11 +8,13 @@ from random import Random
 
 from tokenizers import Tokenizer
 
+from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.data.columns import Messages
 
 BLOCK = 512
 """Prompts that are checked together."""
+NO_MODEL = "the task has no embedded model, and starts from a model of yours; name its directory with --model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +86,18 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of an embedded model, with the tokens <pad> and <eos>. Raises ConfigError if there is none."""
+        raise ConfigError(NO_MODEL)
 
-    @abstractmethod
-    def sft_example(self, rng: Random, answer_only: bool) -> Example:
+    def sft_example(self, rng: Random, answer_only: bool) -> Example:  # noqa: ARG002
         """Draw an example for SFT of an embedded model. Raises ConfigError if the task has none.
 
         Args:
             rng: source of randomness.
             answer_only: draw from the second stage's examples, mostly answers without working.
         """
+        raise ConfigError(NO_MODEL)
 
     def check(self, progress: Callable[[str], None]) -> tuple[str, ...]:  # noqa: ARG002
         """Check what otherwise fails during the run. Raises ConfigError; ``progress`` receives notes on long waits.

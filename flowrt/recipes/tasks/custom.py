@@ -3,13 +3,9 @@
 `Example.answer` is the JSON of what a function may take: the columns, with "prompt" and "answer" by these names.
 """
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import NoReturn
-
-from tokenizers import Tokenizer
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
@@ -52,19 +48,9 @@ class CustomTask(Task):
         rows = [problem.answer.encode() for problem in problems[:FIRST_ROWS]]
         return check_rewards(self._reward, rows, progress)
 
-    def sft_example(self, rng: random.Random, answer_only: bool) -> Example:  # noqa: ARG002
-        _no_model()
-
-    def tokenizer(self) -> Tokenizer:
-        _no_model()
-
     @cached_property
     def _sets(self) -> Sequence[ProblemSet]:
         return open_sets(self._data)
-
-
-def _no_model() -> NoReturn:
-    raise ConfigError("recipe custom starts from a model of yours; name its directory with --model")
 
 
 def _task(config: RunConfig) -> CustomTask:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import BuildConfig, DataConfig, RolloutConfig, RunConfig, SftConfig, TrainerConfig
-from flowrt.recipes.data.mistakes import Mistakes
+from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.tasks.base import Example, Recipe, Task
+from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer
 from flowrt.recipes.tasks.rows import Row, data_path, split_rows
 
 FINAL = re.compile(r"#### (-?(?>[\d,]*)(?:\.\d++|(?<=\d)))\s*+$")
@@ -53,17 +54,7 @@ class Gsm8k(Task):
 
     def tokenizer(self) -> Tokenizer:
         """Train a byte-level BPE on the training rows; every text has a tokenization."""
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=self._vocab_size,
-            special_tokens=["<pad>", "<eos>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator((p.prompt + p.solution for p in self._training), trainer)
-        return tokenizer
+        return byte_pair_tokenizer((p.prompt + p.solution for p in self._training), self._vocab_size)
 
 
 def _problems(rows: Sequence[Row], mistakes: Mistakes) -> list[Example]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import overload
 
 from flowrt.errors import ConfigError
-from flowrt.protocol.prompt_numbers import MAX_ROWS
+from flowrt.ids import MAX_ROWS
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.columns import MISSING, Messages, as_columns, find, prompt_or_messages

@@ -1,4 +1,4 @@
-"""The table of recipes, by the names that ``flowrt run RECIPE`` accepts. A new one is its own file and a row here."""
+"""Recipes by name, as ``flowrt run RECIPE`` takes them: a table of the built-in ones, and files of the user's."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +7,7 @@ from flowrt.errors import ConfigError, suggested
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.tasks import arithmetic, custom, gsm8k
 from flowrt.recipes.tasks.base import Recipe, Task
+from flowrt.recipes.tasks.task_file import called, described, digest, is_task_file, load, split
 
 RECIPES: dict[str, Recipe] = {
     "arithmetic": arithmetic.RECIPE,
@@ -16,21 +17,57 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe(name: str) -> Recipe:
-    """Look up a recipe. Raises ConfigError if there is none of this name."""
+    """Look up a built-in recipe. Raises ConfigError if there is none of this name."""
     try:
         return RECIPES[name]
     except KeyError:
-        raise ConfigError(f"there is no recipe {name!r}{suggested(name, RECIPES)}") from None
+        near = suggested(name, RECIPES)
+        raise ConfigError(f"there is no recipe {name!r} (a task of your own is FILE.py){near}") from None
+
+
+def takes_reward(name: str) -> bool:
+    """Whether runs of a recipe name their reward functions. Raises ConfigError for a recipe that cannot be loaded."""
+    return described(name).takes_reward if is_task_file(name) else recipe(name).takes_reward
+
+
+def held_out_by_default(name: str) -> int:
+    """``data.eval_prompts`` of a recipe. Raises ConfigError for one that cannot be loaded."""
+    if is_task_file(name):
+        return int(described(name).defaults["data"]["eval_prompts"])
+    return recipe(name).defaults.data.eval_prompts
 
 
 def task_of(config: RunConfig) -> Task:
     """The prompts and the reward of a run; with ``eval.data`` no rows are held out of the training data.
 
-    Raises ConfigError if its data is missing or malformed.
+    The file of a task of the user's is run in this process. Raises ConfigError if that fails, or if it is not the file
+    that the run began with; and if data is missing or malformed.
     """
     if config.eval.data:
         config = replace(config, data=replace(config.data, eval_prompts=0))
+    if is_task_file(config.recipe):
+        return _own_task(config)
     return recipe(config.recipe).task(config)
+
+
+def _own_task(config: RunConfig) -> Task:
+    path = split(config.recipe)[0]
+    check_digest(config, digest(config.recipe))
+    name, found = load(config.recipe)
+    task: object = called(path, f"while {name} made the task", lambda: found.task(config))
+    if not isinstance(task, Task):
+        raise ConfigError(f"task file {path}: {name}.task gives {type(task).__name__}, and no flowrt.tasks.Task")
+    return task
+
+
+def check_digest(config: RunConfig, now: str) -> None:
+    """Raises ConfigError if the file of a run's task has another digest than the file that the run began with."""
+    if config.recipe_sha256 not in ("", now):
+        raise ConfigError(
+            f"task file {split(config.recipe)[0]} has changed since the run began (its SHA-256 was "
+            f"{config.recipe_sha256[:16]}…): restore it, or, if prompts and rewards are as they were, flowrt resume "
+            f"{config.run_dir or 'RUN'} --recipe-sha256 {now}"
+        )
 
 
 def check_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:

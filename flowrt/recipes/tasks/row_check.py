@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig
+from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.data.columns import as_columns
-from flowrt.recipes.data.mistakes import Mistakes
 from flowrt.recipes.data.prompt_scan import checked, scan_prompts
 from flowrt.recipes.tasks.problems import ProblemSet, folded
 

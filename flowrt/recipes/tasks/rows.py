@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import RunConfig
+from flowrt.recipes.data.base import Mistakes
 from flowrt.recipes.data.columns import as_columns, text, text_prompt
 from flowrt.recipes.data.files import open_rows
-from flowrt.recipes.data.mistakes import Mistakes
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,16 @@ from flowrt.errors import ConfigError, TransferError, WaitExpired
 from flowrt.runtime.waits import poll_until
 from flowrt.transport.buffers import BufferPool
 from flowrt.transport.devices import Kind, has_cuda, has_npu, own_index, torch_npu
-from flowrt.transport.lanes.chunks import MAX_CHUNK_BYTES, Chunk, ColumnRun, TransferRateLimit, split_run
-from flowrt.transport.lanes.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
+from flowrt.transport.lanes.channel import (
+    MAX_CHUNK_BYTES,
+    RECEIVER_RANK,
+    SENDER_RANK,
+    Chunk,
+    ColumnRun,
+    SignalStore,
+    TransferRateLimit,
+    split_run,
+)
 
 POLL_S = 0.0002
 LIBRARY_TIMEOUT_FACTOR = 4

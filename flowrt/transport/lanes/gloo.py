@@ -14,8 +14,16 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 
 from flowrt.runtime.waits import blocking
 from flowrt.transport.buffers import BufferPool
-from flowrt.transport.lanes.chunks import STAGE_BYTES, Chunk, ColumnRun, TransferRateLimit, split_run
-from flowrt.transport.lanes.rendezvous import RECEIVER_RANK, SENDER_RANK, SignalStore
+from flowrt.transport.lanes.channel import (
+    RECEIVER_RANK,
+    SENDER_RANK,
+    STAGE_BYTES,
+    Chunk,
+    ColumnRun,
+    SignalStore,
+    TransferRateLimit,
+    split_run,
+)
 
 IN_FLIGHT = 4
 TAGS = 1 << 30

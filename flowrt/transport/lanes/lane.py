@@ -8,7 +8,9 @@ too; the controller then opens a new incarnation.
 import asyncio
 import contextlib
 import itertools
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +19,22 @@ from typing import Any
 import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, FlowError, TransferError, WaitExpired
-from flowrt.protocol.records import GONE, LaneTurn
+from flowrt.protocol.messages import GONE, LaneTurn
+from flowrt.runtime.host import local_address, network_namespace
 from flowrt.runtime.waits import CONTROLLER, join_thread, queue_get
 from flowrt.transport.buffers import trim_heap
-from flowrt.transport.lanes.chunks import MIN_BYTES_PER_S, ColumnRun, TransferRateLimit
-from flowrt.transport.lanes.rendezvous import SignalStore
-from flowrt.transport.lanes.transports import Channel, Transport
+from flowrt.transport.devices import cuda_is_here, has_cuda, has_npu, npu_is_here
+from flowrt.transport.lanes.channel import (
+    MIN_BYTES_PER_S,
+    Channel,
+    ColumnRun,
+    SignalStore,
+    TransferRateLimit,
+    Transport,
+)
+from flowrt.transport.lanes.device import HcclTransport, NcclTransport
+from flowrt.transport.lanes.gloo import GlooTransport
+from flowrt.transport.lanes.shared_memory import ShmTransport
 
 FAILURES = (*PROGRAMMING_ERRORS, OSError, FlowError)
 CLOSE_S = 0.5
@@ -338,3 +350,38 @@ class LaneSet:
 
             self._stores[lane] = SignalStore(lane, post, self._deadline_s, peer)
         return self._stores[lane]
+
+
+def available_transports() -> tuple[str, ...]:
+    """Names of the transports that this worker supports, best first.
+
+    Shared memory is ``shm:SCOPE``: it works between workers of one `network_namespace`. Transports of devices that this
+    process does not use (yet: engines start after the handshake) come after gloo. They are used only if the run forces
+    them, so that a lane alone does not create a context on a device.
+    """
+    found = []
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        found.append(f"shm:{network_namespace()}")
+    if has_cuda():
+        found.append("nccl")
+    if has_npu():
+        found.append("hccl")
+    idle = []
+    if not has_cuda() and cuda_is_here() and torch.distributed.is_nccl_available():
+        idle.append("nccl")
+    if not has_npu() and npu_is_here():
+        idle.append("hccl")
+    return (*found, "gloo", *idle)
+
+
+def make_transports(controller: str) -> Mapping[str, Transport]:
+    """All transports by name, for a worker of the controller at ``tcp://HOST:PORT``.
+
+    Raises ConfigError if this host has no route to the controller.
+    """
+    return {
+        "shm": ShmTransport(),
+        "gloo": GlooTransport(local_address(controller)),
+        "nccl": NcclTransport(),
+        "hccl": HcclTransport(),
+    }

@@ -27,8 +27,7 @@ import torch
 from flowrt.errors import TransferError
 from flowrt.runtime.waits import blocking
 from flowrt.transport.buffers import MAX_IDLE_BYTES, MAX_OVERSIZE_FACTOR, capacity
-from flowrt.transport.lanes.chunks import MAX_CHUNK_BYTES, ColumnRun, TransferRateLimit, split_run
-from flowrt.transport.lanes.rendezvous import SignalStore
+from flowrt.transport.lanes.channel import MAX_CHUNK_BYTES, ColumnRun, SignalStore, TransferRateLimit, split_run
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)

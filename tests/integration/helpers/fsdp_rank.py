@@ -16,14 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from flowrt.algorithms.kl import AdaptiveKl
 from flowrt.algorithms.objective import Kl, Objective
+from flowrt.algorithms.policy_losses import AdaptiveKl
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.fsdp.trainer import FsdpTrainer
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
-from flowrt.engines.training.forward import decoder_layers
-from flowrt.engines.training.shared_prefix import is_packing_enabled
+from flowrt.engines.training.forward import decoder_layers, is_packing_enabled
 from flowrt.errors import EngineError
 from flowrt.transport.devices import Device
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from flowrt.errors import TransferError
-from flowrt.protocol.records import LaneTurn
+from flowrt.protocol.messages import LaneTurn
 from flowrt.transport.lanes.lane import LaneSet, lane_name
 from tests.integration.helpers import lane_peer
 

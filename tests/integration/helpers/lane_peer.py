@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from flowrt.protocol.records import ITEM_BYTES, LaneTurn
+from flowrt.protocol.messages import ITEM_BYTES, LaneTurn
 from flowrt.transport.devices import Device, npu_is_here, torch_npu
-from flowrt.transport.lanes.chunks import ColumnRun
+from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.device import HcclTransport, NcclTransport
 from flowrt.transport.lanes.gloo import GlooTransport
 from flowrt.transport.lanes.lane import LaneSet, lane_name

@@ -31,7 +31,7 @@ from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch import trainer as torch_trainer
 from flowrt.engines.training.state import write_tensors
 from flowrt.errors import WaitExpired
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.ranks.process_group import STORE_VARIABLE, init_ranks
 from flowrt.recipes.config import CheckpointConfig, RunConfig, TrainerConfig

@@ -12,7 +12,7 @@ from flowrt.controller.policies.weight_sync import DelayedUpdate
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.protocol.records import Column, Stage
+from flowrt.protocol.messages import Column, Stage
 from flowrt.runtime.parent_death import die_with_parent
 
 FLOW = Dataflow(

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from flowrt.transport.lanes.chunks import TransferRateLimit
+from flowrt.transport.lanes.channel import SignalStore, TransferRateLimit
 from flowrt.transport.lanes.device import DeviceChannel
-from flowrt.transport.lanes.rendezvous import SignalStore
 
 
 class SocketTransport:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from flowrt.algorithms import group_advantages
+from flowrt.algorithms.advantages import GroupAdvantages
+from flowrt.algorithms.algorithm import Groups
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training.forward import score
-from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.engines.training.forward import enable_packing, score
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml
 from flowrt.recipes.run_dir import model_dir
@@ -27,6 +28,18 @@ from flowrt.recipes.tasks.registry import task_of
 from flowrt.roles.algorithm import algorithm
 
 Group = dict[str, Any]
+
+
+def groups_of(cut: list[Any], rewards_N: Tensor, groups_N: Tensor) -> Groups:
+    """The groups of a micro-batch."""
+    lengths = [len(tokens) for group in cut for tokens in group["responses"]]
+    return Groups(
+        rewards_N=rewards_N,
+        group_N=groups_N,
+        lengths_N=torch.tensor(lengths),
+        truncated_N=torch.zeros(len(lengths), dtype=torch.bool),
+        staleness_N=torch.zeros(len(lengths), dtype=torch.int64),
+    )
 
 
 def generate(policy: Any, tokenizer: Any, config: RunConfig, prompt: torch.Tensor, index: int, member: int) -> Response:
@@ -95,7 +108,7 @@ def sync_loop(config: RunConfig, model: Path) -> dict[str, torch.Tensor]:
                     responses=[tokens for group in cut for tokens in group["responses"]],
                     rollout_logprobs=[one for group in cut for one in group["logprobs"]],
                     reference_logprobs=[one for group in cut for one in group["scored"]],
-                    advantages_N=group_advantages(rewards_N, groups_N),
+                    advantages_N=GroupAdvantages()(groups_of(cut, rewards_N, groups_N)).advantages_N,
                     weights_N=torch.ones(len(rewards_N)),
                     groups_N=groups_N,
                 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flowrt.client.session import connect
-from flowrt.protocol.records import LaneTurn
+from flowrt.protocol.messages import LaneTurn
 from flowrt.runtime.event_loop import run_loop
 from flowrt.runtime.parent_death import die_with_parent
 from flowrt.transport.lanes.lane import LaneSet

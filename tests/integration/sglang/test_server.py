@@ -13,13 +13,12 @@ import torch
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, parameter_shapes
 from flowrt.engines.options import Truncation
-from flowrt.engines.sglang.checksums import ExpectedChecksums
 from flowrt.engines.sglang.client import SglangClient
 from flowrt.engines.sglang.engine import SglangRollout
-from flowrt.engines.sglang.layout import Layout
+from flowrt.engines.sglang.layout import ExpectedChecksums, Layout
 from flowrt.engines.sglang.protocol import Call, checksum
 from flowrt.engines.sglang.tensor_pickles import serialized
-from flowrt.engines.torch.sampling import draw_truncated
+from flowrt.engines.torch.rollout import draw_truncated
 from flowrt.engines.training.forward import response_logprobs, score
 from flowrt.errors import EngineError
 from flowrt.transport.weights import snapshot as transport_weights

@@ -10,7 +10,7 @@ from flowrt import api
 from flowrt.errors import EXIT_DISMISSED
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import ColumnLengths, Part, Values
+from flowrt.protocol.messages import ColumnLengths, Part, Values
 from tests.integration.streams.conftest import Run, Start
 
 COLUMNS = (api.Column("data", "float32", "group"), api.Column("text", "float32", "slot"))

@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from flowrt.algorithms import group_advantages, leave_one_out_advantages
 from flowrt.algorithms.advantages import Scale
+from tests.groups import group_advantages
 
+LEAVE_ONE_OUT = {"baseline": "leave_one_out", "scale": "none"}
 SCALES: tuple[Scale, ...] = ("group_std", "none", "batch_std")
 
 
@@ -38,7 +39,8 @@ def test_batch_std_divides_by_the_spread_of_all_rewards() -> None:
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
-    advantages = leave_one_out_advantages(torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0]), torch.tensor([0, 1, 0, 1, 0]))
+    rewards, groups = torch.tensor([1.0, 5.0, 2.0, 7.0, 6.0]), torch.tensor([0, 1, 0, 1, 0])
+    advantages = group_advantages(rewards, groups, **LEAVE_ONE_OUT)
     torch.testing.assert_close(advantages, torch.tensor([-3.0, -2.0, -1.5, 2.0, 4.5]))
 
 
@@ -51,17 +53,17 @@ def test_equal_rewards_give_exactly_zero(scale: Scale, dtype: torch.dtype, size:
     rewards = torch.tensor([value] * size + [1.0, 0.0], dtype=dtype)
     groups = torch.tensor([0] * size + [1, 1])
     assert group_advantages(rewards, groups, scale=scale)[:size].tolist() == [0.0] * size
-    assert leave_one_out_advantages(rewards, groups)[:size].tolist() == [0.0] * size
+    assert group_advantages(rewards, groups, **LEAVE_ONE_OUT)[:size].tolist() == [0.0] * size
 
 
 def test_a_group_of_one_is_refused_where_its_spread_is_needed() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 42])
-    with pytest.raises(ValueError, match=r"group 42 has 1 sample.*raise the group size.*scale=\"none\""):
+    with pytest.raises(ValueError, match=r"group 42 has 1 sample.*raise --group-size, or use baseline none"):
         group_advantages(rewards, groups)
     with pytest.raises(ValueError, match="group 42 has 1 sample"):
-        leave_one_out_advantages(rewards, groups)
-    assert group_advantages(rewards, groups, scale="none")[2] == 0
-    assert group_advantages(rewards, groups, scale="batch_std")[2] == 0
+        group_advantages(rewards, groups, **LEAVE_ONE_OUT)
+    assert group_advantages(rewards, groups, baseline="none", scale="none")[2] == 5
+    assert group_advantages(rewards, groups, baseline="none", scale="batch_std")[2] > 0
 
 
 def test_integer_and_half_rewards_come_back_as_float32() -> None:
@@ -77,7 +79,5 @@ def test_bad_input_is_named() -> None:
         group_advantages(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"rewards_N \[2\] and groups_N \[3\]"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="batch holds 1 rewards"):
-        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.long), scale="batch_std")
-    with pytest.raises(ValueError, match="scale is 'std'"):
-        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), scale="std")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step has 1 samples"):
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.long), baseline="none", scale="batch_std")

@@ -8,26 +8,8 @@ import torch
 from objectives_rows.closed_form import worst_credit
 from objectives_rows.credit_forms import ADVANTAGES, SELECTIONS
 
-from flowrt.algorithms.algorithm import Groups
-from flowrt.algorithms.credit import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair
-
-
-def groups_of(
-    rewards: list[float],
-    group: list[int],
-    lengths: list[int] | None = None,
-    truncated: list[bool] | None = None,
-    kl: list[float] | None = None,
-) -> Groups:
-    count = len(rewards)
-    return Groups(
-        rewards_N=torch.tensor(rewards, dtype=torch.float64),
-        group_N=torch.tensor(group),
-        lengths_N=torch.tensor(lengths or [1] * count),
-        truncated_N=torch.tensor(truncated or [False] * count),
-        staleness_N=torch.zeros(count, dtype=torch.int64),
-        kl_N=None if kl is None else torch.tensor(kl, dtype=torch.float64),
-    )
+from flowrt.algorithms.advantages import BestOfGroup, GroupAdvantages, OverlongPenalty, PreferencePair
+from tests.groups import groups_of
 
 
 @pytest.mark.parametrize("name", [*ADVANTAGES, *SELECTIONS])

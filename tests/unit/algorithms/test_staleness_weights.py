@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrt.algorithms.staleness_weights import PolynomialAge, UniformWeight
+from flowrt.algorithms.advantages import PolynomialAge, UniformWeight
 
 STALENESS_N = torch.tensor([0, 1, 2, 7])
 

@@ -11,8 +11,19 @@ from flowrt.client.session import Session
 from flowrt.client.weights import WeightTransfers
 from flowrt.controller.events import EndRun, Tick
 from flowrt.errors import EXIT_STALLED, FlowError, RemoteProtocolError
-from flowrt.protocol.messages import EvictVersion, FetchFailed, Heartbeat, Message, Publish, ReceiveWeights, Welcome
-from flowrt.protocol.records import NO_BASE, LaneTurn, Position, Weights
+from flowrt.protocol.messages import (
+    NO_BASE,
+    EvictVersion,
+    FetchFailed,
+    Heartbeat,
+    LaneTurn,
+    Message,
+    Position,
+    Publish,
+    ReceiveWeights,
+    Weights,
+    Welcome,
+)
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.simulation.core_driver import CoreDriver

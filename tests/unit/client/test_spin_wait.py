@@ -9,7 +9,7 @@ import pytest
 from flowrt.client import requests
 from flowrt.client.connection import Connection
 from flowrt.client.requests import SPIN_S, RequestTable
-from flowrt.net.zmq_socket import spin_wait
+from flowrt.net.link import spin_wait
 from flowrt.protocol import messages as m
 
 PATIENCE_S = 30.0

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flowrt.client.weights import WeightTransfers
-from flowrt.protocol.messages import EvictVersion, Message, ReceiveWeights, WeightsStaged
-from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+from flowrt.protocol.messages import NO_BASE, EvictVersion, LaneTurn, Message, ReceiveWeights, Weights, WeightsStaged
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights import snapshot as snapshots
 from flowrt.transport.weights.snapshot import Snapshot

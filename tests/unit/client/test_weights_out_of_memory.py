@@ -9,8 +9,7 @@ import torch
 
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import TransferError
-from flowrt.protocol.messages import FetchFailed, Message, ReceiveWeights
-from flowrt.protocol.records import NO_BASE, LaneTurn, Weights
+from flowrt.protocol.messages import NO_BASE, FetchFailed, LaneTurn, Message, ReceiveWeights, Weights
 from flowrt.transport.lanes.lane import LaneSet
 from flowrt.transport.weights.snapshot import Snapshot
 

@@ -14,7 +14,7 @@ from flowrt.controller.settings import Dataflow, Policies, Settings
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Stage, Values
+from flowrt.protocol.messages import Stage, Values
 
 LEASE_S = 10.0
 MAKER, READER, OTHER = WorkerId("maker"), WorkerId("reader"), WorkerId("other")

@@ -9,7 +9,7 @@ from flowrt.controller.events import AppendLedger, Command, EndRun, StepClosed, 
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import ColumnLengths, LaneTurn, Part, Values
+from flowrt.protocol.messages import ColumnLengths, LaneTurn, Part, Values
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offer_one, whole
 

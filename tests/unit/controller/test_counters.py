@@ -19,7 +19,7 @@ from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import read_timeline
 from flowrt.errors import RemoteProtocolError
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import BusySpan
+from flowrt.protocol.messages import BusySpan
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import leases_of
 

@@ -10,7 +10,7 @@ from flowrt.controller.policies.dispatch.base import Fifo, FifoQueue, Puller, St
 from flowrt.controller.state.samples import Group, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import GroupId, SlotId, WorkerId
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 STAGE = Stage("rollout", (), ())
 GROUP = Group(group_id=GroupId(0), flow="train", prompt=0, epoch=0, at_least=0)

@@ -35,8 +35,7 @@ from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.reward_history import Outcome, RewardHistory
 from flowrt.controller.state.samples import Group, new_groups
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.engines.simulated.costs import GenerationCost, TrainCost
-from flowrt.engines.simulated.lengths import Lengths, LogNormal
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
 from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 
@@ -166,22 +165,28 @@ def test_prompts_are_sampled_with_the_probability_of_their_solve_rate(rewards: l
     assert abs(sampled - draws * probability) <= 3 * sigma
 
 
-@pytest.mark.parametrize(
-    ("rewards", "rate"),
-    [([0.0], 1 / 10), ([0.0, 0.0], 1 / 18), ([1.0], 9 / 10), ([0.5], 1 / 2), ([0.25, 0.0], 3 / 18), ([-2.0], 1 / 10)],
-)
-def test_a_prior_adds_solved_and_failed_samples(rewards: list[float], rate: float) -> None:
-    """After groups of 8 samples, with one of each added."""
-    curriculum = SolveRate(history=4, floor=0.2, prior=1.0, group_size=8)
-    assert curriculum.probability(rewards) == pytest.approx(0.2 + 0.8 * 4 * rate * (1 - rate))
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(2, 16))
+def test_prompts_are_sampled_as_their_groups_have_different_rewards(rewards: list[float], size: int) -> None:
+    rate = sum(rewards) / len(rewards)
+    different = (1 - rate**size - (1 - rate) ** size) / (1 - 2 * 0.5**size)
+    assert SolveRate(history=4, floor=0.2, group_size=size).probability(rewards) == pytest.approx(0.2 + 0.8 * different)
 
 
-@given(st.lists(st.floats(-1, 2), min_size=1, max_size=4), st.integers(1, 16))
-def test_without_a_prior_the_number_of_samples_does_not_matter(rewards: list[float], size: int) -> None:
-    plain = SolveRate(history=4, floor=0.2)
-    assert SolveRate(history=4, floor=0.2, prior=0.0, group_size=size).probability(rewards) == plain.probability(
-        rewards
-    )
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([2, 8]))
+def test_a_prior_averages_over_the_solve_rates_that_fit(solved: list[int], prior: float, size: int) -> None:
+    """After groups of ``size`` samples, against quadrature; the substitution r = sin(t)^2 has no singular end."""
+    good = sum(min(one, size) for one in solved)
+    bad = size * len(solved) - good
+    different = total = 0.0
+    for point in range(1, 2000):
+        angle = math.pi / 2 * point / 2000
+        rate = math.sin(angle) ** 2
+        weight = math.sin(angle) ** (2 * (good + prior) - 1) * math.cos(angle) ** (2 * (bad + prior) - 1)
+        total += weight
+        different += weight * (1 - rate**size - (1 - rate) ** size)
+    curriculum = SolveRate(history=4, floor=0.2, prior=prior, group_size=size)
+    probability = curriculum.probability([min(one, size) / size for one in solved])
+    assert probability == pytest.approx(0.2 + 0.8 * different / total / (1 - 2 * 0.5**size), abs=1e-3)
 
 
 def test_rewards_are_scaled_to_solve_rates() -> None:

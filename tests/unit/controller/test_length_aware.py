@@ -8,10 +8,14 @@ from statistics import fmean
 import pytest
 
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo, FifoQueue, Puller
-from flowrt.controller.policies.dispatch.length_aware.cost import DecodeCost, completion_s, pool_s
-from flowrt.controller.policies.dispatch.length_aware.history import History
-from flowrt.controller.policies.dispatch.length_aware.policy import LengthAware
-from flowrt.controller.policies.dispatch.length_aware.search import best_split
+from flowrt.controller.policies.dispatch.length_aware import (
+    DecodeCost,
+    History,
+    LengthAware,
+    best_split,
+    completion_s,
+    pool_s,
+)
 from flowrt.controller.state.samples import NO_STEP, Lease, Slot
 from flowrt.errors import ConfigError
 from flowrt.ids import LeaseId, WorkerId

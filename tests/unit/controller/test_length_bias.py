@@ -23,13 +23,12 @@ from flowrt.controller.events import (
 from flowrt.controller.policies.batching import GroupCount
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.engines.base import Prompt, sample_seed
-from flowrt.engines.simulated.costs import GenerationCost
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal
 from flowrt.engines.simulated.engine import SimulatedRollout
-from flowrt.engines.simulated.lengths import Lengths, LogNormal
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Position, Values, unpack
+from flowrt.protocol.messages import Part, Position, Values, unpack
 from flowrt.runtime.clock import DrivenClock
 from tests.simulation.cluster import make_core
 from tests.simulation.scenario import MODEL, Scenario, leases_of, offered_lengths, whole

@@ -3,7 +3,7 @@
 from flowrt.controller.events import WorkerDisconnected
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part
+from flowrt.protocol.messages import Part
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import offer_one
 

@@ -13,7 +13,7 @@ from flowrt.controller.events import Dismiss, EndRun, MessageReceived, WorkerCon
 from flowrt.errors import RemoteProtocolError
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Part, Values
+from flowrt.protocol.messages import Part, Values
 from tests.effort import examples
 from tests.simulation.cluster import make_core
 from tests.simulation.core_driver import SHARED, CoreDriver

@@ -6,7 +6,7 @@ from flowrt.controller.events import Tick, WorkerConnected, WorkerDisconnected
 from flowrt.controller.policies.group_filter import DECISION, UserFunction
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
-from flowrt.protocol.records import Values
+from flowrt.protocol.messages import Values
 from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import LEASE_S, leases_of, offer_one
 

@@ -19,7 +19,7 @@ from flowrt.engines.simulated.costs import TrainCost
 from flowrt.engines.simulated.engine import SimulatedTrainer
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.engines.tiny_model import wrap_tokenizer
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.recipes.config import CheckpointConfig, RunConfig
 from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps

@@ -17,7 +17,7 @@ from flowrt.engines.hf import named_parameters, save_model
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch import compile as compiled_steps
-from flowrt.engines.torch.inflight import CachedModel
+from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.errors import EngineError
 from flowrt.recipes.config_io import parse

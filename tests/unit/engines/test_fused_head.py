@@ -18,10 +18,9 @@ from flowrt.engines.hf import disable_dropout, save_model
 from flowrt.engines.options import FsdpOptions, LoraOptions, TrainOptions
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training.forward import apply_optimizations, response_logprobs, response_predictions
+from flowrt.engines.training.forward import apply_optimizations, enable_packing, response_logprobs, response_predictions
 from flowrt.engines.training.fused_head import FusedHead, enable_fused_head, is_head_fused
 from flowrt.engines.training.lora import add_adapters
-from flowrt.engines.training.shared_prefix import enable_packing
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.transport.devices import choose
 from tests.decoders import COMMON, DECODERS

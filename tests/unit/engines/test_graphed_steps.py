@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters
 from flowrt.engines.stopping import StopConditions
+from flowrt.engines.torch.cached_model import CachedModel
 from flowrt.engines.torch.graphs import GraphedStep, _Graph, size_at_least
-from flowrt.engines.torch.inflight import CachedModel
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.transport.weights.snapshot import Snapshot
 from tests.unit.engines.test_inflight_update import After, make_model

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrt.engines.torch import kv_cache
-from flowrt.engines.torch.kv_cache import PAGE_BYTES, RowCache, zeros
+from flowrt.engines.torch import cached_model
+from flowrt.engines.torch.cached_model import PAGE_BYTES, RowCache, zeros
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """Linux has it where it has huge pages."""
@@ -62,7 +62,7 @@ def test_memory_that_nobody_looks_at_is_given_back() -> None:
 
 @pytest.mark.parametrize("system", ["has none", "refuses"])
 def test_without_them_there_is_other_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "ADVICE", None if system == "has none" else -1)
+    monkeypatch.setattr(cached_model, "ADVICE", None if system == "has none" else -1)
     large = zeros((4, PAGE_BYTES), torch.zeros(1))
     assert large.shape == (4, PAGE_BYTES)
     assert not large.any()

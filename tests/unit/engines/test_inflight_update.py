@@ -11,7 +11,7 @@ from flowrt.engines.base import Prompt, Response
 from flowrt.engines.hf import named_parameters, save_model
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model, wrap_tokenizer
-from flowrt.engines.torch.inflight import FEW_TOKENS, MAX_ROUNDS
+from flowrt.engines.torch.cached_model import FEW_TOKENS, MAX_ROUNDS
 from flowrt.engines.torch.rollout import TorchRollout
 from flowrt.engines.training.forward import score
 from flowrt.recipes.config_io import parse

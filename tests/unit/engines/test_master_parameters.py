@@ -12,9 +12,8 @@ from flowrt.engines.base import Prompt
 from flowrt.engines.hf import save_model
 from flowrt.engines.options import Dtype, TrainOptions
 from flowrt.engines.tiny_model import wrap_tokenizer
-from flowrt.engines.torch.masters import MasterParameters
 from flowrt.engines.torch.rollout import TorchRollout
-from flowrt.engines.torch.trainer import TorchTrainer
+from flowrt.engines.torch.trainer import MasterParameters, TorchTrainer
 from flowrt.engines.training.deferred import _select
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.tasks.arithmetic import Arithmetic

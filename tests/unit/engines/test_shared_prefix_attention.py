@@ -28,19 +28,15 @@ from flowrt.engines.hf import disable_dropout
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.engines.training.forward import (
+    MAX_WINDOW,
+    NAME,
     apply_optimizations,
     cut_into_passes,
     decoder_layers,
-    response_logprobs,
-    score,
-)
-from flowrt.engines.training.shared_prefix import (
-    MAX_WINDOW,
-    NAME,
     enable_packing,
     is_packing_enabled,
-    packed_logprobs,
-    padded_logprobs,
+    response_logprobs,
+    score,
 )
 from tests.decoders import COMMON, DECODERS
 
@@ -151,7 +147,7 @@ def test_half_precision_is_judged_by_its_own_noise() -> None:
 def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own takes several times as long backwards."""
     model = make(*DECODERS["llama"])
-    exact = {name: one.grad.clone() for name, one in gradients(model, use=padded_logprobs).items()}
+    exact = {name: one.grad.clone() for name, one in gradients(model).items()}
     model = make(*DECODERS["llama"]).to(torch.bfloat16)
     assert enable_packing(model)
     types = []
@@ -160,11 +156,11 @@ def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.Mon
         types.append(query.dtype)
         return sdpa_attention_forward(module, query, *others, **told)
 
-    monkeypatch.setattr("flowrt.engines.training.shared_prefix.sdpa_attention_forward", seen)
+    monkeypatch.setattr("flowrt.engines.training.forward.sdpa_attention_forward", seen)
     first = model.model.layers[0]
     for frozen in (model.model.embed_tokens, first.input_layernorm, first.self_attn.q_proj, first.self_attn.k_proj):
         frozen.requires_grad_(False)  # as with adapters elsewhere: only values have gradients
-    found = gradients(model, use=packed_logprobs)
+    found = gradients(model)
     assert set(types) == {torch.float32}
     trained = {name: wanted for name, wanted in exact.items() if found[name].requires_grad}
     assert len(trained) == len(exact) - 4
@@ -172,9 +168,9 @@ def test_attention_of_half_precision_is_float32_on_a_cpu(monkeypatch: pytest.Mon
         assert (found[name].grad.float() - wanted).norm() < 0.1 * wanted.norm(), name
 
 
-def gradients(model: Any, use: Any) -> dict[str, Any]:
+def gradients(model: Any) -> dict[str, Any]:
     """Parameters, with the gradients of log-probabilities with fixed weights."""
-    logprobs_T, _ = use(model, *samples())
+    logprobs_T, _ = response_logprobs(model, *samples(), 1.0)
     weights_T = torch.randn(len(logprobs_T), generator=torch.Generator().manual_seed(7))
     (logprobs_T * weights_T).sum().backward()
     return dict(model.named_parameters())
@@ -277,4 +273,4 @@ def test_a_model_with_few_positions_is_tried_within_them(kind: Any, positions: i
     assert enable_packing(model) is (positions > 5)
     if positions > 5:
         texts = [torch.arange(2, 2 + positions // 2)] * 2
-        assert len(packed_logprobs(model, texts, texts)[0]) == 2 * len(texts[0])
+        assert len(response_logprobs(model, texts, texts, 1.0)[0]) == 2 * len(texts[0])

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
-from flowrt.engines.simulated.costs import GenerationCost, ScoreCost, TrainCost
-from flowrt.engines.simulated.decoder import SimulatedDecoder
+from flowrt.engines.simulated.costs import (
+    GenerationCost,
+    Lengths,
+    LogNormal,
+    Pareto,
+    ScoreCost,
+    SimulatedDecoder,
+    Trace,
+    TrainCost,
+    Uniform,
+)
 from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
-from flowrt.engines.simulated.lengths import Lengths, LogNormal, Pareto, Trace, Uniform
 from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.clock import DrivenClock

@@ -11,11 +11,9 @@ from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
 from flowrt.engines.options import TrainOptions, Truncation
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
-from flowrt.engines.torch.rollout import TorchRollout
-from flowrt.engines.torch.sampling import draw_truncated
+from flowrt.engines.torch.rollout import TorchRollout, draw_truncated
 from flowrt.engines.torch.trainer import TorchTrainer
-from flowrt.engines.training.forward import response_logprobs
-from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.engines.training.forward import enable_packing, response_logprobs
 from flowrt.transport.weights.snapshot import Snapshot
 
 EOS, VOCABULARY, DRAWS = 1, 48, 20_000

@@ -18,7 +18,7 @@ from flowrt.ranks.process_group import INTERFACE, choose_interface
 from flowrt.recipes.config import CheckpointConfig
 from flowrt.recipes.config_io import parse
 from flowrt.recipes.run_dir import address_file, final_dir
-from flowrt.roles.locate import check_reach, find_address, worker_name
+from flowrt.roles.main import check_reach, find_address, worker_name
 from flowrt.runtime.host import interfaces, local_address, own_address, pid_namespace, reachable
 from flowrt.runtime.parent_death import LAUNCHER
 

@@ -34,6 +34,13 @@ def test_nothing_is_left_over_and_bash_can_read_it(site: Site) -> None:
         assert not [line for line in headers(text) if line.endswith("=")], name
 
 
+def test_the_recipe_may_be_the_path_of_a_task_file() -> None:
+    texts = filled(Site(recipe="/home/me/mine.py:RECIPE"))
+    assert "run_flowrt /home/me/mine.py:RECIPE " in texts["one_node.sbatch"]
+    with pytest.raises(ConfigError, match="partition 'a/b' is not allowed"):
+        filled(Site(partition="a/b"))
+
+
 def test_values_of_the_site() -> None:
     texts = filled(FULL)
     assert {"--partition=gpu", "--account=lab", "--nodes=6", "--gpus-per-node=a100:8"} < set(

@@ -6,9 +6,9 @@ import pytest
 
 from flowrt.errors import ConfigError, FlowError
 from flowrt.net import link
+from flowrt.net.connection_guard import HandshakeFailure
 from flowrt.net.curve_keys import Pair, WorkerKeys
 from flowrt.net.link import CLOSED_HANDSHAKES_S, HandshakeMonitor
-from flowrt.net.zmq_socket import HandshakeFailure
 
 
 @pytest.fixture

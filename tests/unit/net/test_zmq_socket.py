@@ -2,8 +2,8 @@
 
 import zmq
 
+from flowrt.net.link import client_options, server_socket
 from flowrt.net.liveness import HEARTBEAT_MS
-from flowrt.net.zmq_socket import client_options, server_socket
 
 CROWD = 1000
 

@@ -12,13 +12,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from flowrt.errors import FlowError
+from flowrt.errors import ConfigError, FlowError
+from flowrt.observability.compared_runs import ComparedRuns
 from flowrt.observability.page.access import HEADERS, Access
 from flowrt.observability.page.server import STATIC, PageServer
 from flowrt.observability.page.stream import KEPT_UPDATES, MAX_WATCHERS
 from flowrt.observability.run_reader import RunReader
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import atomic_write
+from tests.unit.observability.test_replay import record
 
 TOKEN = "t" * 32
 LIMIT_S = 30.0
@@ -147,6 +149,59 @@ def assert_headers(headers: Any) -> None:
     assert "'none'" in headers["Content-Security-Policy"]
 
 
+async def test_the_controller_at_an_instant_is_answered_while_the_page_goes_on(page: Page) -> None:
+    record(page.run_dir)
+    asked = asyncio.create_task(page.get("api/replay?at=8.5"))
+    assert (await page.get("api/series?from=0"))["steps"] == [0, 1, 2]
+    found = await asked
+    assert (found["term"], found["at_s"]) == (1, 8.5)
+    assert found["slots"]["rollout"] == {"done": 0, "at_work": 2, "not_begun": 0}
+    async with page.browser.get(f"{page.base}/api/replay?at=900") as answer:
+        assert answer.status == 404
+        assert "nothing is recorded at 900 s" in (await answer.json())["error"]
+    async with page.browser.get(f"{page.base}/api/replay?at=x") as answer:
+        assert answer.status == 400
+
+
+async def test_curves_of_other_runs_are_answered_with_their_names(tmp_path: Path) -> None:
+    reader, [other, same] = RunReader(run_of(tmp_path / "a" / "run", 3)), [tmp_path / "b" / "other", tmp_path / "c/run"]
+    compared = ComparedRuns(reader.run_dir, [run_of(other, 5), run_of(same, 2)])
+    server = PageServer(reader, Access(TOKEN), compared=compared)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        cookies = {f"flowrt_{port}": TOKEN}
+        async with aiohttp.ClientSession(cookies=cookies, cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
+            found = Page(server, browser, f"http://127.0.0.1:{port}", reader.run_dir)
+            assert (await found.get("api/run"))["compared"] == ["other", str(same)]
+            runs = (await found.get("api/compared?from=1&to=3&points=100"))["runs"]
+            assert [(one["name"], one["steps"]) for one in runs] == [("other", [1, 2, 3]), (str(same), [1])]
+            write_steps(same, 4)
+            runs = (await found.get("api/compared?x=wall_s&from=3&points=100"))["runs"]
+            assert [one["steps"] for one in runs] == [[2, 3, 4], [2, 3]]
+    finally:
+        await server.close()
+
+
+def run_of(path: Path, steps: int) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(to_toml(defaults("arithmetic")))
+    write_steps(path, steps)
+    return path
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        ComparedRuns(run, [tmp_path / "empty"])
+    with pytest.raises(ConfigError, match="is not there"):
+        ComparedRuns(run, [tmp_path / "none"])
+    with pytest.raises(ConfigError, match="cannot be compared with itself"):
+        ComparedRuns(run, [tmp_path / "empty" / ".." / "run"])
+    with pytest.raises(ConfigError, match="too many"):
+        ComparedRuns(run, [tmp_path / str(number) for number in range(6)])
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -214,7 +269,16 @@ async def test_every_path_answers_for_a_run_of_which_little_is_there(page: Page)
 
 @pytest.mark.parametrize(
     "path",
-    ["series?from=-1", "series?from=x", "timeline?t0=nan", "timeline?t1=1e999", "samples?limit=1e3", "events?from=²"],
+    [
+        "series?from=-1",
+        "series?from=x",
+        "series?points=x",
+        "series?from=nan&points=9",
+        "timeline?t0=nan",
+        "timeline?t1=1e999",
+        "samples?limit=1e3",
+        "events?from=²",
+    ],
 )
 async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
     async with page.browser.get(f"{page.base}/api/{path}") as answer:
@@ -223,7 +287,7 @@ async def test_a_bad_value_is_one_sentence(page: Page, path: str) -> None:
 
 
 async def test_what_is_not_there_is_said(page: Page) -> None:
-    for path in ("sample/7", "prompt/0/7", "replay?at=1"):
+    for path in ("sample/7", "prompt/0/7", "prompts?state=dropped", "replay?at=1"):
         async with page.browser.get(f"{page.base}/api/{path}") as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]

@@ -1,6 +1,9 @@
 """flowrt replay on a recording of the recipe's own controller: states, decisions, tests, and what it refuses."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +16,13 @@ from flowrt.controller.core import Core
 from flowrt.controller.events import Event, MessageReceived, Send, Tick, WorkerConnected, WorkerDisconnected
 from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.recording_format import CoreInputs, sources_digest
+from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.observability.replay import status_at
+from flowrt.observability.page.replayer import Replayer, bounded
+from flowrt.observability.replay import Instants, status_at
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import ColumnLengths, Part, Position, Values
+from flowrt.protocol.messages import ColumnLengths, Part, Position, Values
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import defaults, to_toml
 
@@ -148,6 +153,9 @@ def test_who_held_what_at_an_instant(run_dir: Path, capsys: pytest.CaptureFixtur
     assert [(one["from_s"], one["to_s"], one["complete"]) for one in after["terms"]] == [(1.0, EVENTS, True)]
     assert as_json(capsys, str(run_dir), "--until", "leases > 0")["events"] == LEASED + 1
     assert status_at(run_dir, LEASED + 1.5)["leases"] == before["leases"]
+    slots = before["slots"]["rollout"]
+    assert slots == {"done": 0, "at_work": MEMBERS, "not_begun": 0}
+    assert before["slots"]["train"]["not_begun"] == MEMBERS
 
 
 def test_instants_in_any_order_are_those_of_replays_from_the_beginning(
@@ -156,6 +164,63 @@ def test_instants_in_any_order_are_those_of_replays_from_the_beginning(
     for at_s in (3.0, 3.5, 8.0, 9.5, 8.5, float(EVENTS), 2.0, float(EVENTS)):
         fresh = as_json(capsys, str(run_dir), "--at", str(at_s))
         assert {**fresh, **json.loads(json.dumps(status_at(run_dir, at_s)))} == fresh
+
+
+async def test_a_page_gets_the_same_states_from_a_child(run_dir: Path) -> None:
+    replayer = Replayer(run_dir, 60.0)
+    try:
+        for at_s in (8.5, 3.0, float(EVENTS)):
+            found, whole = await replayer.status_at(at_s), json.loads(json.dumps(status_at(run_dir, at_s)))
+            assert found == bounded(whole)
+            for name in ("leases", "slots", "causes", "graph", "versions", "step", "at_s"):
+                assert found[name] == whole[name]
+        with pytest.raises(FlowError, match="nothing is recorded at 900 s of the run: term 1 ends at"):
+            await replayer.status_at(900.0)
+        results = await asyncio.gather(*map(replayer.status_at, (1.0, 2.0, 3.0)), return_exceptions=True)
+        assert [type(one) for one in results] == [dict, FlowError, dict]
+        assert [type(one) for one in results] == [dict, FlowError, dict]
+    finally:
+        await replayer.close()
+
+
+async def test_a_replay_that_takes_too_long_is_killed_and_the_next_one_is_answered(run_dir: Path) -> None:
+    replayer = Replayer(run_dir, 0.01)
+    with pytest.raises(FlowError, match=r"has not answered within 0.01 s; flowrt replay .* --at 8.500 has no limit"):
+        await replayer.status_at(8.5)
+    killed = replayer.pid
+    assert killed is None
+    replayer.deadline_s = 60.0
+    try:
+        assert (await replayer.status_at(8.5))["at_s"] == 8.5
+        pid = replayer.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)  # as the kernel does when memory is short
+        assert (await replayer.status_at(9.5))["at_s"] == 9.5
+    finally:
+        await replayer.close()
+
+
+def test_a_state_of_many_workers_is_bounded(run_dir: Path) -> None:
+    whole = json.loads(json.dumps(status_at(run_dir, 8.5)))
+    many = {f"rollout-{number}": 3 for number in range(5_000)}
+    lists = {"causes": [["rollout-1", "gate", "trainer", 1.0]] * 5_000, "leases": whole["leases"] * 1_000}
+    graph = {**whole["graph"], "waits": [{"who": "rollout-1"}] * 5_000}
+    found = bounded({**whole, **lists, "workers": many, "versions": many, "graph": graph, "more_leases": 7})
+    assert (found["more_workers"], found["more_causes"], found["more_waits"]) == (4_744, 4_744, 4_744)
+    assert found["more_leases"] == 7 + len(lists["leases"]) - 256
+    assert len(json.dumps(found)) < 256 << 10
+
+
+def test_a_long_replay_says_how_far_it_is_and_goes_on_from_there(run_dir: Path) -> None:
+    instants = Instants(run_dir)
+    answers = []
+    while "reached_s" in (answer := instants.status_at(10.5, 0.0)):
+        answers.append(answer["reached_s"])
+    assert answers == [float(at) for at in range(1, 11)]
+    assert json.loads(json.dumps(answer)) == json.loads(json.dumps(status_at(run_dir, 10.5)))
+    assert instants.status_at(11.5, 0.0) == {"reached_s": 11.0}
+    assert instants.status_at(2.5, 0.0) == {"reached_s": 1.0}
+    assert instants.status_at(3.5)["events"] == 3
 
 
 def test_why_names_the_worker_that_was_killed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

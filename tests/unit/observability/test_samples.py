@@ -12,8 +12,8 @@ from random import Random
 
 import pytest
 
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import GroupEnd, SampleWriter
+from flowrt.cli import main
+from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleWriter
 from flowrt.errors import ConfigError
 from flowrt.launcher.terminal import PlainConsole
 from flowrt.launcher.views.samples import SampleOptions, show
@@ -87,6 +87,10 @@ def test_filters(tmp_path: Path) -> None:
     assert reader.query(SampleFilter(grep=r"answer 3\d ")).total == 10
     assert reader.query(SampleFilter(grep="prompt 3$")).total == MEMBERS
     assert reader.query(SampleFilter(first_step=2**70)).total == 0
+    lengths = sorted(row.tokens for row in reader.query(limit=100).samples)
+    for least, most in ((lengths[0], lengths[-1]), (lengths[0] + 1, None), (None, lengths[-1] - 1), (0, 0)):
+        inside = [one for one in lengths if one >= (least or 0) and (most is None or one <= most)]
+        assert reader.query(SampleFilter(min_tokens=least, max_tokens=most)).total == len(inside)
     assert reader.reward_names() == ("exact", "short")
     [first, *_] = reader.query(SampleFilter(prompt=3), limit=1).samples
     assert len(reader.group(first.id)) == MEMBERS
@@ -94,6 +98,17 @@ def test_filters(tmp_path: Path) -> None:
     assert sample is not None
     assert sample.versions() == (2, 3, 3)
     assert reader.get(10**9) is None
+
+
+def test_the_command_chooses_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    [row] = SampleReader(tmp_path).query(limit=1).samples
+    for length, count in ((f"{row.tokens}:{row.tokens}", STEPS * MEMBERS), (f"{row.tokens + 1}:999", 0)):
+        assert main(["samples", str(tmp_path), "--length", length]) == 0
+        said = capsys.readouterr().out
+        assert (f"of {count} samples" in said) if count else ("no sample matches" in said)
+    assert main(["samples", str(tmp_path), "--length", "7:3"]) == 2
+    assert "'7:3' is not A:B, two whole numbers" in capsys.readouterr().err
 
 
 def test_tables_have_the_columns_of_trl(tmp_path: Path) -> None:

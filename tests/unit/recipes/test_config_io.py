@@ -412,6 +412,11 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
+def test_the_help_of_a_run_names_its_page_its_exporters_and_files(help_text: str) -> None:
+    for text in ("--watch [PORT] serves the page", "--exporters [STR", "a task of your own is FILE.py"):
+        assert squeeze(text) in help_text
+
+
 def test_every_kind_of_setting_is_looked_at() -> None:
     sections = {name.split(".")[0] for name in documented_fields() if "." in name}
     assert sections == {name for name, value in vars(RunConfig()).items() if dataclasses.is_dataclass(value)}

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
-from flowrt.protocol.prompt_numbers import data_set_of, prompt_name, prompt_number, row_of
+from flowrt.ids import data_set_of, prompt_name, prompt_number, row_of
 from flowrt.recipes.data.mixture import Place, SetSize, alternate, largest_remainder, mixture, row_order
 
 WEIGHTS = st.lists(

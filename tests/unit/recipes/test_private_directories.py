@@ -11,7 +11,7 @@ import pytest
 
 from flowrt import api
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.protocol.records import Position
+from flowrt.protocol.messages import Position
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import private_directory
 

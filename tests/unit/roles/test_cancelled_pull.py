@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from flowrt import api
-from flowrt.engines.simulated.costs import GenerationCost
+from flowrt.engines.simulated.costs import GenerationCost, Lengths, Uniform
 from flowrt.engines.simulated.engine import SimulatedRollout
-from flowrt.engines.simulated.lengths import Lengths, Uniform
 from flowrt.engines.simulated.time import ManualSimClock
 from flowrt.recipes.grpo import POLICY
 from flowrt.roles.rollout import RolloutLoop

@@ -8,8 +8,7 @@ import torch
 
 from flowrt.algorithms import kl_k3_T
 from flowrt.engines.hf import load_model
-from flowrt.engines.training.forward import apply_optimizations, response_logprobs, score
-from flowrt.engines.training.shared_prefix import enable_packing
+from flowrt.engines.training.forward import apply_optimizations, enable_packing, response_logprobs, score
 from flowrt.errors import ConfigError
 from flowrt.launcher.accelerators import assign
 from flowrt.launcher.commands import worker_commands

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from flowrt.errors import TransferError
-from flowrt.transport.weights.delta import Delta
-from flowrt.transport.weights.delta_blocks import BLOCK_BYTES, BlockEncoding, Record, apply_block
+from flowrt.transport.weights.delta import BLOCK_BYTES, BlockEncoding, Delta, Record, apply_block
 from flowrt.transport.weights.snapshot import Crc32, Snapshot
 
 ANY = float("inf")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from flowrt.errors import TransferError
-from flowrt.transport.lanes.chunks import ColumnRun, TransferRateLimit
+from flowrt.transport.lanes.channel import ColumnRun, SignalStore, TransferRateLimit
 from flowrt.transport.lanes.device import DeviceChannel, _abort_on_error
-from flowrt.transport.lanes.rendezvous import SignalStore
 
 LANE = "a>b/samples/0"
 NAMES = ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")

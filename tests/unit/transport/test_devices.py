@@ -10,7 +10,7 @@ import torch
 from flowrt.errors import ConfigError
 from flowrt.launcher.doctor.probe import devices
 from flowrt.transport.devices import Device, Kind, choose
-from flowrt.transport.lanes import transports
+from flowrt.transport.lanes import lane
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,11 +76,11 @@ def test_new_process_lists_the_devices_of_its_machine() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_device_transports_come_last_without_a_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert transports.available_transports()[-2:] == ("gloo", "nccl")
+    assert lane.available_transports()[-2:] == ("gloo", "nccl")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert transports.available_transports()[-2:] == ("nccl", "gloo")
-    monkeypatch.setattr(transports, "npu_is_here", lambda: True)
-    assert transports.available_transports()[-2:] == ("gloo", "hccl")
+    assert lane.available_transports()[-2:] == ("nccl", "gloo")
+    monkeypatch.setattr(lane, "npu_is_here", lambda: True)
+    assert lane.available_transports()[-2:] == ("gloo", "hccl")
 
 
 @pytest.mark.slow

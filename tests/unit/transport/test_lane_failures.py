@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flowrt.errors import PROGRAMMING_ERRORS, TransferError
-from flowrt.protocol.records import LaneTurn
-from flowrt.transport.lanes.chunks import ColumnRun
+from flowrt.protocol.messages import LaneTurn
+from flowrt.transport.lanes.channel import ColumnRun
 from flowrt.transport.lanes.lane import LaneSet
 
 DEADLINE_S = 1.0

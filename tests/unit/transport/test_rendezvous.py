@@ -3,8 +3,8 @@
 import pytest
 
 from flowrt.errors import TransferError
-from flowrt.protocol.records import MAX_SIGNAL_BYTES
-from flowrt.transport.lanes.rendezvous import SignalStore
+from flowrt.protocol.messages import MAX_SIGNAL_BYTES
+from flowrt.transport.lanes.channel import SignalStore
 
 
 def test_oversized_rendezvous_key_fails_the_lane_and_is_not_sent() -> None:

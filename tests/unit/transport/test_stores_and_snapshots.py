@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.errors import LocalProtocolError, TransferError
-from flowrt.protocol.records import Column, Part
+from flowrt.protocol.messages import Column, Part
 from flowrt.transport.samples.store import TensorStore
 from flowrt.transport.weights.snapshot import BUCKET_BYTES, Snapshot, device_of, for_device
 

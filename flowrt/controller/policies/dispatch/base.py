@@ -15,7 +15,7 @@ from typing import Protocol
 
 from flowrt.controller.state.samples import Slot
 from flowrt.ids import WorkerId
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 
 class Start(Enum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from flowrt.controller.policies.dispatch.base import FifoQueue, Puller
 from flowrt.controller.state.samples import Slot
 from flowrt.errors import ConfigError
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 OVERTAKES_PER_CANDIDATE = 4
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flowrt.controller.policies.dispatch.base import Puller, Start
 from flowrt.controller.state.samples import Slot
 from flowrt.errors import ConfigError
-from flowrt.protocol.records import Stage
+from flowrt.protocol.messages import Stage
 
 SLACK = 64  # stale entries that are tolerated in addition to as many as there are live ones
 

@@ -21,8 +21,7 @@ from flowrt.errors import ConfigError, FlowError
 from flowrt.launcher.observer import address_of
 from flowrt.launcher.supervision import SUMMARY, read_summary
 from flowrt.observability.page.single_file import write
-from flowrt.protocol.messages import Report
-from flowrt.protocol.records import BusySpan, Position
+from flowrt.protocol.messages import BusySpan, Position, Report
 from flowrt.runtime.timeline import is_step, read_lines
 
 STEPS = 6

@@ -56,6 +56,28 @@ def test_counts_and_lives_while_the_run_goes_on_and_after(tmp_path: Path, capsys
             ledger.close()
 
 
+def test_the_prompts_behind_a_count_newest_first(tmp_path: Path) -> None:
+    ledger = written(tmp_path / "ledger.sqlite")
+    for prompt in range(100, 105):
+        reason = "reward <b>timeout" if prompt % 2 else "its source left"
+        ledger.add(AppendLedger(prompt, 0, "dropped", 1, reason), 200.0 + prompt)
+    ledger.commit()
+    with LedgerReader(tmp_path / "ledger.sqlite") as reader:
+        found, total = reader.prompts("dropped", "", 3)
+        assert ([one.prompt for one in found], total) == ([104, 103, 102], 6)
+        found, total = reader.prompts("dropped", "", 3, 3)
+        assert ([one.prompt for one in found], total) == ([101, 100, 18], 6)
+        found, total = reader.prompts("dropped", "reward <b>timeout", 9)
+        assert ([(one.prompt, one.reason) for one in found], total) == (
+            [(103, "reward <b>timeout"), (101, "reward <b>timeout")],
+            2,
+        )
+        assert [reader.reasons()[reason] for reason in ("reward <b>timeout", "its source left")] == [2, 4]
+        assert reader.prompts("dropped' OR 1", "", 9) == ([], 0)
+        assert len(reader.prompts("in_flight", "", 9)[0]) == reader.states()["in_flight"]
+    ledger.close()
+
+
 def test_what_a_killed_controller_had_committed_is_seen(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "copy").mkdir()

@@ -45,8 +45,7 @@ from flowrt.ids import WorkerId
 from flowrt.observability.recordings import Recordings
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.messages import MESSAGES
-from flowrt.protocol.records import ColumnLengths, Part, Position, Values
+from flowrt.protocol.messages import MESSAGES, ColumnLengths, Part, Position, Values
 from tests.effort import examples
 from tests.simulation.message_fuzzer import MessageFuzzer
 from tests.simulation.recorded_runs import RecordedCluster, replayed_states

@@ -22,7 +22,7 @@ from flowrt.ids import WorkerId
 from flowrt.launcher.supervision import RestartPolicy
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.records import LARGEST_PROMPT, Passed, Position, pack, unpack
+from flowrt.protocol.messages import LARGEST_PROMPT, Passed, Position, pack, unpack
 from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.runtime.files import RunLock
 from tests.simulation.core_driver import CoreDriver

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.controller.storage import sample_store
-from flowrt.controller.storage.sample_schema import SAMPLES
-from flowrt.controller.storage.sample_store import GroupEnd, SampleStore, SampleWriter
+from flowrt.controller.storage.sample_store import SAMPLES, GroupEnd, SampleStore, SampleWriter
 from flowrt.errors import FlowError
 from flowrt.observability.samples import ANY_EVALUATION, SampleFilter, SampleReader, SampleRow
 from flowrt.protocol.sample_records import (

@@ -10,7 +10,7 @@ from flowrt.controller.attribution.causes import Cause, WaitInterval
 from flowrt.controller.storage.time_recorder import TimeRecorder
 from flowrt.controller.storage.timeline_file import TimelineFile, read_segment, read_timeline, segments
 from flowrt.ids import WorkerId
-from flowrt.protocol.records import BusySpan
+from flowrt.protocol.messages import BusySpan
 
 
 def recorder(run_dir: Path, now: float, step: int = 0, elapsed_s: float = 0.0) -> TimeRecorder:

@@ -1,0 +1,42 @@
+"""The task of a run before it starts; that of a file of the user's is checked in a process of its own."""
+
+import dataclasses
+from collections.abc import Callable
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import to_toml
+from flowrt.recipes.eval_sets import check_eval_sets
+from flowrt.recipes.tasks.registry import check_digest, check_task, task_of
+from flowrt.recipes.tasks.task_file import PROCESS, digest, is_task_file, split
+from flowrt.recipes.tasks.task_reward import with_task_reward
+from flowrt.runtime.file_process import ask
+
+
+def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> RunConfig:
+    """Read all data of a run, and call its rewards once.
+
+    Args:
+        config: of the run.
+        progress: receives notes on long waits.
+
+    Returns:
+        The configuration with the digest of the task's file, and the names of the parts of rewards.
+
+    Raises ConfigError for any mistake, and for a task file that is not the one that the run began with.
+    """
+    if not is_task_file(config.recipe):
+        config = check_task(config, progress)
+        check_eval_sets(config, task_of(config))
+        return config
+    now = digest(config.recipe)
+    check_digest(config, now)
+    config = dataclasses.replace(config, recipe_sha256=now)
+    limit_s = config.data.check_timeout_s
+    found = ask(PROCESS, ["check"], f"task file {split(config.recipe)[0]}", limit_s, to_toml(config), progress)
+    parts = found.get("parts")
+    if not isinstance(parts, list):
+        raise ConfigError(f"task file {split(config.recipe)[0]} ended its process without an answer; correct it")
+    if not parts:
+        return with_task_reward(config)
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=tuple(map(str, parts))))

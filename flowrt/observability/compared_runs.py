@@ -1,0 +1,48 @@
+"""Other runs, whose curves the page of a run draws with its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrt.errors import ConfigError
+from flowrt.observability.run_reader import RunReader
+from flowrt.observability.series import Axis
+
+MAX_COMPARED = 5
+"""Runs besides the first one: as many as have a colour of their own."""
+
+
+class ComparedRuns:
+    """Readers of other runs; used by one thread at a time."""
+
+    def __init__(self, run_dir: Path, others: Sequence[Path]) -> None:
+        """Read what is there.
+
+        Args:
+            run_dir: the run that the others are compared with.
+            others: their directories.
+
+        Raises ConfigError for one that is no run, is given twice or is the run itself, and for more than 5.
+        """
+        if len(others) > MAX_COMPARED:
+            raise ConfigError(f"{len(others)} runs to compare with are too many: the page draws {MAX_COMPARED} others")
+        taken = {run_dir.resolve()}
+        for path in others:
+            if path.resolve() in taken:
+                raise ConfigError(f"{path} cannot be compared with itself; name each run once")
+            taken.add(path.resolve())
+        self._readers = [RunReader(path) for path in others]
+        short = [path.absolute().name for path in (run_dir, *others)]
+        self.names = tuple(
+            name if short.count(name) == 1 else str(path) for path, name in zip(others, short[1:], strict=True)
+        )
+        """Of each run its directory's name, or its path if several have the same name."""
+
+    def series(self, axis: Axis, low: float, high: float, points: int) -> dict[str, Any]:
+        """The curves of each run between two steps or times, with its name and state; see `Series.window`."""
+        found = []
+        for name, reader in zip(self.names, self._readers, strict=True):
+            reader.read_new()
+            window = reader.series_window(axis, low, high, points)
+            found.append({"name": name, "state": reader.run()["state"], **window})
+        return {"runs": found}

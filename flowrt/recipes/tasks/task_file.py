@@ -1,0 +1,141 @@
+"""A task in a file of the user's, FILE.py[:NAME]: a `base.Recipe` in it, as the files of the built-in tasks have one.
+
+- Workers, which make the task, `load` the file. All others know it by its `described` form, which a process of its own
+  (`flowrt.recipes.tasks.task_file_process`) makes: the file may hang, exit or crash.
+- A configuration names it by its absolute path and the name in it; FILE.py alone is its RECIPE, or its only recipe.
+"""
+
+import functools
+import hashlib
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.tasks.base import Recipe
+from flowrt.rewards.user_file import described as sentence_of
+from flowrt.rewards.user_file import line_of, load_module
+from flowrt.runtime.file_process import ask
+
+Result = TypeVar("Result")
+PROCESS = "flowrt.recipes.tasks.task_file_process"
+MODULE = "flowrt_own_task"
+NAME = "RECIPE"
+"""The recipe that FILE.py alone stands for."""
+LOAD_S = 60.0
+"""Deadline for loading a file, in seconds."""
+FIX = "correct it"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFile:
+    """What a file says of one of its recipes."""
+
+    recipe: str
+    """FILE.py:NAME with an absolute path, as `RunConfig.recipe`."""
+    summary: str
+    defaults: Mapping[str, Any]
+    """Table of the configuration."""
+    takes_reward: bool
+
+
+def is_task_file(name: str) -> bool:
+    """Whether the name of a recipe is FILE.py or FILE.py:NAME."""
+    return split(name)[0].endswith(".py")
+
+
+def split(name: str) -> tuple[str, str]:
+    """The path of a file, and the name in it; that is empty if it is not given."""
+    if name.endswith(".py"):
+        return name, ""
+    path, _, attribute = name.rpartition(":")
+    return path, attribute
+
+
+def digest(name: str) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises ConfigError if it cannot be read."""
+    path = Path(split(name)[0])
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no task file {path}; name a recipe, FILE.py, or FILE.py:NAME")
+        if path.stem in sys.stdlib_module_names:  # processes in its directory would import it in place of that
+            raise ConfigError(f"task file {path} has the name of a module of Python, which it would hide; rename it")
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"task file {path} cannot be read: {error.strerror}; {FIX}") from error
+    except ValueError as error:  # a name with a NUL
+        raise ConfigError(f"task file {str(path)!r:.80} cannot be read: {error}; {FIX}") from error
+
+
+def described(name: str) -> TaskFile:
+    """What the file says, from a process of its own.
+
+    Raises ConfigError, in one sentence with the line of the file, for a file that is missing, cannot be loaded, does
+    not return in time, or has no such recipe.
+    """
+    path, attribute = split(name)
+    return _described(str(Path(path).absolute()), attribute, digest(name))
+
+
+@functools.cache
+def _described(path: str, attribute: str, _digest: str) -> TaskFile:
+    """What the file of this digest says."""
+    found = ask(PROCESS, ["describe", f"{path}:{attribute}"], f"task file {path}", LOAD_S)
+    return TaskFile(
+        recipe=f"{path}:{found['name']}",
+        summary=str(found["summary"]),
+        defaults=tomllib.loads(str(found["defaults"])),
+        takes_reward=found["takes_reward"] is True,
+    )
+
+
+def load(name: str) -> tuple[str, Recipe]:
+    """The name of a recipe in a file, and the recipe; the file is run in this process, once.
+
+    Raises ConfigError with the line of the file for whatever goes wrong.
+    """
+    path, attribute = split(name)
+    return _load(str(Path(path).absolute()), attribute, digest(name))
+
+
+@functools.cache
+def _load(path: str, attribute: str, digest_of_file: str) -> tuple[str, Recipe]:
+    if (folder := str(Path(path).parent)) not in sys.path:
+        sys.path.append(folder)
+    name = f"{MODULE}_{digest_of_file[:16]}"
+    module = called(path, "while the file was loaded", lambda: load_module(path, name))
+    recipes = {key: value for key, value in vars(module).items() if isinstance(value, Recipe)}
+    name = attribute or (NAME if NAME in recipes or len(recipes) != 1 else next(iter(recipes)))
+    if name not in recipes:
+        there_is = ", ".join(recipes) or "none"
+        if not attribute and recipes:
+            raise ConfigError(f"task file {path} has several recipes, {there_is}; name one as {path}:NAME")
+        raise ConfigError(
+            f"task file {path} has no recipe {name}, a flowrt.tasks.Recipe (there is: {there_is}); define it, or name "
+            "another as FILE.py:NAME"
+        )
+    recipe = recipes[name]
+    for field, kind in (("summary", str), ("defaults", RunConfig), ("takes_reward", bool)):
+        if not isinstance(value := getattr(recipe, field), kind):
+            raise ConfigError(f"task file {path}: {name}.{field} is {type(value).__name__}, not {kind.__name__}; {FIX}")
+    if not callable(recipe.task):
+        raise ConfigError(
+            f"task file {path}: {name}.task is {type(recipe.task).__name__}, and not a function of a RunConfig; {FIX}"
+        )
+    return name, recipe
+
+
+def called(path: str, doing: str, call: Callable[[], Result]) -> Result:
+    """The result of a call of code in a file. Raises ConfigError, with the line of the file, for what it raises."""
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = line_of(error, path)
+        at = f"{path}:{line}" if line else path
+        raise ConfigError(f"task file {at}: {sentence_of(error)}, {doing}; {FIX}") from error

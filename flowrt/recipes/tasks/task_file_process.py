@@ -1,0 +1,157 @@
+"""The process that loads a task file before a run: ``describe FILE.py:NAME``, or ``check`` of a configuration.
+
+`flowrt.runtime.file_process.ask` starts it. All code of the user's that a run will call is called once.
+"""
+
+import functools
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NoReturn
+
+from tokenizers import Tokenizer
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import RunConfig
+from flowrt.recipes.config_io import from_toml, to_toml
+from flowrt.recipes.eval_sets import check_eval_sets
+from flowrt.recipes.tasks.base import Example, Task
+from flowrt.recipes.tasks.problems import folded
+from flowrt.recipes.tasks.registry import task_of
+from flowrt.recipes.tasks.task_file import FIX, called, load, split
+from flowrt.runtime.file_process import answer
+
+COMPARED = 512
+"""Prompts that are compared with those of the same task, made again."""
+SCORED = 4
+"""Prompts on which the reward is called."""
+GIBBERISH = "?? 0,0 no answer"
+
+
+def describe(name: str) -> dict[str, object]:
+    """What `flowrt.recipes.tasks.task_file.described` needs."""
+    found, recipe = load(name)
+    path = split(name)[0]
+    defaults = called(path, f"while {found}.defaults were written", lambda: to_toml(recipe.defaults))
+    return {
+        "name": found,
+        "summary": " ".join(recipe.summary.split()),
+        "defaults": defaults,
+        "takes_reward": recipe.takes_reward,
+    }
+
+
+def check(config: RunConfig) -> dict[str, object]:
+    """Make the task, read all its prompts, and call its reward, tokenizer and examples.
+
+    Returns the names of the parts of reward functions. Raises ConfigError for whatever goes wrong.
+    """
+    path = split(config.recipe)[0]
+    what = f"task file {path}"
+    task = task_of(config)
+    training = _problems(path, "training_problems", task.training_problems)
+    held_out = _problems(path, "held_out_problems", task.held_out_problems)
+    if not training:
+        raise ConfigError(f"{what}: training_problems gives no prompts; {FIX}")
+    if config.data.eval_prompts and not config.eval.data and not held_out:
+        raise ConfigError(
+            f"{what}: held_out_problems gives no prompts, and data.eval_prompts is {config.data.eval_prompts}; give "
+            "some, or set data.eval_prompts to 0"
+        )
+    _check_same(path, config, training)
+    _, recipe = load(config.recipe)
+    if not recipe.takes_reward:
+        _check_held_out(config, what, training, held_out)
+        for problem in training[:SCORED]:
+            for response in (problem.solution, problem.answer, "", GIBBERISH):
+                _check_reward(path, task, response, problem.answer)
+    if not config.model:
+        _check_embedded_model(path, task, config)
+    check_eval_sets(config, task)
+    parts = called(path, "in check", lambda: task.check(lambda _: None))
+    return {"parts": list(parts)}
+
+
+def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> Sequence[Example]:
+    """All prompts of a task. Raises ConfigError for one that is none."""
+
+    def checked() -> Sequence[Example]:
+        found: object = problems()
+        if not isinstance(found, Sequence):
+            raise ConfigError(f"task file {path}: {name} gives {type(found).__name__}, not a sequence; {FIX}")
+        for index, one in enumerate(found):
+            _check_example(path, name, index, one)
+        return found
+
+    return called(path, f"in {name}", checked)
+
+
+def _check_example(path: str, name: str, index: int, one: object) -> None:
+    if not isinstance(one, Example):
+        raise ConfigError(f"task file {path}: {name} gives {type(one).__name__} at {index}, no Example; {FIX}")
+    for field in ("prompt", "answer", "solution"):
+        if not isinstance(value := getattr(one, field), str):
+            kind = type(value).__name__
+            raise ConfigError(f"task file {path}: {field} {index} of {name} is {kind}, not text; {FIX}")
+    if not one.prompt and not one.messages:
+        raise ConfigError(f"task file {path}: prompt {index} of {name} is empty; {FIX}")
+
+
+def _check_same(path: str, config: RunConfig, training: Sequence[Example]) -> None:
+    """Raises ConfigError if the same task, made again, has other prompts."""
+    again = called(path, "in training_problems", lambda: task_of(config).training_problems())
+    if len(again) != len(training) or list(islice(again, COMPARED)) != list(islice(training, COMPARED)):
+        raise ConfigError(
+            f"task file {path}: training_problems gives other prompts when the task is made again, and every worker "
+            "makes it; draw random numbers from a generator that is seeded with the seed of the configuration"
+        )
+
+
+def _check_held_out(config: RunConfig, what: str, training: Sequence[Example], held_out: Sequence[Example]) -> None:
+    """Raises ConfigError if a held-out prompt is a training prompt too."""
+    trained = {folded(one.prompt, one.messages) for one in training}
+    shared = [one for one in held_out if folded(one.prompt, one.messages) in trained]
+    if shared and not config.data.allow_overlap:
+        raise ConfigError(
+            f"{what}: {len(shared)} of {len(held_out)} held-out prompts are training prompts too, the first one "
+            f"{shared[0].prompt[:60]!r}; leave them out of one, or set data.allow_overlap"
+        )
+
+
+def _check_reward(path: str, task: Task, response: str, answer_text: str) -> None:
+    on = f"in the reward of the response {response[:60]!r} to the answer {answer_text[:60]!r}"
+    value: object = called(path, on, lambda: task.reward(response, answer_text))
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"task file {path}: the reward is {value!r:.60}, not a finite number, {on}; {FIX}")
+
+
+def _check_embedded_model(path: str, task: Task, config: RunConfig) -> None:
+    """Raises ConfigError if there is no model to start from, or none can be built."""
+    tokenizer: object = called(path, "in tokenizer", task.tokenizer)
+    if not isinstance(tokenizer, Tokenizer):
+        kind = type(tokenizer).__name__
+        raise ConfigError(f"task file {path}: tokenizer gives {kind}, not a tokenizers.Tokenizer; {FIX}")
+    for token in ("<pad>", "<eos>"):
+        if tokenizer.token_to_id(token) is None:
+            raise ConfigError(f"task file {path}: the tokenizer has no token {token}; add it as a special token")
+    for steps, answer_only in ((config.sft.steps, False), (config.sft.answer_only_steps, True)):
+        if steps:
+            draw = functools.partial(task.sft_example, random.Random(config.seed), answer_only)
+            one: object = called(path, "in sft_example", draw)
+            if not isinstance(one, Example):
+                raise ConfigError(f"task file {path}: sft_example gives {type(one).__name__}, no Example; {FIX}")
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Answer to the words of a command line."""
+    try:
+        found = describe(words[1]) if words[0] == "describe" else check(from_toml(sys.stdin.read()))
+    except ConfigError as error:
+        found = {"error": str(error)}
+    answer(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

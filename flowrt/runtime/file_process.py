@@ -1,0 +1,149 @@
+"""A user's file in a process of its own, because it may hang, exit, crash or print.
+
+`ask` runs ``python -m flowrt.runtime.file_process MODULE WORDS``: this file becomes the module, which loads the user's
+file and calls `answer` with an object, or with ``error`` and a sentence.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import re
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import IO, NoReturn
+
+from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError
+from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.waits import blocking
+
+STACK_SIGNAL = signal.SIGQUIT
+"""The process writes its stack: the line of the user's file at which it hangs."""
+STACK_S = 0.5
+END_S = 5.0
+PROGRESS_AFTER_S = 3.0
+"""Time after which a wait is reported as progress."""
+MAX_OUTPUT_BYTES = 1 << 16
+MAX_OUTPUT_CHARS = 400
+
+
+def ask(
+    module: str,
+    words: Sequence[str],
+    what: str,
+    limit_s: float,
+    text: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, object]:
+    """The answer of a process that loads a user's file.
+
+    Args:
+        module: what the process runs; it calls `answer`.
+        words: its arguments.
+        what: the file in messages, as "task file /a/b.py", ending in its path.
+        limit_s: deadline, in seconds.
+        text: its standard input.
+        progress: receives a note on a long wait.
+
+    Raises ConfigError, in one sentence and with the line of the file if that is known, if the answer is an error, and
+    if the process does not answer in time.
+    """
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given.write(text.encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flowrt.runtime.file_process", module, *words],
+            stdin=given,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        begin_s = monotonic()
+        try:
+            first_s = min(PROGRESS_AFTER_S, limit_s)
+            code = _wait(process, first_s)
+            if code is None and first_s < limit_s:
+                if progress is not None:
+                    progress(f"waiting for {what}: at most {limit_s:g} s")
+                code = _wait(process, limit_s - (monotonic() - begin_s))
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(STACK_SIGNAL)
+                _wait(process, STACK_S)
+                at = _line_in(_tail(errors), what)
+                raise ConfigError(f"{what}{at} did not return within {limit_s:g} s; correct it")
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the file has started
+            _wait(process, END_S)
+        found = _last_line(_tail(output))
+        if "error" in found:
+            raise ConfigError(str(found["error"]))
+        if code == EXIT_OK and found:
+            return found
+        written = _tail(errors) or _tail(output)
+        at = _line_in(written, what)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with code {code}"
+        last = written.strip().rpartition("\n")[2][:MAX_OUTPUT_CHARS]
+        raise ConfigError(f"{what}{at} {how}: {last if last and not at else 'without an answer'}; correct it")
+
+
+def answer(found: dict[str, object]) -> NoReturn:
+    """Answer `ask`, and end this process; an object with ``error`` is a mistake in the user's file."""
+    sys.stdout.flush()
+    os.write(1, f"\n{json.dumps(found)}\n".encode())
+    os._exit(EXIT_BAD_INPUT if "error" in found else EXIT_OK)
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit code; None if the process has not ended in time."""
+    try:
+        wait = functools.partial(process.wait, max(limit_s, 0.0))
+        return blocking(wait, limit_s, "the answer of a process with a user's file", "the file")
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _tail(file: IO[bytes]) -> str:
+    """The end of what was written to a file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - MAX_OUTPUT_BYTES, 0))
+    return file.read().decode(errors="replace")
+
+
+def _last_line(output: str) -> dict[str, object]:
+    """The object in the last line; empty if there is none."""
+    try:
+        found = json.loads(output.strip().rpartition("\n")[2])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _line_in(stack: str, what: str) -> str:
+    """The innermost line of the file in a stack, as ``:LINE``; empty if it is not there."""
+    for found in re.finditer(r'^  File "([^"]*)", line (\d+) in ', stack, re.MULTILINE):
+        if what.endswith(found[1]):
+            return f":{found[2]}"
+    return ""
+
+
+def main() -> None:
+    """Become the module of the first argument."""
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The public API for tasks of your own: what a file for ``flowrt run FILE.py`` needs.
+
+- `examples/own_task.py` is complete.
+- Every name in ``__all__`` is stable; the modules that it comes from are not.
+- The built-in tasks are such files too: a copy of one of them is the same task.
+"""
+
+from flowrt.errors import ConfigError
+from flowrt.recipes.config import (
+    AlgorithmConfig,
+    BuildConfig,
+    DataConfig,
+    EvalConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    TrainerConfig,
+)
+from flowrt.recipes.tasks.base import Example, Recipe, Task
+from flowrt.recipes.tasks.embedded_tokenizers import byte_pair_tokenizer, character_tokenizer
+from flowrt.recipes.tasks.rows import Row, read_rows
+
+__all__ = [
+    "AlgorithmConfig",
+    "BuildConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "Example",
+    "Recipe",
+    "RolloutConfig",
+    "Row",
+    "RunConfig",
+    "SftConfig",
+    "Task",
+    "TrainerConfig",
+    "byte_pair_tokenizer",
+    "character_tokenizer",
+    "read_rows",
+]

@@ -1,0 +1,113 @@
+"""Whole runs of a task in a file: equal to a built-in one bit for bit, resumed, evaluated, read without the file."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrt.recipes.tasks import arithmetic
+
+FLOWRT = Path(sys.executable).with_name("flowrt")
+WITHIN_S = 120.0
+SMALL = [
+    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--data.eval-prompts", "8"),
+    *("--sft.steps", "5", "--sft.answer-only-steps", "0", "--build.layers", "1", "--build.hidden-size", "32"),
+    *("--rollout.workers", "1", "--trainer.warmup-steps", "1", "--checkpoint.every", "1"),
+]
+SYNCHRONOUS = ["--max-staleness", "0", "--deterministic", "True"]
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(run.run_dir / "final" / "model.safetensors")
+    return found
+
+
+def rewards(run: Any) -> list[float]:
+    return [line["reward"] for line in read_metrics(run) if "loss" in line]
+
+
+def read_metrics(run: Any) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def said(directory: Path, *words: str) -> str:
+    """What a command prints, in a directory that is not that of the file."""
+    ended = subprocess.run(
+        [str(FLOWRT), *words], cwd=directory, capture_output=True, text=True, timeout=WITHIN_S, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_a_copy_of_a_built_in_task_gives_the_same_run_bit_for_bit(launch: Callable[..., Any], tmp_path: Path) -> None:
+    copy = tmp_path / "mine.py"
+    shutil.copy(str(arithmetic.__file__), copy)
+    runs = []
+    for recipe in (str(copy), "arithmetic"):
+        runs.append(launch("--recipe", recipe, *SMALL, *SYNCHRONOUS))
+        assert runs[-1].wait(WITHIN_S) == 0, runs[-1].output
+    own, built_in = runs
+    mine, usual = weights(own), weights(built_in)
+    assert mine.keys() == usual.keys()
+    assert all(torch.equal(mine[name], usual[name]) for name in usual)
+    assert rewards(own) == rewards(built_in)
+    start = load_file(own.run_dir / "model" / "model.safetensors")
+    assert not all(torch.equal(mine[name], start[name]) for name in usual), "it was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_a_reward_that_raises_and_hangs_costs_its_own_samples(
+    launch: Callable[..., Any], untrained_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    text = Path(str(arithmetic.__file__)).read_text()
+    scored = 'return float(response.rsplit(",", 1)[-1] == answer)'
+    assert scored in text
+    is_run = "'rewards.guard' in str(sys.modules['__main__'].__spec__)"
+    wrong = f"import sys, time\n        if {is_run}: time.sleep(60 * (int(answer) % 2)); 1 / 0"
+    file.write_text(text.replace(scored, f"{wrong}\n        {scored}"))
+    few = ["--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--data.eval-prompts", "0"]
+    flags = ["--model", str(untrained_model), "--rollout.workers", "1", "--reward.timeout-s", "2"]
+    run = launch("--recipe", str(file), *few, *flags, "--reward.workers", "2")
+    assert run.wait(WITHIN_S) == 0, run.output
+    line = next(one for one in read_metrics(run) if "loss" in one)
+    assert line["reward_failures/error"] + line["reward_failures/timeout"] == 1.0
+    assert (line["reward"], line["reward/task"]) == (0.0, 0.0)
+    assert f"reward of task RECIPE ({file}:" in run.log("reward"), run.log("reward")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parallel
+def test_a_run_of_a_file_is_resumed_with_that_file_and_read_without_it(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    copy = tmp_path / "mine.py"
+    shutil.copy(str(arithmetic.__file__), copy)
+    run = launch("--recipe", str(copy), *SMALL)
+    assert run.wait(WITHIN_S) == 0, run.output
+    assert "avg@1" in said(tmp_path, "eval", str(run.run_dir))
+    copy.write_text(copy.read_text() + "\n# another file\n")
+    refused = launch("--steps", "3", resume=run.run_dir)
+    assert refused.wait(WITHIN_S) == 2, refused.output
+    assert f"task file {copy} has changed since the run began" in refused.words
+    digest = refused.output.split()[-1]
+    more = launch("--steps", "3", "--recipe-sha256", digest, resume=run.run_dir)
+    assert more.wait(WITHIN_S) == 0, more.output
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 3
+    copy.unlink()
+    for words in (["samples"], ["replay"], ["ledger"], ["time"]):
+        assert said(tmp_path, *words, str(run.run_dir))
+    gone = launch("--steps", "4", resume=run.run_dir)
+    assert gone.wait(WITHIN_S) == 2
+    assert f"there is no task file {copy}" in gone.words
