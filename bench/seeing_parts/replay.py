@@ -158,15 +158,10 @@ def _events_per_s(recording: TermRecording, events: list[Recorded], run_dir: Pat
     start_s = time.process_time()
     for kind, worker, data, now in events:
         event = read_event(kind, worker, data)
-        if recorder is not None:
-            if type(event) is MessageReceived:
-                recorder.message(worker, data, now)
-            else:
-                recorder.event(event, now)
         commands = core.handle(event, now)
         encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
         if recorder is not None:
-            recorder.commands(commands, encoded)
+            recorder.add(event, now, commands, encoded, data if type(event) is MessageReceived else b"")
     if recorder is not None:
         recorder.close()
     return len(events) / (time.process_time() - start_s)

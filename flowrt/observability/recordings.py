@@ -22,7 +22,7 @@ from flowrt.controller.storage.recording_format import (
 from flowrt.errors import ConfigError, FlowError
 
 _SEGMENT = re.compile(r"(\d{4,})-(\d{4,})\.fr")
-MALFORMED = (ValueError, TypeError, IndexError, FlowError)
+MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError, FlowError)
 """What the content of a block raises that is not what it should be."""
 
 

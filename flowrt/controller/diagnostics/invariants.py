@@ -4,10 +4,11 @@ from collections import Counter
 
 from flowrt.controller.state.membership import Membership
 from flowrt.controller.state.sample_table import SampleTable
-from flowrt.controller.state.samples import Group, Slot
+from flowrt.controller.state.samples import Group, Lease, Slot
 from flowrt.controller.state.state import Environment, State
 from flowrt.controller.state.weights import VersionTable
 from flowrt.controller.transitions import rollback
+from flowrt.ids import LeaseId, WorkerId
 from flowrt.protocol.messages import NO_BASE, Pull, Stage
 
 
@@ -84,6 +85,10 @@ def _is_ready(table: SampleTable, slot: Slot, stage: Stage) -> bool:
 
 
 def _check_leases(table: SampleTable) -> None:
+    working: dict[str, dict[WorkerId, dict[LeaseId, Lease]]] = {stage: {} for stage in table.stages}
+    for lease in table.leases.values():
+        working[lease.stage].setdefault(lease.worker, {})[lease.id] = lease
+    assert table.working == working, "the leases by stage and worker are not those of the table"
     for lease in table.leases.values():
         assert lease.slots, f"lease {lease.id} of {lease.worker} on {lease.stage} has no slots"
         for slot in lease.slots.values():
@@ -119,6 +124,12 @@ def _check_counters(table: SampleTable) -> None:
 def _check_members(state: State) -> None:
     """Only members have leases, tensors and parked requests."""
     table, membership, requests = state.table, state.membership, state.requests
+    of_role: dict[str, set[WorkerId]] = {}
+    for member in membership.members():
+        of_role.setdefault(member.role, set()).add(member.id)
+    assert membership.of_role() == of_role, "the members by role are not those of the run"
+    finished = {member.id for member in membership.members() if member.finished}
+    assert membership.finished() == finished, f"{sorted(membership.finished())} count as finished, not {finished}"
     for lease in table.leases.values():
         assert lease.worker in membership, f"lease {lease.id} on {lease.stage} is of {lease.worker}, which is no member"
     for group in table.groups.values():
@@ -169,6 +180,8 @@ def _check_versions(versions: VersionTable, membership: Membership, over: bool) 
     assert not latest or latest in versions.published, f"version {latest} of {model} was not published"
     behind = {who for who, one in versions.receivers.items() if one.staged < latest} - set(versions.fetching)
     assert set(versions.behind) == behind, f"{sorted(versions.behind)} count as behind, {sorted(behind)} are"
+    applying = Counter(one.applied for one in versions.receivers.values())
+    assert versions.applying == applying, f"receivers by version of {model} are {applying}, not {versions.applying}"
     for fetch in versions.fetching.values():
         served = versions.serving[fetch.holder, fetch.weights.version]
         assert served, f"{fetch.holder} serves {fetch.receiver}, but is not counted as serving"

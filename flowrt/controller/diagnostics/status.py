@@ -1,7 +1,6 @@
 """Status of a run for observers: progress, workers, wait-for graph, and how the run ended; bounded in size."""
 
 import json
-from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
@@ -44,8 +43,10 @@ def status(
     state, weights = core.state, core.state.models.policy
     receivers = weights.receivers
     graph = core.wait_graph(now, request_timeout_s, cut_off)
-    members = [one for one in state.membership.members() if one.role != OBSERVER]
-    listed = [WorkerId(one.worker) for one in graph.workers] if brief else [one.id for one in members]
+    if brief:
+        listed = [WorkerId(one.worker) for one in graph.workers]
+    else:
+        listed = [one.id for one in state.membership.members() if one.role != OBSERVER]
     states: dict[str, dict[str, int]] = {}
     for (role, name), count in graph.counts.items():
         states.setdefault(role, {})[name] = count
@@ -69,8 +70,8 @@ def status(
         "evaluated": {name: dict(line) for name, line in (evaluated or {}).items()},
         "time": None if time is None else dict(time),
         "ended": None if state.ended is None else [state.ended.reason, state.ended.code],
-        "counts": {"states": states, "versions": dict(Counter(one.applied for one in receivers.values()))},
-        "others": len(members) - len(listed),
+        "counts": {"states": states, "versions": dict(weights.applying)},
+        "others": sum(graph.counts.values()) - len(listed),
     }
     if brief:
         found |= {name: _first(found[name], count) for name, count in MOST_BRIEF.items()}

@@ -1,6 +1,5 @@
 """The wait-for graph of a run, read from the controller's state: waits, what each is blocked on, and deadlocks."""
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -156,6 +155,8 @@ def _components(stuck: set[str], blocked_on: dict[str, set[str]]) -> tuple[tuple
 
 MAX_WAITS = 64
 MAX_WORKERS = 256
+AT_WORK, WAITING, FINISHED, IDLE = "at work", "waiting", "finished", "idle"
+"""What a worker does: idle is one that has no lease, no request and work to do."""
 
 
 class WaitGraphBuilder:
@@ -168,9 +169,7 @@ class WaitGraphBuilder:
         self._state = state
         self._env = env
         self._now = now
-        self._holders: dict[str, dict[WorkerId, None]] = {}
-        for stage, worker in {(lease.stage, lease.worker): None for lease in state.table.leases.values()}:
-            self._holders.setdefault(stage, {})[worker] = None
+        self._holders = {stage: workers for stage, workers in state.table.working.items() if workers}
         self.at_work = set[WorkerId]().union(*self._holders.values())
         self._found: dict[str, tuple[dict[WorkerId, None], list[str]]] = {}
         self._upstream_of: dict[str, tuple[WorkerId, ...]] = {}
@@ -248,7 +247,7 @@ class WaitGraphBuilder:
                     continue
                 seen.add(maker)
                 if maker in self._holders:
-                    found |= self._holders[maker]
+                    found |= dict.fromkeys(self._holders[maker])
                 elif table.count_ready(maker):
                     found |= dict.fromkeys(self._state.requests.pullers[maker])
                     if not self._state.requests.pullers[maker]:
@@ -326,24 +325,16 @@ class WaitGraphBuilder:
 
     def worker_states(self, members: Sequence[Member], waiting: Collection[str]) -> list[WorkerState]:
         """These workers, with what they hold."""
-        chosen = {member.id for member in members}
-        held: dict[WorkerId, dict[str, int]] = {}
-        ends_s: dict[WorkerId, float] = {}
-        for lease in self._state.table.leases.values():
-            if (worker := lease.worker) in chosen:
-                stages = held.setdefault(worker, {})
-                stages[lease.stage] = stages.get(lease.stage, 0) + len(lease.slots)
-                ends_s[worker] = min(ends_s.get(worker, float("inf")), lease.deadline_s)
-        return [
-            self._worker_state(one, held.get(one.id, {}), ends_s.get(one.id, float("inf")), waiting) for one in members
-        ]
+        return [self._worker_state(one, waiting) for one in members]
 
-    def _worker_state(
-        self, member: Member, held: Mapping[str, int], ends_s: float, waiting: Collection[str]
-    ) -> WorkerState:
-        holds = ", ".join(f"{count} slots of {stage}" for stage, count in held.items())
-        if (left_s := ends_s - self._now) < float("inf"):
-            holds += f" (a lease ends in {left_s:.0f} s)"
+    def _worker_state(self, member: Member, waiting: Collection[str]) -> WorkerState:
+        held = {stage: workers[member.id] for stage, workers in self._holders.items() if member.id in workers}
+        holds = ", ".join(
+            f"{sum(len(lease.slots) for lease in leases.values())} slots of {stage}" for stage, leases in held.items()
+        )
+        if held:
+            ends_s = min(lease.deadline_s for leases in held.values() for lease in leases.values())
+            holds += f" (a lease ends in {ends_s - self._now:.0f} s)" if ends_s < float("inf") else ""
         return WorkerState(
             worker=member.id,
             role=member.role,
@@ -352,22 +343,32 @@ class WaitGraphBuilder:
             holds=holds,
         )
 
-    def counts(self, members: Iterable[Member], waiting: Collection[str]) -> dict[tuple[str, str], int]:
+    def counts(self, waiting: Collection[str]) -> dict[tuple[str, str], int]:
         """Number of workers by role and state."""
-        at_work = self.at_work
-        of = Counter((one.role, one.id in at_work, one.id in waiting, one.finished) for one in members)
-        found: Counter[tuple[str, str]] = Counter()
-        for (role, *facts), count in of.items():
-            found[role, _state(*facts)] += count
+        membership = self._state.membership
+        finished = membership.finished()
+        found: dict[tuple[str, str], int] = {}
+        for role, left in membership.of_role().items():
+            if role == OBSERVER:
+                continue
+            for is_in, state in ((self.at_work, AT_WORK), (waiting, WAITING), (finished, FINISHED), (left, IDLE)):
+                if chosen := left.intersection(is_in):
+                    found[role, state] = len(chosen)
+                    left -= chosen
         return found
+
+    def listed(self, first: Collection[str], alarming: Collection[str]) -> list[Member]:
+        """The members that are listed: all, or of many those that come first, those with an alarm, and some others."""
+        membership = self._state.membership
+        names = sorted(first), sorted(alarming), [one.id for one in membership.members()]
+        found = map(membership.find, dict.fromkeys(chain.from_iterable(names)))
+        return list(islice((one for one in found if one is not None and one.role != OBSERVER), MAX_WORKERS))
 
     def state_of(self, member: Member, waiting: Collection[str]) -> str:
         """What a worker does, in a word."""
-        return _state(member.id in self.at_work, member.id in waiting, member.finished)
-
-
-def _state(is_at_work: bool, is_waiting: bool, is_finished: bool) -> str:
-    return "at work" if is_at_work else "waiting" if is_waiting else "finished" if is_finished else "idle"
+        if member.id in self.at_work:
+            return AT_WORK
+        return WAITING if member.id in waiting else FINISHED if member.finished else IDLE
 
 
 def unserved(state: State) -> list[str]:
@@ -402,18 +403,17 @@ def wait_graph(
     edges = sorted(known + builder.reported_edges(), key=attrgetter("age_s"), reverse=True)
     deadlocks = find_deadlocks(known, builder.at_work | fetching)
     waiting = {edge.who for edge in edges} | fetching | state.requests.waiting()
-    members = [member for member in state.membership.members() if member.role != OBSERVER]
     alarming = {edge.who for edge in edges if edge.overdue or not edge.blocked_on}.union(*deadlocks)
-    listed = members
-    if len(members) > MAX_WORKERS:
-        listed = sorted(members, key=lambda one: (one.id not in first, one.id not in alarming))
+    counts = builder.counts(waiting)
+    number = sum(counts.values())
+    listed = builder.listed(first, alarming) if number > MAX_WORKERS else builder.listed((), ())
     unlisted = max(len(state.requests) - MAX_WAITS, 0) + max(len(fetching) - MAX_WAITS, 0)
     return WaitGraph(
-        workers=tuple(builder.worker_states(listed[:MAX_WORKERS], waiting)),
+        workers=tuple(builder.worker_states(listed, waiting)),
         waits=tuple(edges[:MAX_WAITS]),
         deadlocks=deadlocks,
         more=max(len(edges) - MAX_WAITS, 0) + unlisted,
-        others=max(len(members) - MAX_WORKERS, 0),
+        others=max(number - MAX_WORKERS, 0),
         requests=tuple(requests),
-        counts=builder.counts(members, waiting),
+        counts=counts,
     )

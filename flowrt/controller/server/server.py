@@ -379,22 +379,17 @@ class Server:
             return
         now = self._clock.now()
         recording = self._recording if self._recording is not None and self._recording.is_active else None
-        if recording is not None:
-            if type(event) is MessageReceived:
-                recording.message(event.worker, data, now)
-            else:
-                recording.event(event, now)
         try:
             commands = self._core.handle(event, now)
             # All are encoded before the first is executed, which may lead to other events.
             encoded = [encode(command.message) if type(command) is Send else b"" for command in commands]
         except (*PROGRAMMING_ERRORS, FlowError) as error:
             if recording is not None:
-                recording.commands((), ())
+                recording.add(event, now, (), (), data)
             self._fail(type(event).__name__, error)
             return
         if recording is not None:
-            recording.commands(commands, encoded)
+            recording.add(event, now, commands, encoded, data)
         for command, message in zip(commands, encoded, strict=True):
             if type(command) is Send:  # nearly all of them
                 self._connections.send_encoded(command.worker, message)

@@ -73,6 +73,8 @@ class Membership:
         self._work = Worklist() if work is None else work
         self._timeout_s = worker_timeout_s
         self._members: dict[WorkerId, Member] = {}
+        self._of_role: dict[str, dict[WorkerId, None]] = {}
+        self._finished: set[WorkerId] = set()
         self._vacant: dict[str, tuple[float, str]] = {}  # since when, and why
         self.joined_roles: set[str] = set()
         """Roles that have had a worker since the run began."""
@@ -85,7 +87,9 @@ class Membership:
 
     def join(self, worker: WorkerId, role: str, host: str, now: float) -> None:
         """Add a worker; orders to an earlier one of its name do not concern it."""
+        self._remove(worker)
         self._members[worker] = Member(worker, role, host, now)
+        self._of_role.setdefault(role, {})[worker] = None
         self._vacant.pop(role, None)
         self.joined_roles.add(role)
         self.drained.discard(worker)
@@ -129,6 +133,7 @@ class Membership:
     def finish(self, worker: WorkerId) -> None:
         """The worker has completed its role."""
         self._members[worker].finished = True
+        self._finished.add(worker)
         self._work.add_members()
 
     def is_finished(self, worker: WorkerId) -> bool:
@@ -166,7 +171,14 @@ class Membership:
             if len(self._departed) >= MAX_DEPARTED:
                 del self._departed[next(iter(self._departed))]
             self._departed[worker] = None
-        return self._members.pop(worker, None)
+        return self._remove(worker)
+
+    def _remove(self, worker: WorkerId) -> Member | None:
+        member = self._members.pop(worker, None)
+        if member is not None:
+            del self._of_role[member.role][worker]
+            self._finished.discard(worker)
+        return member
 
     def has_departed(self, worker: WorkerId) -> bool:
         """Whether a worker of this name has left before."""
@@ -194,6 +206,18 @@ class Membership:
 
     def members(self) -> list[Member]:
         return list(self._members.values())
+
+    def of_role(self) -> dict[str, set[WorkerId]]:
+        """The members of each role that has some."""
+        return {role: set(members) for role, members in self._of_role.items() if members}
+
+    def finished(self) -> set[WorkerId]:
+        """The members that have completed their role."""
+        return set(self._finished)
+
+    def find(self, worker: str) -> Member | None:
+        """The member of this name; None if there is none."""
+        return self._members.get(WorkerId(worker))
 
     def quiet(self, now: float) -> list[tuple[WorkerId, float]]:
         """Workers silent for more than half of the timeout, and the time of the last sign of life of each."""

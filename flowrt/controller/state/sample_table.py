@@ -35,6 +35,8 @@ class SampleTable:
         self.groups: dict[GroupId, Group] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.leases: dict[LeaseId, Lease] = {}
+        self.working: dict[str, dict[WorkerId, dict[LeaseId, Lease]]] = {stage.name: {} for stage in stages}
+        """By stage, the workers that hold leases of it, and these."""
         self.ready: dict[str, Queue] = {s.name: make_queue(s) for s in stages if not s.whole_groups}
         self.generating = {name: ExactFirst(self.ready[name]) for name in flows.generating}
         self.ready |= self.generating
@@ -160,10 +162,12 @@ class SampleTable:
             leased[slot.id] = slot
         generates = self.stages[stage].generates
         generated_by = version if generates else None
-        lease = self.leases[number] = Lease(
+        lease = Lease(
             id=number, stage=stage, worker=worker, deadline_s=deadline_s, version=generated_by, step=step, slots=leased
         )
         lease.longer = longer
+        self.leases[number] = lease
+        self.working[stage].setdefault(worker, {})[number] = lease
         for slot in slots:
             slot.leases[stage] = lease
         if generates:
@@ -209,7 +213,7 @@ class SampleTable:
             del slot.leases[stage]
             slot.done |= bit
         lease.slots.clear()
-        del self.leases[lease.id]
+        self._close(lease)
         self._count_done(stage, lease.worker, slots)
         return slots
 
@@ -227,7 +231,7 @@ class SampleTable:
             del slot.leases[stage], lease.slots[slot.id]
             slot.done |= bit
         if not lease.slots:
-            del self.leases[lease.id]
+            self._close(lease)
         self._count_done(stage, worker, slots)
         self._set_inline(slots, inline)
         for column, of_slot in lengths.items():
@@ -358,12 +362,19 @@ class SampleTable:
             for slot, value in zip(slots, values, strict=True):
                 slot.inline = {**slot.inline, column: value} if slot.inline else {column: value}
 
+    def _close(self, lease: Lease) -> None:
+        del self.leases[lease.id]
+        workers = self.working[lease.stage]
+        del workers[lease.worker][lease.id]
+        if not workers[lease.worker]:
+            del workers[lease.worker]
+
     def _end_lease(self, slot: Slot, stage: str) -> None:
         lease = slot.leases.pop(stage, None)
         if lease is not None:
             del lease.slots[slot.id]
             if not lease.slots:
-                del self.leases[lease.id]
+                self._close(lease)
             if lease.version is not None:
                 self._note_versions((slot,))
 

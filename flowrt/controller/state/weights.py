@@ -69,6 +69,7 @@ class VersionTable:
     published: dict[int, tuple[Weights, ...]] = field(default_factory=dict)
     holders: dict[Form, set[WorkerId]] = field(default_factory=dict)
     receivers: dict[WorkerId, Receiver] = field(default_factory=dict)
+    applying: Counter[int] = field(default_factory=Counter)  # receivers by the version that they generate with
     fetching: dict[WorkerId, Fetching] = field(default_factory=dict)
     entry: dict[WorkerId, int] = field(default_factory=dict)  # version that a late receiver needs before it may start
     divergence: dict[int, float] = field(default_factory=dict)  # KL of earlier versions from the latest
@@ -140,11 +141,20 @@ class VersionTable:
         self._received(Receiver(worker, version, staged))
 
     def _received(self, receiver: Receiver) -> None:
+        self._count_out(self.receivers.get(receiver.worker))
         self.receivers[receiver.worker] = receiver
+        self.applying[receiver.applied] += 1
         if receiver.staged < self.latest and receiver.worker not in self.fetching:
             self.behind[receiver.worker] = None
         else:
             self.behind.pop(receiver.worker, None)
+
+    def _count_out(self, receiver: Receiver | None) -> None:
+        """A receiver generates with another version from now on, or has gone."""
+        if receiver is not None:
+            self.applying[receiver.applied] -= 1
+            if not self.applying[receiver.applied]:
+                del self.applying[receiver.applied]
 
     def _hold(self, worker: WorkerId, version: int, base: int) -> None:
         self.holders.setdefault((version, base), set()).add(worker)
@@ -235,7 +245,7 @@ class VersionTable:
     def forget(self, worker: WorkerId) -> None:
         """Remove a worker with what it holds and fetches."""
         self.is_changed = True
-        self.receivers.pop(worker, None)
+        self._count_out(self.receivers.pop(worker, None))
         self.entry.pop(worker, None)
         self.behind.pop(worker, None)
         self.whole_next.discard(worker)

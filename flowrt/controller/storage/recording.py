@@ -1,6 +1,6 @@
 """Recording of a run: every event of the controller's core, written to ``RUN/recording`` for `flowrt replay`.
 
-- The event loop only appends to lists; packing, compression and writing happen on a thread, a block at a time.
+- The event loop only appends to a list; digests, packing, compression and writing happen on a thread.
 - A crash of the controller loses the events since the last tick.
 - A recording that cannot go on (its bound is reached, the disk refuses, or is too slow) stops, and what there is stays
   readable; the run goes on.
@@ -10,13 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
 import flowrt
-from flowrt.controller.events import Command, Event, MessageReceived, Send
+from flowrt.controller.events import Command, Event, MessageReceived
 from flowrt.controller.storage.recording_format import (
     BEGIN,
     BLOCK_EVENTS,
@@ -38,6 +38,8 @@ from flowrt.runtime.files import private_directory
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread
 
 log = logging.getLogger(__name__)
+BATCH_EVENTS = 100
+"""Events that are handed to the thread at once: what they refer to soon leaves the cache of the processor."""
 SEGMENT_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 """Bytes that wait for the writer thread, above which the disk is too slow for a recording."""
@@ -47,17 +49,12 @@ _END_BYTES = 1024
 """Reserved below the bound for the block that says why the recording was stopped."""
 
 
-class _Pending:
-    """The events of a block, and the commands that the core returned to them, until the thread packs them."""
-
-    def __init__(self) -> None:
-        self.block = EventBlock()
-        self.receivers: list[str] = []
-        self.contents: list[bytes | Command] = []
+Row = tuple[Event, bytes, float, Sequence[Command], Sequence[bytes]]
+"""An event, its message as it came from the socket, its time, and what the core returned: see `EventRecording.add`."""
 
 
 class EventRecording:
-    """Writer of the recording of one term. `event` and `commands` are called in turn, once for each event."""
+    """Writer of the recording of one term: `add` is called once for each event, in order."""
 
     def __init__(self, run_dir: Path, inputs: CoreInputs, limit_bytes: int) -> None:
         """Nothing is written before `begin`.
@@ -70,15 +67,12 @@ class EventRecording:
         self._directory = run_dir / DIRECTORY
         self._inputs = inputs
         self._limit_bytes = limit_bytes
-        self._numbers: dict[str, int] = {}
-        self._pending = _Pending()
-        self._events = 0  # handed to the thread
-        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._rows: list[Row] = []
+        self._queue: SimpleQueue[tuple[list[Row], bool] | None] = SimpleQueue()
         self._queued_bytes = 0
         self._written_bytes = 0  # of the queued ones; set by the thread only
         self._thread: Thread | None = None
         self._writer: _SegmentWriter | None = None
-        self._is_stopped = False
         self._is_reported = False
         self.is_active = True
         """False once nothing more is recorded."""
@@ -101,63 +95,33 @@ class EventRecording:
             return
         self._thread = thread
 
-    def message(self, worker: str, data: bytes, now: float) -> None:
-        """A worker's message, as it came from the socket, is about to be handled."""
-        block = self._pending.block
-        number = self._numbers.get(worker)
-        if number is None:
-            number = self._number(worker)
-        block.kinds.append(0)
-        block.workers.append(number)
-        block.times.append(now)
-        block.data.append(data)
-
-    def event(self, event: Event, now: float) -> None:
-        """Another event is about to be handled."""
-        if isinstance(event, MessageReceived):
-            self.message(event.worker, event_data(event), now)
-            return
-        block = self._pending.block
-        block.kinds.append(event_kind(event))
-        block.workers.append(0)
-        block.times.append(now)
-        block.data.append(event_data(event))
-
-    def commands(self, commands: Sequence[Command], encoded: Sequence[bytes]) -> None:
-        """The core returned these commands to the last event; none if it failed.
+    def add(
+        self, event: Event, now: float, commands: Sequence[Command], encoded: Sequence[bytes], data: bytes = b""
+    ) -> None:
+        """The core has handled an event.
 
         Args:
-            commands: in order.
-            encoded: the message of each Send, encoded; empty for other commands.
+            event: what happened.
+            now: when, on the clock of the events.
+            commands: what the core returned, in order; none if it failed.
+            encoded: the message of each Send among them, encoded; empty for other commands.
+            data: a worker's message as it came from the socket; empty for other events, and for one that did not.
         """
-        pending = self._pending
-        for command, message in zip(commands, encoded, strict=True):
-            if type(command) is Send:
-                pending.receivers.append(command.worker)
-                pending.contents.append(message)
-            else:
-                pending.contents.append(command)
-        self._fill(1)
-        pending.block.counts.append(len(commands))
-        if len(pending.block.counts) >= BLOCK_EVENTS:
-            self.flush()
-
-    def _fill(self, handled: int) -> None:
-        """Events whose handling ended in an unexpected error have no commands."""
-        block = self._pending.block
-        block.counts.extend([0] * (len(block.kinds) - len(block.counts) - handled))
+        self._rows.append((event, data, now, commands, encoded))
+        if len(self._rows) >= BATCH_EVENTS:
+            self._hand_over(ends_block=False)
 
     def flush(self) -> None:
-        """Hand what was recorded to the thread."""
-        pending = self._pending
-        if not pending.block.kinds or self._thread is None:
+        """Let the thread write what was recorded."""
+        self._hand_over(ends_block=True)
+
+    def _hand_over(self, *, ends_block: bool) -> None:
+        rows = self._rows
+        if self._thread is None:
             return
-        self._fill(0)
-        pending.block.begin_at(self._events)
-        self._events += len(pending.block.kinds)
-        self._pending = _Pending()
-        self._queued_bytes += sum(map(len, pending.block.data))
-        self._queue.put(pending)
+        self._rows = []
+        self._queued_bytes += _size_of(rows)
+        self._queue.put((rows, ends_block))
 
     def stopped(self) -> str:
         """Why the recording was stopped, once; empty while it goes on, and afterwards."""
@@ -184,20 +148,18 @@ class EventRecording:
         if not join_thread(self._thread, JOIN_TIMEOUT_S):
             log.warning("the recording has not been written after %.0f s: is the disk stuck?", JOIN_TIMEOUT_S)
 
-    def _number(self, worker: str) -> int:
-        number = self._numbers[worker] = len(self._numbers)
-        self._pending.block.names.append(worker)
-        return number
-
     def _write(self, writer: "_SegmentWriter") -> None:
         """The thread: write blocks until there are no more. A failure stops the recording, never the run."""
-        digest = CommandDigest()
-        while (pending := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
-            if not writer.stopped:
-                digest.add(pending.receivers, pending.contents)
-                writer.write(replace(pending.block, digest=digest.value()))
-            self._written_bytes += sum(map(len, pending.block.data))
+        while (batch := blocking(self._queue.get, CLOSED, "events to write", "the event loop")) is not None:
+            rows, ends_block = batch
+            writer.write(rows, ends_block=ends_block)
+            self._written_bytes += _size_of(rows)
         writer.close()
+
+
+def _size_of(rows: Sequence[Row]) -> int:
+    """Bytes of the messages."""
+    return sum([len(data) for _, data, _, _, _ in rows])
 
 
 class _SegmentWriter:
@@ -212,6 +174,9 @@ class _SegmentWriter:
         self._size = 0
         self._fd = -1
         self._packer = BlockPacker()
+        self._block = EventBlock()
+        self._numbers: dict[str, int] = {}
+        self._digest = CommandDigest()
         self.stopped = ""
         """Why nothing more is written; empty while it is."""
 
@@ -219,23 +184,54 @@ class _SegmentWriter:
         """Write nothing more."""
         self.stopped = reason
 
-    def write(self, block: EventBlock) -> None:
-        """Write a block, in a new segment if this one is full. A failure sets ``stopped``."""
+    def write(self, rows: Sequence[Row], *, ends_block: bool) -> None:
+        """Add events to the block, and write it at its end. A failure sets ``stopped``."""
+        if self.stopped:
+            return
         try:
-            if self._fd < 0:
-                self._open(block.first)
-            if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
-                self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
-                self._append(self._packer.pack([END, self.stopped]), reserve=0)
-                self._close()
-            elif self._size >= SEGMENT_BYTES:
-                self._close()
-                self._segment += 1
+            self._add(rows)
+            if len(self._block.kinds) >= (1 if ends_block else BLOCK_EVENTS):
+                self._write_block()
         except OSError as error:
             self._fail(f"{self._directory} cannot be written: {error.strerror or error}")
         except (*PROGRAMMING_ERRORS, FlowError) as error:  # the log has the reason
             log.exception("the recording has failed")
             self._fail(f"there is a bug in flowrt ({error!r}), see the log")
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        events, data, times, commands, encoded = zip(*rows, strict=True)
+        numbers, known = self._numbers, len(self._numbers)
+        senders = [
+            numbers.setdefault(one.worker, len(numbers)) if type(one) is MessageReceived else 0 for one in events
+        ]
+        self._block.extend(
+            EventBlock(
+                names=list(islice(numbers, known, None)),
+                kinds=list(map(event_kind, events)),
+                workers=senders,
+                times=list(times),
+                data=[packed or event_data(one) for packed, one in zip(data, events, strict=True)],
+                counts=list(map(len, commands)),
+            )
+        )
+        self._digest.add(chain.from_iterable(commands), chain.from_iterable(encoded))
+
+    def _write_block(self) -> None:
+        """Write the block, in a new segment if this one is full."""
+        block = self._block
+        block.seal(self._digest.value())
+        self._block = EventBlock(first=block.first + len(block.kinds))
+        if self._size >= SEGMENT_BYTES:  # the segment is full; its last block may be the last of all
+            self._close()
+            self._segment += 1
+        if self._fd < 0:
+            self._open(block.first)
+        if not self._append(self._packer.pack(block.pack()), reserve=_END_BYTES):
+            self._packer = BlockPacker()  # its last block is not in the file, and nothing may refer to it
+            self._append(self._packer.pack([END, self.stopped]), reserve=0)
+            self._close()
 
     def close(self) -> None:
         """Write the end, and close the file."""

@@ -7,22 +7,23 @@ A recording of a term (one controller of a run) is a sequence of segments ``RUN/
     data      part of one raw zlib stream a segment, at level 1, ended by a sync flush: all blocks before are readable
     content   MessagePack array, the first item is its kind:
               [BEGIN, term, segment, first event, header or None]   the first of each segment; a header in segment 0
-              [EVENTS, first event, names, columns..., digest]      see `EventBlock`
+              [EVENTS, first event, names, columns..., digest]      see `EventBlock.pack`
               [END, reason]                                         nothing follows: the controller has ended, or with a
                                                                     reason, the recording was stopped
 
-Messages are kept as the bytes that came from the socket, and times as exact float64: rounded to microseconds, a replay
-takes another course. The content of a block is stored by columns, which compress better than records and cost less time
-to pack.
+Messages are kept as they came from the socket, but for the busy spans of reports, on which no decision depends; times
+are exact: rounded to microseconds, a replay takes another course. The messages of a kind are stored by columns of their
+fields (`flowrt.controller.storage.columns`), which are much smaller than the messages.
 """
 
 import hashlib
 import struct
 import zlib
-from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from functools import cache
+from itertools import count, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from flowrt.controller.events import (
     PreemptRun,
     Send,
     Shutdown,
+    StepClosed,
     Tick,
     WorkerConnected,
     WorkerDisconnected,
@@ -52,14 +54,16 @@ from flowrt.controller.state.replay import (
     StageUndone,
 )
 from flowrt.controller.state.reward_history import Outcome
+from flowrt.controller.storage.columns import ColumnPacker, ColumnReader, pack_numbers, pack_reals
 from flowrt.errors import FlowError
 from flowrt.ids import WorkerId
-from flowrt.protocol.codec import decode, encode, from_blob, to_blob
-from flowrt.protocol.messages import Position
+from flowrt.protocol.codec import TAGS, decode, encode, from_blob, to_blob
+from flowrt.protocol.messages import Position, Report
 
 DIRECTORY = "recording"
 """The directory of the recordings, in the run directory."""
-MAGIC = b"flowrt recording 1\n"
+_FAMILY = b"flowrt recording "
+MAGIC = _FAMILY + b"2\n"
 BEGIN, EVENTS, END = range(3)
 BLOCK_EVENTS = 1000
 """Events after which a block is written at the latest, with a digest of all commands so far."""
@@ -80,8 +84,8 @@ _KINDS: tuple[type[Any], ...] = (
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 GroupEntry = GroupsOpened | StageCommitted | StageUndone | GroupsClosed
 _ENTRIES: tuple[type[GroupEntry], ...] = (GroupsOpened, StageCommitted, StageUndone, GroupsClosed)
-_NUMBER_BYTES, _WORD_BYTES = 4, 8
-_MASK = (1 << 64) - 1
+_REPORT = TAGS[Report]
+_SPANS = 1 + [one.name for one in fields(Report)].index("spans")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,85 +133,82 @@ class EventBlock:
     digest: bytes = b""
     """Of all commands since the beginning of the term."""
 
-    def begin_at(self, event: int) -> None:
-        """Number the events from this one on."""
-        self.first = event
+    def extend(self, other: "EventBlock") -> None:
+        """Add the events of another block."""
+        self.names += other.names
+        self.kinds += other.kinds
+        self.workers += other.workers
+        self.times += other.times
+        self.data += other.data
+        self.counts += other.counts
+
+    def seal(self, digest: bytes) -> None:
+        """Nothing is added any more."""
+        self.digest = digest
 
     def pack(self) -> list[Any]:
-        """The content of a block."""
+        """The content of a block: [EVENTS, first, names, sorts, senders, order, times, counts, columns, digest].
+
+        Events of one sort and sender are next to each other, because their fields are similar: ``order`` has, for each
+        event, the place of its sort and sender in ``sorts`` and ``senders``; equal sorts are next to each other. The
+        sort is the tag of a message, or the negative kind of another event. ``counts`` are in that order, and
+        ``columns`` those of the arrays of each sort.
+        """
+        unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
+        unpacker.feed(b"".join(self.data))
+        arrays = list(unpacker)
+        sorts = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
+        if _REPORT in sorts:
+            arrays = [_without_spans(one) if sort == _REPORT else one for sort, one in zip(sorts, arrays, strict=True)]
+        keys = list(zip(sorts, self.workers, strict=True))
+        pairs = sorted(set(keys))
+        order = list(map(dict(zip(pairs, count())).__getitem__, keys))
+        events = sorted(range(len(order)), key=order.__getitem__)
+        sizes = Counter(sorts)
+        in_order = iter(map(arrays.__getitem__, events))
+        packer = ColumnPacker()
         return [
             EVENTS,
             self.first,
             self.names,
-            bytes(self.kinds),
-            _pack_numbers(self.workers),
-            _pack_times(self.times),
-            _pack_numbers([len(data) for data in self.data]),
-            b"".join(self.data),
-            _pack_numbers(self.counts),
+            pack_numbers([sort for sort, _ in pairs]),
+            pack_numbers([worker for _, worker in pairs]),
+            pack_numbers(order),
+            pack_reals(self.times),
+            pack_numbers(list(map(self.counts.__getitem__, events))),
+            [packer.pack_fields(list(islice(in_order, sizes[sort]))) for sort in sorted(sizes)],
             self.digest,
         ]
 
     @classmethod
     def unpack(cls, content: Sequence[Any]) -> "EventBlock":
-        """Raises ValueError or TypeError for content that is not one."""
-        _, first, names, kinds, workers, times, lengths, joined, counts, digest = content
-        data, at = [], 0
-        for size in _unpack_numbers(lengths):
-            data.append(joined[at : at + size])
-            at += size
-        numbers, answers = _unpack_numbers(workers), _unpack_numbers(counts)
-        block = cls(first, list(names), list(kinds), numbers, _unpack_times(times), data, answers, digest)
-        columns = (block.workers, block.times, block.data, block.counts)
-        if any(len(column) != len(block.kinds) for column in columns) or at != len(joined):
+        """Raises ValueError, TypeError, LookupError or OverflowError for content that is not one."""
+        _, first, names, *packed, columns, digest = content
+        reader = ColumnReader()
+        sorts, senders, order, times, counts = map(reader.read, packed)
+        sizes = Counter(map(sorts.__getitem__, order))
+        arrays: list[tuple[Any, ...]] = []
+        for sort, of_sort in zip(dict.fromkeys(sorts), columns, strict=True):
+            arrays += reader.read_fields(of_sort) if of_sort else [()] * sizes[sort]  # an event without fields
+        if not len(order) == len(times) == len(counts) == len(arrays):
             raise ValueError("the columns of a block have different lengths")
-        return block
+        events = sorted(range(len(order)), key=order.__getitem__)
+        places = sorted(range(len(order)), key=events.__getitem__)  # of each event in the columns
+        return cls(
+            first=first,
+            names=list(names),
+            kinds=[max(-sorts[pair], _MESSAGE) for pair in order],
+            workers=[senders[pair] for pair in order],
+            times=times,
+            data=[msgpack.packb(arrays[place], unicode_errors="surrogatepass") for place in places],
+            counts=[counts[place] for place in places],
+            digest=digest,
+        )
 
 
-def _by_weight(raw: bytes, size: int) -> bytes:
-    """Words of ``size`` bytes, by bytes of equal weight: of small numbers most are zero, next to each other."""
-    return b"".join(raw[weight::size] for weight in range(size))
-
-
-def _by_word(planes: bytes, size: int) -> bytes:
-    """The inverse of `_by_weight`."""
-    count, rest = divmod(len(planes), size)
-    if rest:
-        raise ValueError(f"a column is not a whole number of words of {size} bytes")
-    raw = bytearray(len(planes))
-    for weight in range(size):
-        raw[weight::size] = planes[weight * count : (weight + 1) * count]
-    return bytes(raw)
-
-
-def _pack_numbers(numbers: Sequence[int]) -> bytes:
-    return _by_weight(array("I", numbers).tobytes(), _NUMBER_BYTES)
-
-
-def _unpack_numbers(packed: bytes) -> list[int]:
-    numbers = array("I")
-    numbers.frombytes(_by_word(packed, _NUMBER_BYTES))
-    return list(numbers)
-
-
-def _pack_times(times: Sequence[float]) -> bytes:
-    """Differences of successive times as 64-bit words: exact, and small."""
-    words = array("Q")
-    words.frombytes(array("d", times).tobytes())
-    steps = [after - before & _MASK for before, after in zip([0, *words], words, strict=False)]
-    return _by_weight(array("Q", steps).tobytes(), _WORD_BYTES)
-
-
-def _unpack_times(packed: bytes) -> list[float]:
-    steps = array("Q")
-    steps.frombytes(_by_word(packed, _WORD_BYTES))
-    words, word = array("Q"), 0
-    for step in steps:
-        word = word + step & _MASK
-        words.append(word)
-    times = array("d")
-    times.frombytes(words.tobytes())
-    return list(times)
+def _without_spans(report: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The array of a `Report` without its busy spans: the core does not read them, and the timeline has them."""
+    return (*report[:_SPANS], (), *report[_SPANS + 1 :])
 
 
 # ---- events and commands
@@ -235,34 +236,41 @@ def read_event(kind: int, worker: str, data: bytes) -> Event:
 
 
 class CommandDigest:
-    """Digest of all commands of a core, in order: contents, and receivers of messages."""
+    """Digest of all commands of a core, in order: messages with their receivers, of the others what identifies them."""
 
     def __init__(self) -> None:
-        self._contents = hashlib.sha256()
         self._receivers = hashlib.sha256()
+        self._messages = hashlib.sha256()
+        self._records = hashlib.sha256()
 
-    def add(self, receivers: Iterable[str], contents: Iterable[bytes | Command]) -> None:
+    def add(self, commands: Iterable[Command], encoded: Iterable[bytes]) -> None:
         """Add commands.
 
         Args:
-            receivers: the receiver of each message among them.
-            contents: of each message its bytes, each other command as it is.
+            commands: in order.
+            encoded: the message of each Send among them, encoded; empty for other commands.
         """
+        receivers: list[str] = []
+        records: list[bytes] = []
+        for command in commands:
+            if type(command) is Send:
+                receivers.append(command.worker)
+            else:
+                record = command.entry if type(command) is AppendReplay else command
+                records.append(_pack(_IDENTITY.get(type(record), repr)(record)))
         self._receivers.update("\n".join([*receivers, ""]).encode(errors="surrogatepass"))
-        self._contents.update(b"".join([one if type(one) is bytes else _command_bytes(one) for one in contents]))
+        self._messages.update(b"".join(encoded))
+        self._records.update(b"".join(records))
 
     def value(self) -> bytes:
         """The digest of everything added so far."""
-        return hashlib.sha256(self._receivers.digest() + self._contents.digest()).digest()[:DIGEST_BYTES]
+        parts = (self._receivers, self._messages, self._records)
+        return hashlib.sha256(b"".join([part.digest() for part in parts])).digest()[:DIGEST_BYTES]
 
 
-def digest_of(digest: CommandDigest, commands: Iterable[Command]) -> None:
+def digest_of(digest: CommandDigest, commands: Sequence[Command]) -> None:
     """Add commands that were not encoded yet."""
-    known = list(commands)
-    digest.add(
-        [one.worker for one in known if type(one) is Send],
-        [encode(one.message) if type(one) is Send else one for one in known],
-    )
+    digest.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
 
 
 _IDENTITY: dict[type, Callable[[Any], object]] = {
@@ -271,16 +279,10 @@ _IDENTITY: dict[type, Callable[[Any], object]] = {
     StageCommitted: attrgetter("worker", "stage", "slots"),
     StageUndone: attrgetter("slot", "stage", "attempt"),
     GroupsClosed: attrgetter("groups", "slots"),
+    StepClosed: attrgetter("step", "groups", "samples", "tokens", "lags", "counts"),
 }
 """What is digested of the frequent commands and log entries: what else is in an entry is copied from the event."""
-
-
-def _command_bytes(command: Any) -> bytes:
-    record = command.entry if type(command) is AppendReplay else command
-    identity = _IDENTITY.get(type(record))
-    return repr(record if identity is None else (type(record).__name__, identity(record))).encode(
-        errors="surrogatepass"
-    )
+_pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 
 # ---- headers
@@ -359,8 +361,10 @@ class BlockReader:
         self._path = path
         self._file = path.open("rb")
         self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
-        if self._file.read(len(MAGIC)) != MAGIC:
+        if (magic := self._file.read(len(MAGIC))) != MAGIC:
             self._file.close()
+            if magic.startswith(_FAMILY):
+                raise FlowError(f"{path} is a recording of another version of flowrt: replay it with that version")
             raise FlowError(f"{path} is not a segment of a recording, or its beginning is damaged")
 
     def read(self) -> list[Any] | None:

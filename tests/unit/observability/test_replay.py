@@ -46,9 +46,9 @@ class Session:
 
     def event(self, event: Event) -> list[m.Message]:
         self.now += 1.0
-        self.recording.event(event, self.now)
         commands = self.core.handle(event, self.now)
-        self.recording.commands(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
+        encoded = [encode(one.message) if type(one) is Send else b"" for one in commands]
+        self.recording.add(event, self.now, commands, encoded)
         return [one.message for one in commands if isinstance(one, Send)]
 
     def say(self, worker: str, message: m.Message) -> list[m.Message]:
