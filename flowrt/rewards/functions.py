@@ -115,7 +115,7 @@ def parse_functions(texts: Sequence[str]) -> tuple[RewardFunction, ...]:
 def with_paths(text: str, absolute: Callable[[str], str]) -> str:
     """The text of a function with the path of its file changed by ``absolute``."""
     function = parse_function(text)
-    if not function.path:
+    if function.kind != "file":  # the path of a task is absolute
         return text
     rest = _split(text)[2]
     return text.removesuffix(rest) + absolute(function.path) + rest.removeprefix(function.path)

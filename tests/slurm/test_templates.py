@@ -125,12 +125,12 @@ def test_heterogeneous_job_trains_on_two_nodes(cluster: Any, model: Path, tmp_pa
 
 
 def test_ascend(cluster: Any, model: Path, tmp_path: Path) -> None:
-    """On nodes without NPUs, which SLURM gives away all the same: the run computes on their processors."""
+    """On nodes without NPUs, which SLURM gives away all the same: a flag lets the run compute on their processors."""
     cann = tmp_path / "cann"
     cann.mkdir()
     (cann / "set_env.sh").write_text('echo "$MAYBE_UNSET"\nexport FROM_CANN=yes\n')
     site = Site(cluster, tmp_path, "--npus", "npu:8", "--cann", str(cann))
-    number = site.submit("ascend.sbatch", "--model", model)
+    number = site.submit("ascend.sbatch", "--model", model, "--device", "cpu")
 
     def trainers() -> list[psutil.Process]:
         return [one for one in cluster.processes() if "-m flowrt.roles.trainer" in " ".join(one.cmdline())]

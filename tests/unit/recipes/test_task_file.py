@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrt.errors import ConfigError
+from flowrt.launcher.local_run import with_absolute_paths
 from flowrt.launcher.own_task import with_checked_task
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import defaults, from_toml, parse, read, to_toml
@@ -214,6 +215,12 @@ def test_the_digest_of_the_file_is_that_of_the_run(tmp_path: Path) -> None:
     config = checked(file)
     assert config.recipe_sha256 == task_file.digest(file)
     task_of(config)
+    assert config.reward.functions == (f"task:{file}:RECIPE",)
+    assert with_absolute_paths(config) == config
+    with pytest.raises(ConfigError, match="has a reward of its own, and would not use exact"):
+        parse([file, "--reward", "exact"])
+    with pytest.raises(ConfigError, match="kind task is for a task in a file alone"):
+        parse(["custom", "--reward", f"task:{file}:RECIPE"])
     edited(tmp_path, ('"abcdef="', '"abcdefg="'))
     with pytest.raises(ConfigError, match=r"has changed since the run began .* --recipe-sha256 [0-9a-f]{64}$"):
         task_of(config)
