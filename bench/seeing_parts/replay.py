@@ -30,7 +30,7 @@ from flowrt.protocol.codec import encode
 from flowrt.recipes import grpo
 from flowrt.recipes.config_io import from_toml
 
-BOUNDS: Mapping[str, float] = {"replays_wrong": 0.0, "recorder_bytes_simulated": 20.0}
+BOUNDS: Mapping[str, float] = {"replays_wrong": 0.0, "recorder_bytes": 20.0, "recorder_bytes_simulated": 20.0}
 FLOORS: Mapping[str, float] = {"recorder_ratio": 0.99, "core_recorded_ratio": 0.97}
 HASH_SEEDS = ("0", "1", "2")
 RUNS, QUICK_RUNS = 200, 10
