@@ -83,7 +83,7 @@ from pathlib import Path
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.tasks.problems import Problems, ProblemSet
-from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.recipes.tasks.problems import check_rows
 
 def peak_mb():
     status = Path("/proc/self/status").read_text()  # ru_maxrss would include the parent, before exec

@@ -18,9 +18,9 @@ import numpy as np
 from aiohttp import web
 
 import flowrt.observability.page
+from flowrt.observability.attribution import merged
 from flowrt.observability.run_reader import MAX_SHARES
 from flowrt.observability.series import Axis, Series
-from flowrt.observability.step_shares import merged
 
 PAGE = Path(flowrt.observability.page.__file__).parent
 POLICY = (

@@ -17,9 +17,8 @@ from flowrt.recipes.constraints import check_bounds, check_data_options, check_t
 from flowrt.recipes.data.difficulty import Selection
 from flowrt.recipes.prompt_limits import PromptLimits, prompt_limits
 from flowrt.recipes.tasks.base import Example, PromptBlock
-from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, folded, open_sets
+from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, folded, open_sets
 from flowrt.recipes.tasks.registry import takes_reward
-from flowrt.recipes.tasks.row_check import check_rows
 from flowrt.recipes.tasks.rows import data_path
 
 ABOUT = (

@@ -19,10 +19,10 @@ from rich.console import Console
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from flowrt.launcher.terminal import printable
 from flowrt.observability.compared_runs import ComparedRuns
-from flowrt.observability.exporters.names import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.exporters.perfetto import write_trace
 from flowrt.observability.exporters.process import parse_steps
 from flowrt.observability.exporters.prometheus import prometheus_text
+from flowrt.observability.exporters.sink import TENSORBOARD, WANDB, WANDB_CLOSE_S, check_exporter, target_of
 from flowrt.observability.run_reader import RunReader
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.parent_death import die_with_parent

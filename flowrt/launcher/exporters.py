@@ -12,7 +12,7 @@ from pathlib import Path
 from flowrt.errors import EXIT_BAD_INPUT, EXIT_OK, ConfigError, WaitExpired
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.supervision import RUN
-from flowrt.observability.exporters.names import check_exporter, close_timeout_s, log_name, target_of
+from flowrt.observability.exporters.sink import check_exporter, close_timeout_s, log_name, target_of
 from flowrt.recipes.config import RunConfig
 from flowrt.runtime.waits import cancel_and_wait, pause, wait_all
 

@@ -30,8 +30,7 @@ from flowrt.launcher.commands import check_machine, check_programs, worker_comma
 from flowrt.launcher.device_check import check_devices_here
 from flowrt.launcher.exporters import ExporterProcesses, check_exporters
 from flowrt.launcher.observer import Observer
-from flowrt.launcher.own_algorithm import with_own_needs
-from flowrt.launcher.own_task import with_checked_task
+from flowrt.launcher.own_files import with_checked_task, with_own_needs
 from flowrt.launcher.processes import Child, Children
 from flowrt.launcher.signals import Signals
 from flowrt.launcher.supervision import (
@@ -48,7 +47,7 @@ from flowrt.launcher.views.live import LiveView, evaluation_text, summary_table
 from flowrt.launcher.watch_process import WatchProcess, check_page_port, write_page
 from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys, worker_keys
 from flowrt.net.link import check_free
-from flowrt.observability.exporters.names import own_path
+from flowrt.observability.exporters.sink import own_path
 from flowrt.observability.tails import LineTail
 from flowrt.recipes.algorithms import acting_fields, is_own
 from flowrt.recipes.config import RunConfig

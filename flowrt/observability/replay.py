@@ -1,9 +1,12 @@
 """Replay of a recording: a core in this process that takes the same events, and is checked to return the same commands.
 
-The core decides from its events alone, so its state after the first n events is that which the controller had then.
+- The core decides from its events alone, so its state after the first n events is that which the controller had then.
+- Conditions on a replayed state, as ``wait > 60``, are a measurement, a comparison and a number.
 """
 
-from collections.abc import Callable, Iterator
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -275,3 +278,39 @@ def status_at(run_dir: Path, at_s: float) -> dict[str, Any]:
     Raises: ConfigError if nothing is recorded then, or by other sources, FlowError if the replay differs from the run.
     """
     return _instants(run_dir).status_at(at_s)
+
+
+def _oldest_wait_s(replay: Replay) -> float:
+    return max((replay.now - since_s for _, _, since_s in replay.core.waiting()), default=0.0)
+
+
+MEASUREMENTS: Mapping[str, Callable[[Replay], float]] = {
+    "wait": _oldest_wait_s,
+    "step": lambda replay: replay.core.state.window.step,
+    "live_groups": lambda replay: replay.core.state.window.live,
+    "leases": lambda replay: len(replay.core.state.table.leases),
+    "workers": lambda replay: len(replay.core.state.membership.members()),
+    "dropped": lambda replay: sum(dict(replay.core.state.dropped).values()),
+    "ended": lambda replay: replay.core.ended is not None,
+}
+"""``wait``: age of the oldest open wait, in seconds; ``ended``: 1 once the run has ended, else 0."""
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([0-9]+(?:\.[0-9]*)?)\s*")
+
+
+def condition(text: str) -> Callable[[Replay], bool]:
+    """The condition that this text states. Raises ConfigError if it states none."""
+    found = _CONDITION.fullmatch(text)
+    if found is None or found[1] not in MEASUREMENTS:
+        raise ConfigError(
+            f"--until {text!r:.80} is no condition: it is NAME > NUMBER (or >=, <, <=, ==), with NAME one of "
+            f"{', '.join(MEASUREMENTS)}"
+        )
+    measure, compare, bound = MEASUREMENTS[found[1]], _COMPARISONS[found[2]], float(found[3])
+    return lambda replay: compare(measure(replay), bound)

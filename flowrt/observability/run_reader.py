@@ -21,10 +21,10 @@ from flowrt.controller.storage.integrity import LEDGER
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.sample_store import SAMPLES
 from flowrt.errors import ConfigError, FlowError
+from flowrt.observability.attribution import merged
 from flowrt.observability.lanes import MAX_LANES, TimelineLanes
 from flowrt.observability.samples import Order, SampleFilter, SampleReader, SampleRow
 from flowrt.observability.series import Axis, Series
-from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import JsonTail, parse_line
 from flowrt.observability.token_texts import TokenTexts
 from flowrt.recipes.config_io import RECIPE_NAMES, defaults, from_toml

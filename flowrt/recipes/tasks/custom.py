@@ -10,8 +10,7 @@ from itertools import chain
 from flowrt.errors import ConfigError
 from flowrt.recipes.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from flowrt.recipes.tasks.base import Example, PromptBlock, Recipe, Task, TrainingSet
-from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, open_sets
-from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.recipes.tasks.problems import Concatenated, ProblemSet, check_rows, open_sets
 from flowrt.recipes.tasks.rows import data_path
 from flowrt.rewards.check import FIRST_ROWS, check_rewards
 from flowrt.rewards.options import RewardOptions

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.errors import ConfigError
+from flowrt.observability.attribution import merged
 from flowrt.observability.lanes import FULL, MAX_SPANS, TimelineLanes
 from flowrt.observability.run_reader import FileUpdate, RunReader, is_locked
 from flowrt.observability.series import Series
-from flowrt.observability.step_shares import merged
 from flowrt.observability.tails import GzipTail, JsonTail, LineTail
 from flowrt.recipes.config_io import defaults, to_toml
 from flowrt.runtime.files import RunLock, atomic_write

@@ -18,8 +18,7 @@ from flowrt.recipes.config_io import parse
 from flowrt.recipes.data.base import Rows
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.tasks.problems import Problems, ProblemSet, open_sets, problem
-from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.recipes.tasks.problems import Problems, ProblemSet, check_rows, open_sets, problem
 from flowrt.recipes.tasks.rows import read_rows
 
 DATA = DataConfig(prompt_key="prompt", eval_prompts=0)

@@ -14,9 +14,8 @@ from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.data_sets import parse_data
 from flowrt.recipes.grpo import settings
 from flowrt.recipes.resume_overrides import apply_overrides
-from flowrt.recipes.tasks.problems import open_sets
+from flowrt.recipes.tasks.problems import check_rows, open_sets
 from flowrt.recipes.tasks.registry import task_of
-from flowrt.recipes.tasks.row_check import check_rows
 
 THREE = ["--data", "math=a.jsonl:0.7", "--data=code=dir/:0.2", "--data", "chat=c:d.jsonl:.1"]
 

@@ -16,8 +16,7 @@ from flowrt.recipes.data.difficulty import Selection, difficulties
 from flowrt.recipes.data.files import open_rows
 from flowrt.recipes.data.mixture import SetSize, mixture
 from flowrt.recipes.tasks.custom import CustomTask
-from flowrt.recipes.tasks.problems import open_sets
-from flowrt.recipes.tasks.row_check import check_rows
+from flowrt.recipes.tasks.problems import check_rows, open_sets
 from flowrt.rewards.options import RewardOptions
 
 

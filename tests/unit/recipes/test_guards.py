@@ -9,7 +9,7 @@ from flowrt.controller.policies.guards import GuardRule
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer
 from flowrt.errors import ConfigError
-from flowrt.launcher.own_algorithm import with_own_needs
+from flowrt.launcher.own_files import with_own_needs
 from flowrt.recipes.algorithms import PRESETS
 from flowrt.recipes.config import GuardConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml

@@ -12,13 +12,12 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_toml, parse, to_toml
 from flowrt.recipes.grpo import dataflow
 from flowrt.recipes.metric_names import metric_names
-from flowrt.rewards.arguments import Arguments, MissingColumn
 from flowrt.rewards.built_in import built_in
 from flowrt.rewards.functions import RewardFunction, parse_function, parse_functions, with_paths
 from flowrt.rewards.options import RewardOptions
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.scoring import RewardScorer, combined, reward_columns
-from flowrt.rewards.user_file import outcome_of
+from flowrt.rewards.user_file import Arguments, MissingColumn, outcome_of
 
 
 @pytest.mark.parametrize(

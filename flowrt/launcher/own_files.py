@@ -1,12 +1,18 @@
-"""The task of a run before it starts; that of a file of the user's is checked in a process of its own."""
+"""The task and the algorithm of a run before it starts; those in files of the user's say what they need.
+
+A file of the user's may hang, exit or crash, so a process of its own loads it. The launcher and the controller do not
+import torch.
+"""
 
 import dataclasses
 from collections.abc import Callable
 
 from flowrt.errors import ConfigError
+from flowrt.recipes.algorithms import is_own
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import to_toml
 from flowrt.recipes.eval_sets import check_eval_sets
+from flowrt.recipes.guards import check_guards
 from flowrt.recipes.tasks.registry import check_digest, check_task, task_of
 from flowrt.recipes.tasks.task_file import PROCESS, digest, is_task_file, split
 from flowrt.recipes.tasks.task_reward import with_task_reward
@@ -40,3 +46,22 @@ def with_checked_task(config: RunConfig, progress: Callable[[str], None]) -> Run
     if not parts:
         return with_task_reward(config)
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=tuple(map(str, parts))))
+
+
+LOAD_S = 120.0
+"""Deadline for importing torch and the user's file."""
+
+
+def with_own_needs(config: RunConfig) -> RunConfig:
+    """The configuration with what the user's algorithm needs; a preset's is returned as it is.
+
+    Raises ConfigError if the file cannot be loaded, does not return in time, or defines no algorithm.
+    """
+    name = config.algorithm.name
+    if not is_own(name):
+        return config
+    needs = ask("flowrt.roles.algorithm", [name], f"algorithm {name.rpartition(':')[0]}", LOAD_S)
+    metrics = needs.get("metrics")
+    check_guards(config, metrics if isinstance(metrics, list) else [])
+    algorithm = dataclasses.replace(config.algorithm, own_reference=needs.get("reference") is True)
+    return dataclasses.replace(config, algorithm=algorithm)
