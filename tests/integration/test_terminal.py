@@ -25,6 +25,7 @@ def run(run_dir: Path, model: Path, output: int, environment: dict[str, str]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained_model: Path) -> None:
     read, write = os.pipe()
     process = run(tmp_path / "run", untrained_model, write, {})
@@ -36,6 +37,7 @@ def test_run_completes_after_its_output_pipe_is_closed(tmp_path: Path, untrained
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_run_directory_may_look_like_markup_where_only_ascii_is_printed(
     tmp_path: Path, untrained_model: Path
 ) -> None:

@@ -135,6 +135,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parallel
+@pytest.mark.parallel
 @pytest.mark.parametrize(("text", "place", "what"), REFUSED.values(), ids=REFUSED)
 def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: str, place: str, what: str) -> None:
     mine = tmp_path / "mine.py"
@@ -155,6 +156,7 @@ def test_a_reward_function_that_cannot_be_used_is_refused(tmp_path: Path, text: 
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize("text", [function("return 1 / 0"), "import os\n" + function("os._exit(3)")])
 def test_a_run_with_such_a_function_ends_before_anything_starts(
     refused: Callable[..., Any], tmp_path: Path, untrained_model: Path, text: str
@@ -164,6 +166,7 @@ def test_a_run_with_such_a_function_ends_before_anything_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 def test_a_reward_file_that_takes_long_to_load_is_announced_and_can_be_interrupted(
     launch: Callable[..., Any], tmp_path: Path, untrained_model: Path
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_reward_file_that_takes_long_to_load_is_announced_and_can_be_interrupt
 
 
 @pytest.mark.slow
+@pytest.mark.parallel
 @pytest.mark.parametrize(
     ("fails", "what"),
     [

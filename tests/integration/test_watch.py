@@ -17,7 +17,7 @@ import pytest
 from tests.integration.conftest import FLOWRT, wait_until
 from tests.run_page import unpacked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 STEPS = 60
 LIMIT_S = 120.0
 
@@ -50,19 +50,21 @@ def address_in(text: str) -> str:
     return found[0] if found else ""
 
 
-def flags(model: Path) -> list[str]:
+def flags(model: Path, steps: int = STEPS) -> list[str]:
     small = ["--prompts-per-step", "2", "--group-size", "2", "--rollout.max-new-tokens", "8", "--rollout.workers", "1"]
-    return ["--model", str(model), "--steps", str(STEPS), "--algorithm.kl.coef", "0", *small]
+    return ["--model", str(model), "--steps", str(steps), "--algorithm.kl.coef", "0", *small]
 
 
 def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., Any], untrained_model: Path) -> None:
-    run = launch(*flags(untrained_model), "--watch", "0", "--eval.at-start", "False", "--eval.at-end", "False")
+    steps = 3 * STEPS  # the run has to go on after the restart
+    evaluations = ("--eval.at-start", "False", "--eval.at-end", "False")
+    run = launch(*flags(untrained_model, steps), *evaluations, "--watch", "0")
     run.wait_for(lambda: address_in(run.output), "address of the page")
     browser = Browser(address_in(run.output))
-    assert browser.get("run")["steps"] == STEPS
+    assert browser.get("run")["steps"] == steps
     events = browser.events()
     next(data for kind, data in events if kind == "step" and data["step"] >= 2)
-    assert next(data for kind, data in events if kind == "status" and data)["steps"] == STEPS
+    assert next(data for kind, data in events if kind == "status" and data)["steps"] == steps
     assert browser.get("run")["state"] == "live"
     [controller] = run.find("flowrt.launcher.controller_main")
     run.signal(signal.SIGKILL, controller)
@@ -77,7 +79,7 @@ def test_a_page_follows_a_run_whose_controller_is_killed(launch: Callable[..., A
     run.assert_gone(10.0)
     carried = unpacked((run.run_dir / "run.html").read_text())
     assert carried["api/run"]["state"] == "finished"
-    assert carried["api/series?from=0"]["steps"] == list(range(STEPS))
+    assert carried["api/series?from=0"]["steps"] == list(range(steps))
     token = address_in(run.output).rpartition("=")[2]
     assert token not in json.dumps(carried)
 

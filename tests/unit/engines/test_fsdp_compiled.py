@@ -60,7 +60,9 @@ def batch(seed: int) -> TrainingBatch:
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile looks at what warns, and ignores the warnings itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize(("dtype", "gather"), [("bfloat16", "step"), ("float32", "pass")])
+@pytest.mark.parametrize(
+    ("dtype", "gather"), [pytest.param("bfloat16", "step", marks=pytest.mark.long), ("float32", "pass")]
+)
 @pytest.mark.slow
 def test_the_width_of_heads_is_compiled_as_a_number_that_stays(
     checkpoint: Path,
