@@ -194,8 +194,8 @@ class TimeAccount:
             self._left.append(lane)
 
     def role(self, worker: str) -> str:
-        """The role of a worker that is in the run; empty for any other."""
-        lane = self._lanes.get(worker)
+        """The role of a worker that is in the run, or whose last time is not attributed yet; empty for any other."""
+        lane = self._lanes.get(worker) or next((one for one in self._left if one.worker == worker), None)
         return lane.role if lane else ""
 
     def add_spans(self, worker: str, spans: Iterable[Interval]) -> None:

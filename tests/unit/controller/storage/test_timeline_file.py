@@ -140,3 +140,15 @@ def test_a_disk_that_refuses_is_one_warning(tmp_path: Path, caplog: pytest.LogCa
     times.close(20.0, ())
     assert len([record for record in caplog.records if "is not written any more" in record.message]) == 1
     assert times.latest is not None, "the account goes on"
+
+
+def test_waits_of_a_worker_that_has_left_are_in_the_timeline(tmp_path: Path) -> None:
+    """A run may end between two writes: its workers have left when its waits are written."""
+    times = recorder(tmp_path, 0.0)
+    times.account.joined("rollout-0", "rollout", 0.0)
+    times.account.training_started(1.0)
+    times.account.gone("rollout-0", 3.0)
+    times.add_waits([WaitInterval(WorkerId("rollout-0"), Cause.GATE, "trainer", 1.0, 2.0)])
+    times.close(3.0, [])
+    waits = [line for line in read_timeline(tmp_path) if "wait" in line]
+    assert [(line["worker"], line["role"], line["wait"]) for line in waits] == [("rollout-0", "rollout", "gate")]
