@@ -22,7 +22,7 @@ from rich.table import Table
 
 from flowrt.controller.core import Core
 from flowrt.controller.events import Command, Event, MessageReceived, Send, WorkerConnected
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Values

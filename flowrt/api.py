@@ -12,28 +12,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session, connect
 from flowrt.client.streams import pull_between, stream
 from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
-from flowrt.controller.policies.batching import (
-    Balanced,
-    Batcher,
-    FixedTokens,
-    GroupCount,
-    OnDemand,
-    RankBalancing,
-    SampleCount,
-    TokenBudget,
-)
+from flowrt.controller.policies.batching import Batcher, FixedTokens, GroupCount, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.server.server import Server
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings

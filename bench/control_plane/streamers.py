@@ -11,7 +11,7 @@ import time
 import torch
 from common.children import obey_on_loop
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session, connect
 from flowrt.runtime.event_loop import run_loop
 

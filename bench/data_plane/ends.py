@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from flowrt.client.batch import SampleTransfers
 from flowrt.client.requests import SPIN_S
+from flowrt.client.samples import SampleTransfers
 from flowrt.errors import FlowError
 from flowrt.net.link import ClientLink
 from flowrt.protocol import messages as m

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from flowrt.algorithms.losses import KL_ESTIMATORS, KlEstimator
 from flowrt.algorithms.objective import (
     Aggregation,
     Entropy,
@@ -15,7 +16,6 @@ from flowrt.algorithms.objective import (
     Rejection,
     SecondMoment,
 )
-from flowrt.algorithms.policy_losses import KL_ESTIMATORS, KlEstimator
 from objectives_rows.closed_forms import (
     CORRECTIONS,
     LOSSES,

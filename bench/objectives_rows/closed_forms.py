@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flowrt.algorithms.algorithm import StepTokens, Tokens
-from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Objective, Rejection, SecondMoment
-from flowrt.algorithms.policy_losses import (
+from flowrt.algorithms.losses import (
     Aspo,
     Cispo,
     CrossEntropy,
@@ -30,6 +29,7 @@ from flowrt.algorithms.policy_losses import (
     Topr,
     Vespo,
 )
+from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Objective, Rejection, SecondMoment
 
 STEP = 1e-30
 """Of the imaginary axis."""

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from flowrt.algorithms.advantages import GroupAdvantages
 from flowrt.algorithms.algorithm import Algorithm, Groups, Plan, Tokens
-from flowrt.algorithms.objective import Aggregation, Correction, Kl, Level, Objective
-from flowrt.algorithms.policy_losses import (
+from flowrt.algorithms.losses import (
     Aspo,
     Cispo,
     CrossEntropy,
@@ -38,6 +37,7 @@ from flowrt.algorithms.policy_losses import (
     Topr,
     Vespo,
 )
+from flowrt.algorithms.objective import Aggregation, Correction, Kl, Level, Objective
 
 Mode = Literal["truncate", "mask"]
 

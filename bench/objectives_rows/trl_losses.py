@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from flowrt.algorithms.algorithm import Plan
+from flowrt.algorithms.losses import Cispo, Gspo, PolicyLoss, Ppo, Sapo, Vespo
 from flowrt.algorithms.objective import Aggregation, Correction, Entropy, Kl, Objective, Rejection
-from flowrt.algorithms.policy_losses import Cispo, Gspo, PolicyLoss, Ppo, Sapo, Vespo
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.torch.trainer import TorchTrainer
 from objectives_rows.closed_forms import Sample, corrected, step_of, tokens_of

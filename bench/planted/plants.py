@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from end_to_end.simulated.workloads import WORKLOADS, Workload
 
-from flowrt.engines.simulated.costs import GenerationCost, LogNormal, ScoreCost, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, LogNormal, ScoreCost, TrainCost
 
 STEPS = 10
 TRAIN_S, SCORE_S, SWAP_S, SAVE_S, READ_S, STOP_S = 0.6, 0.05, 1.0, 0.6, 0.15, 5.0

@@ -41,7 +41,7 @@ from flowrt.client.connection import Connection
 from flowrt.controller.core import Core
 from flowrt.controller.diagnostics.status import brief_text, status
 from flowrt.controller.events import Command, Event
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.launcher.observer import hello, statuses
 from flowrt.observability.page.access import Access
 from flowrt.observability.page.server import STATIC, PageServer

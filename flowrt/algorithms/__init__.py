@@ -13,8 +13,8 @@ The functions that a micro-batch passes through, in order:
 """
 
 from flowrt.algorithms.logprobs import logits_entropy, predicted_logprobs, prediction_entropy, selected_logprobs
+from flowrt.algorithms.losses import kl_k1_T, kl_k2_T, kl_k3_T
 from flowrt.algorithms.packing import PackedBatch, Padded, cut_by_tokens, cut_packed, pack_samples, pad_samples
-from flowrt.algorithms.policy_losses import kl_k1_T, kl_k2_T, kl_k3_T
 
 __all__ = [
     "PackedBatch",

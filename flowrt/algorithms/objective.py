@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, PreferencePair
 from flowrt.algorithms.algorithm import Credit, Groups, Needs, Plan, StepTokens, Term, Tokens
-from flowrt.algorithms.policy_losses import (
+from flowrt.algorithms.losses import (
     KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
     AdaptiveKl,
@@ -135,7 +135,7 @@ class Rejection:
 class Kl:
     """Divergence from the reference as a term of the loss; with coef 0 it is only measured.
 
-    ``estimator`` names one of `flowrt.algorithms.policy_losses.KL_ESTIMATORS`. With ``adaptive``, ``coef`` is that of
+    ``estimator`` names one of `flowrt.algorithms.losses.KL_ESTIMATORS`. With ``adaptive``, ``coef`` is that of
     the first step.
     """
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from flowrt.client.batch import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
 from flowrt.client.controller_clock import STOPPED, ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable, ResyncState, resync_messages
+from flowrt.client.samples import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
 from flowrt.net.curve_keys import WorkerKeys

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_all, wait_any
 from flowrt.transport.lanes.lane import ignore_exception

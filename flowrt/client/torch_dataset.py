@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session, connect
 from flowrt.client.streams import stream
 from flowrt.runtime.waits import BoundedElsewhere, blocking, join_thread

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flowrt.controller.policies.admission import Admission
-from flowrt.controller.policies.batching import Batcher, FixedTokens, OnDemand, RankBalancing
+from flowrt.controller.policies.batching import Batcher, FixedTokens
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch
 from flowrt.controller.policies.group_filter import GroupFilter, KeepAll
 from flowrt.controller.policies.guards import GuardRule
+from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import WeightSyncPolicy
 from flowrt.errors import ConfigError, suggested
 from flowrt.protocol.messages import ITEM_BYTES, Column, Position, Stage

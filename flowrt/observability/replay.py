@@ -22,7 +22,6 @@ from flowrt.controller.events import Command, Event, MessageReceived
 from flowrt.controller.storage.recording_format import (
     CommandDigest,
     EventBlock,
-    digest_of,
     read_event,
     sources_digest,
 )
@@ -141,7 +140,7 @@ class Replay:
         failed = ""
         try:
             returned = self.core.handle(event, now)
-            digest_of(self._digest, returned)
+            self._digest.add_unencoded(returned)
             commands = returned
         except (*PROGRAMMING_ERRORS, FlowError) as error:  # as the controller, which then ended the run
             failed = repr(error)

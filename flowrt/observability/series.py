@@ -99,10 +99,10 @@ class Series:
 
     def _answer(self, chosen: Indices, kept: int) -> dict[str, Any]:
         columns = {name: np.frombuffer(column)[chosen] for name, column in self._columns.items()}
+        columns |= _derived(columns)
         steps = np.frombuffer(self.steps, np.int64)[chosen] if self.steps else chosen
         if len(chosen) <= kept:
             return {"steps": steps.tolist(), "columns": {name: _numbers(values) for name, values in columns.items()}}
-        columns |= _derived(columns)  # the page can derive them from whole steps alone
         # The last step stays as it is: the page shows its numbers.
         size = -(-2 * (len(chosen) - 1) // (kept - 1))
         count = -(-(len(chosen) - 1) // size)

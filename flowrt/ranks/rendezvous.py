@@ -11,6 +11,7 @@ writes HOST:PORT to the descriptor and runs until SIGINT or SIGTERM.
 import argparse
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
 
@@ -25,11 +26,29 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from flowrt.errors import EXIT_INTERRUPTED
-from flowrt.transport.lanes.channel import serve_tcp_store
 
 COUNTING = "flowrt"
 """Name of this backend for torchrun's ``--rdzv-backend``."""
 STORE_TIMEOUT = timedelta(minutes=5)
+
+
+def serve_tcp_store(host: str, deadline: timedelta, members: int | None = None) -> TCPStore:
+    """A TCPStore that other processes can join, on ``host`` and a port chosen by the kernel.
+
+    By default torch's store listens on all interfaces. Raises OSError if ``host`` is not an address of this host.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address[:2], family=family) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            host,
+            port,
+            members,
+            is_master=True,
+            timeout=deadline,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 class CountingRendezvous(RendezvousHandler):

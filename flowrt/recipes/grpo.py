@@ -23,7 +23,7 @@ import dataclasses
 
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import StrictLag
-from flowrt.controller.policies.batching import Balanced, Batcher, FixedTokens, OnDemand, SampleCount, TokenBudget
+from flowrt.controller.policies.batching import Batcher, FixedTokens, SampleCount, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt, SolveRate
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
@@ -37,6 +37,7 @@ from flowrt.controller.policies.group_filter import (
     UserFunction,
     ZeroVariance,
 )
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
 from flowrt.controller.storage.recording_format import CoreInputs

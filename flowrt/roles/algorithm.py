@@ -13,17 +13,7 @@ import torch
 
 from flowrt.algorithms.advantages import BestOfGroup, CreditRule, GroupAdvantages, OverlongPenalty
 from flowrt.algorithms.algorithm import Algorithm, Groups, Needs, Plan
-from flowrt.algorithms.objective import (
-    Aggregation,
-    Correction,
-    Entropy,
-    Kl,
-    Objective,
-    OnlineDpo,
-    Rejection,
-    SecondMoment,
-)
-from flowrt.algorithms.policy_losses import (
+from flowrt.algorithms.losses import (
     AdaptiveKl,
     Aspo,
     Cispo,
@@ -37,6 +27,16 @@ from flowrt.algorithms.policy_losses import (
     Sapo,
     Topr,
     Vespo,
+)
+from flowrt.algorithms.objective import (
+    Aggregation,
+    Correction,
+    Entropy,
+    Kl,
+    Objective,
+    OnlineDpo,
+    Rejection,
+    SecondMoment,
 )
 from flowrt.engines.training.loss_passes import LossPasses, example_tokens
 from flowrt.errors import ConfigError

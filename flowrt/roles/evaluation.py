@@ -16,7 +16,7 @@ from time import monotonic
 import torch
 
 from flowrt.algorithms.evaluation import statistics
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.errors import RemoteProtocolError, WaitExpired
 from flowrt.recipes.config import RunConfig

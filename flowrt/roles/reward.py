@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from time import monotonic
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import Drained

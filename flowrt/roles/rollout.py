@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from flowrt.algorithms.support import Support
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.client.weights import StagedWeights
 from flowrt.engines.base import ExternalEngine, Prompt, Response, RolloutEngine, SupportsInFlightUpdate, sample_seed

@@ -12,7 +12,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import Capture
 from flowrt.engines.stopping import StopConditions

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from flowrt.algorithms.advantages import PolynomialAge, SampleWeight, UniformWeight
 from flowrt.algorithms.algorithm import Algorithm, Credit, Groups
 from flowrt.algorithms.support import Support
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.base import AppliesSupports, TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_tokenizer

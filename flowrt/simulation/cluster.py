@@ -19,7 +19,7 @@ from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.group_filter import REWARD, GroupFilter, KeepAll
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, Policies, Settings
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, SimulatedDecoder, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, SimulatedDecoder, TrainCost
 from flowrt.ids import ROLLOUT, SOURCE, TRAINER, WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Part, Stage, Values, Weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrt.algorithms.policy_losses import AdaptiveKl
+from flowrt.algorithms.losses import AdaptiveKl
 
 COEF, TARGET, HORIZON, PROMPTS, SIZE = 0.01, 0.001, 64, 4, 4
 

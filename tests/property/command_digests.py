@@ -7,11 +7,12 @@ A child of test_hash_seeds: the same in every process, whatever its hash seed.
 import hashlib
 import sys
 
-from flowrt.controller.policies.batching import Balanced, FixedTokens, GroupCount, OnDemand, TokenBudget
+from flowrt.controller.policies.batching import FixedTokens, GroupCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand
 from flowrt.controller.policies.weight_sync import DelayedUpdate, EveryN, Rolling, WeightSyncPolicy
 from flowrt.controller.settings import OnLostSample
 from tests.simulation.cluster import SimulatedCluster

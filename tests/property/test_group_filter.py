@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.policies.batching import Balanced, FixedTokens
+from flowrt.controller.policies.batching import FixedTokens
 from flowrt.controller.policies.curriculum import EveryPrompt, SolveRate
 from flowrt.controller.policies.group_filter import (
     DECISION,
@@ -20,6 +20,7 @@ from flowrt.controller.policies.group_filter import (
     UserFunction,
     ZeroVariance,
 )
+from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.settings import OnLostSample
 from tests.effort import examples
 from tests.property.test_core import RUNS, most_at_once, scenarios

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrt.controller.events import Send
-from flowrt.controller.policies.batching import Balanced, FixedTokens, GroupCount, TokenBudget
+from flowrt.controller.policies.batching import FixedTokens, GroupCount, TokenBudget
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.dispatch.priority import Priority
+from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.controller.policies.weight_sync import Divergence, EveryN, Rolling
 from flowrt.controller.settings import OnLostSample
 from flowrt.controller.state.samples import Slot

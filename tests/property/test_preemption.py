@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrt.controller.policies.batching import Balanced
+from flowrt.controller.policies.rank_balancing import Balanced
 from flowrt.protocol.messages import Position
 from tests.effort import examples
 from tests.property.test_core import RUNS

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrt.controller.policies.batching import FixedTokens, karmarkar_karp
+from flowrt.controller.policies.batching import FixedTokens
+from flowrt.controller.policies.rank_balancing import karmarkar_karp
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60), st.integers(1, 9))

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import fsum
 
-from flowrt.controller.policies.batching import Batcher, FixedTokens, OnDemand, RankBalancing, TokenBudget
+from flowrt.controller.policies.batching import Batcher, FixedTokens, TokenBudget
 from flowrt.controller.policies.curriculum import Curriculum, EveryPrompt
 from flowrt.controller.policies.dispatch.base import Dispatch, Fifo
 from flowrt.controller.policies.group_filter import DECISION, GroupFilter, KeepAll
 from flowrt.controller.policies.guards import GuardRule
+from flowrt.controller.policies.rank_balancing import OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, WeightSyncPolicy
 from flowrt.controller.settings import Dataflow, OnLostSample
 from flowrt.protocol.messages import NO_BASE, Column, ColumnLengths, Grant, Offer, Stage, Weights

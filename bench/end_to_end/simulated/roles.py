@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import torch
 from end_to_end.simulated.modes import Play
 
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
 from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.time import RealTimeSimClock

@@ -18,7 +18,7 @@ from end_to_end.simulated.modes import Play
 from end_to_end.simulated.workloads import Workload
 
 from flowrt.engines.base import sample_seed
-from flowrt.engines.simulated.costs import SimulatedDecoder
+from flowrt.engines.simulated.workload import SimulatedDecoder
 
 
 @dataclass(frozen=True)

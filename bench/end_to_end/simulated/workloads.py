@@ -21,7 +21,7 @@ Figures that all workloads share, for a model of 7 billion parameters (weights o
 
 from dataclasses import dataclass, replace
 
-from flowrt.engines.simulated.costs import (
+from flowrt.engines.simulated.workload import (
     Distribution,
     GenerationCost,
     Lengths,

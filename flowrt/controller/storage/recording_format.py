@@ -147,36 +147,36 @@ class EventBlock:
         self.digest = digest
 
     def pack(self) -> list[Any]:
-        """The content of a block: [EVENTS, first, names, sorts, senders, order, times, counts, columns, digest].
+        """The content of a block: [EVENTS, first, names, tags, senders, order, times, counts, columns, digest].
 
-        Events of one sort and sender are next to each other, because their fields are similar: ``order`` has, for each
-        event, the place of its sort and sender in ``sorts`` and ``senders``; equal sorts are next to each other. The
-        sort is the tag of a message, or the negative kind of another event. ``counts`` are in that order, and
-        ``columns`` those of the arrays of each sort.
+        Events of one tag and sender are next to each other, because their fields are similar: ``order`` has, for each
+        event, the place of its tag and sender in ``tags`` and ``senders``; equal tags are next to each other. The tag
+        is that of a message, or the negative kind of another event. ``counts`` are in that order, and ``columns`` those
+        of the arrays of each tag.
         """
         unpacker = msgpack.Unpacker(use_list=False, unicode_errors="surrogatepass", max_buffer_size=0)
         unpacker.feed(b"".join(self.data))
         arrays = list(unpacker)
-        sorts = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
-        if _REPORT in sorts:
-            arrays = [_without_spans(one) if sort == _REPORT else one for sort, one in zip(sorts, arrays, strict=True)]
-        keys = list(zip(sorts, self.workers, strict=True))
+        tags = [items[0] if kind == _MESSAGE else -kind for kind, items in zip(self.kinds, arrays, strict=True)]
+        if _REPORT in tags:
+            arrays = [_without_spans(one) if tag == _REPORT else one for tag, one in zip(tags, arrays, strict=True)]
+        keys = list(zip(tags, self.workers, strict=True))
         pairs = sorted(set(keys))
         order = list(map(dict(zip(pairs, count())).__getitem__, keys))
         events = sorted(range(len(order)), key=order.__getitem__)
-        sizes = Counter(sorts)
+        sizes = Counter(tags)
         in_order = iter(map(arrays.__getitem__, events))
         packer = ColumnPacker()
         return [
             EVENTS,
             self.first,
             self.names,
-            pack_numbers([sort for sort, _ in pairs]),
+            pack_numbers([tag for tag, _ in pairs]),
             pack_numbers([worker for _, worker in pairs]),
             pack_numbers(order),
             pack_reals(self.times),
             pack_numbers(list(map(self.counts.__getitem__, events))),
-            [packer.pack_fields(list(islice(in_order, sizes[sort]))) for sort in sorted(sizes)],
+            [packer.pack_fields(list(islice(in_order, sizes[tag]))) for tag in sorted(sizes)],
             self.digest,
         ]
 
@@ -185,11 +185,11 @@ class EventBlock:
         """Raises ValueError, TypeError, LookupError or OverflowError for content that is not one."""
         _, first, names, *packed, columns, digest = content
         reader = ColumnReader()
-        sorts, senders, order, times, counts = map(reader.read, packed)
-        sizes = Counter(map(sorts.__getitem__, order))
+        tags, senders, order, times, counts = map(reader.read, packed)
+        sizes = Counter(map(tags.__getitem__, order))
         arrays: list[tuple[Any, ...]] = []
-        for sort, of_sort in zip(dict.fromkeys(sorts), columns, strict=True):
-            arrays += reader.read_fields(of_sort) if of_sort else [()] * sizes[sort]  # an event without fields
+        for tag, of_tag in zip(dict.fromkeys(tags), columns, strict=True):
+            arrays += reader.read_fields(of_tag) if of_tag else [()] * sizes[tag]  # an event without fields
         if not len(order) == len(times) == len(counts) == len(arrays):
             raise ValueError("the columns of a block have different lengths")
         events = sorted(range(len(order)), key=order.__getitem__)
@@ -197,7 +197,7 @@ class EventBlock:
         return cls(
             first=first,
             names=list(names),
-            kinds=[max(-sorts[pair], _MESSAGE) for pair in order],
+            kinds=[max(-tags[pair], _MESSAGE) for pair in order],
             workers=[senders[pair] for pair in order],
             times=times,
             data=[msgpack.packb(arrays[place], unicode_errors="surrogatepass") for place in places],
@@ -262,15 +262,14 @@ class CommandDigest:
         self._messages.update(b"".join(encoded))
         self._records.update(b"".join(records))
 
+    def add_unencoded(self, commands: Sequence[Command]) -> None:
+        """Add commands whose messages are not encoded yet."""
+        self.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
+
     def value(self) -> bytes:
         """The digest of everything added so far."""
         parts = (self._receivers, self._messages, self._records)
         return hashlib.sha256(b"".join([part.digest() for part in parts])).digest()[:DIGEST_BYTES]
-
-
-def digest_of(digest: CommandDigest, commands: Sequence[Command]) -> None:
-    """Add commands that were not encoded yet."""
-    digest.add(commands, [encode(one.message) if type(one) is Send else b"" for one in commands])
 
 
 _IDENTITY: dict[type, Callable[[Any], object]] = {
@@ -290,11 +289,11 @@ _pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 
 @cache
 def sources_digest() -> str:
-    """SHA-256 over the sources that decide: the packages flowrt.controller and flowrt.protocol."""
+    """SHA-256 over the sources that decide: the packages flowrt.controller and flowrt.protocol, and flowrt.ids."""
     root = Path(flowrt.__file__).parent
     digest = hashlib.sha256()
-    for package in ("controller", "protocol"):
-        for path in sorted((root / package).rglob("*.py")):
+    for pattern in ("controller/**/*.py", "protocol/**/*.py", "ids.py"):
+        for path in sorted(root.glob(pattern)):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

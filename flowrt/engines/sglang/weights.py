@@ -26,8 +26,8 @@ from flowrt.engines.sglang.client import SglangClient
 from flowrt.engines.sglang.layout import Layout
 from flowrt.engines.sglang.tensor_pickles import serialized
 from flowrt.errors import EngineError
+from flowrt.ranks.rendezvous import serve_tcp_store
 from flowrt.runtime.waits import blocking, wait_any
-from flowrt.transport.lanes.channel import serve_tcp_store
 from flowrt.transport.weights.snapshot import Snapshot
 
 CHECKPOINT = "model.safetensors"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrt.algorithms.algorithm import Adaptive, Algorithm, Count, StepTokens, Term, Tokens
-from flowrt.algorithms.policy_losses import clamped_log_ratio_T
+from flowrt.algorithms.losses import clamped_log_ratio_T
 from flowrt.algorithms.support import Support, singletons
 from flowrt.engines.base import Capture, TrainingBatch
 from flowrt.engines.training.forward import cut_into_passes, response_predictions

@@ -157,17 +157,10 @@ function addSeries({ steps, columns, decimated }) {
   if (!steps.length) return;
   cutFrom(steps[0]);
   const had = run.steps.length;
-  if (!decimated) derive(columns);
-  else run.pairs = steps.length - 1;
+  if (decimated) run.pairs = steps.length - 1;
   run.steps.push(...steps);
   for (const name of Object.keys(columns)) run.columns[name] ??= new Array(had).fill(null);
   for (const [name, column] of Object.entries(run.columns)) column.push(...(columns[name] || new Array(steps.length).fill(null)));
-}
-
-/** Adds the columns that follow from others, as `series.py` does before it decimates. */
-function derive(c) {
-  if (c.tokens && c.samples && c.samples_per_s) c.tokens_per_s = c.tokens.map((n, i) => (known(n) && c.samples[i] ? (n * c.samples_per_s[i]) / c.samples[i] : null));
-  if (c.reward && c.reward_std) for (const [name, sign] of [["reward - std", -1], ["reward + std", 1]]) c[name] = c.reward.map((m, i) => (known(m) && known(c.reward_std[i]) ? m + sign * c.reward_std[i] : null));
 }
 
 /** The curves as they are drawn: of the whole run, or with more steps in a zoomed window. */
@@ -189,7 +182,6 @@ async function comparison(window) {
   for (const one of runs) {
     one.first = 0;
     one.pairs = one.decimated ? one.steps.length - 1 : 0;
-    if (!one.decimated) derive(one.columns);
   }
   return runs;
 }
@@ -215,7 +207,6 @@ async function refine() {
   try {
     const [own, others] = await Promise.all([get(`api/series?${window}&points=${POINTS}`), comparison(window)]);
     if (view.range !== range) return;
-    if (!own.decimated) derive(own.columns);
     own.pairs = own.decimated ? own.steps.length - 1 : 0;
     view.fine = { ...inserted(run, own, low, high), low, high, others: others.map((one, i) => inserted(run.others[i], one, low, high)) };
     redraw();
@@ -1094,7 +1085,7 @@ async function prompts() {
   const count = (n, state, reason) => (embedded || !n ? plain(n) : el("td", { class: "n" },
     el("button", { type: "button", class: "count", "aria-label": `list the ${n} prompts: ${visible(reason || named(state), 80)}`, click: () => promptList(state, reason, 0) }, n.toLocaleString("en"))));
   const counts = body.querySelector(".counts") || el("div", { class: "counts" });
-  if (counts.contains(document.activeElement)) return; // somebody is at it
+  if (counts.contains(document.activeElement)) return; // a count has the focus, which a new table would take
   counts.replaceChildren(
     table(["state", "prompts#", ""], states.map(([name, n]) => row([named(name), count(n, name, ""), el("td", { class: "w9" }, bar(n))]))), el("h3", {}, "Dropped"),
     dropped.length ? table(["reason", "groups#"], dropped.map(([name, n]) => row([name, count(n, "dropped", name)]))) : note("No prompt was dropped."));

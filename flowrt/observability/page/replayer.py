@@ -69,11 +69,6 @@ class Replayer:
             raise FlowError(found["error"])
         return found
 
-    @property
-    def pid(self) -> int | None:
-        """Of the child, if there is one."""
-        return None if self._child is None else self._child.pid
-
     async def close(self) -> None:
         """End the child."""
         child, self._child = self._child, None

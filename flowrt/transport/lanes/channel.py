@@ -7,11 +7,9 @@
   than the minimum rate (`TransferRateLimit`): a transfer that is far too slow fails like one that hangs.
 - Libraries that have to meet exchange their keys in `SignalStore`, which sends them to the other end as `RendezvousKey`
   messages, through the controller. So a lane needs no store server, no fixed port and no world group, and only workers
-  that the controller has admitted can connect. `serve_tcp_store` is for processes that are not workers; it listens on
-  one address only.
+  that the controller has admitted can connect.
 """
 
-import socket
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from flowrt.errors import TransferError, WaitExpired
 from flowrt.protocol.messages import MAX_SIGNAL_BYTES
@@ -105,25 +103,6 @@ class SignalStore(Store):
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
-
-
-def serve_tcp_store(host: str, deadline: timedelta, members: int | None = None) -> TCPStore:
-    """A TCPStore that other processes can join, on ``host`` and a port chosen by the kernel.
-
-    By default torch's store listens on all interfaces. Raises OSError if ``host`` is not an address of this host.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(address[:2], family=family) as listener:
-        port = listener.getsockname()[1]
-        return TCPStore(
-            host,
-            port,
-            members,
-            is_master=True,
-            timeout=deadline,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from flowrt.algorithms.losses import AdaptiveKl
 from flowrt.algorithms.objective import Kl, Objective
-from flowrt.algorithms.policy_losses import AdaptiveKl
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.fsdp import checkpoint, sharding
 from flowrt.engines.fsdp.trainer import FsdpTrainer

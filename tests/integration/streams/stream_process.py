@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flowrt import api
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.errors import FlowError, RemoteProtocolError
 
 DONE_S = 60.0

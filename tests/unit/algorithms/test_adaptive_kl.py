@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrt.algorithms.losses import AdaptiveKl
 from flowrt.algorithms.objective import Kl, Objective
-from flowrt.algorithms.policy_losses import AdaptiveKl
 from flowrt.engines.base import TrainingBatch
 from flowrt.engines.options import TrainOptions
 from flowrt.engines.torch.trainer import TorchTrainer

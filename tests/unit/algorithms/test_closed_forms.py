@@ -18,8 +18,8 @@ from objectives_rows.closed_form import (
 )
 from objectives_rows.closed_forms import LOSSES, draw, error, loss_error, ppo, tokens_of
 
+from flowrt.algorithms.losses import KlEstimator, Ppo
 from flowrt.algorithms.objective import Objective
-from flowrt.algorithms.policy_losses import KlEstimator, Ppo
 
 CASES = 200
 BOUND = 1e-12

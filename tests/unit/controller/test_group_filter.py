@@ -35,7 +35,7 @@ from flowrt.controller.settings import Policies, Settings
 from flowrt.controller.state.reward_history import Outcome, RewardHistory
 from flowrt.controller.state.samples import Group, new_groups
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
 from flowrt.simulation.cluster import FLOW, ClusterPlan, ClusterSimulation
 

@@ -23,9 +23,9 @@ from flowrt.controller.events import (
 from flowrt.controller.policies.batching import GroupCount
 from flowrt.controller.storage.ledger import Ledger
 from flowrt.engines.base import Prompt, sample_seed
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal
 from flowrt.engines.simulated.engine import SimulatedRollout
 from flowrt.engines.simulated.time import ManualSimClock
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal
 from flowrt.ids import WorkerId
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import Part, Position, Values, unpack

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from flowrt.controller.policies.batching import Balanced, OnDemand, karmarkar_karp
+from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, karmarkar_karp
 from flowrt.errors import ConfigError
 from flowrt.simulation.dispatch import SampleFactory
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flowrt.controller.attribution.causes import KINDS
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.simulation.cluster import ClusterPlan
 from tests.simulation.attributed import AttributedRun, attribute
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from flowrt.engines.base import Prompt, Response, TrainingBatch, sample_seed
-from flowrt.engines.simulated.costs import (
+from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
+from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
+from flowrt.engines.simulated.workload import (
     GenerationCost,
     Lengths,
     LogNormal,
@@ -19,8 +21,6 @@ from flowrt.engines.simulated.costs import (
     TrainCost,
     Uniform,
 )
-from flowrt.engines.simulated.engine import FailAtRandom, FailEvery, SimulatedRollout, SimulatedScorer, SimulatedTrainer
-from flowrt.engines.simulated.time import ManualSimClock, RealTimeSimClock, SimDevice
 from flowrt.errors import ConfigError, EngineError
 from flowrt.runtime.clock import DrivenClock
 from flowrt.transport.weights.snapshot import Snapshot

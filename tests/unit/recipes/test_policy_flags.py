@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from flowrt.algorithms.objective import Objective
-from flowrt.client.batch import Batch
+from flowrt.client.samples import Batch
 from flowrt.controller.events import Send
 from flowrt.controller.policies.batching import SampleCount, TokenBudget
 from flowrt.controller.policies.dispatch.base import Fifo
 from flowrt.controller.policies.dispatch.length_aware import DecodeCost, LengthAware
 from flowrt.controller.policies.dispatch.locality import Sticky
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
 from flowrt.errors import ConfigError
 from flowrt.protocol.messages import Grant
 from flowrt.recipes.config_io import parse

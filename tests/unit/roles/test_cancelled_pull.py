@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowrt import api
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, Uniform
 from flowrt.engines.simulated.engine import SimulatedRollout
 from flowrt.engines.simulated.time import ManualSimClock
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, Uniform
 from flowrt.recipes.grpo import POLICY
 from flowrt.roles.rollout import RolloutLoop
 

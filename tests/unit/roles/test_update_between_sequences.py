@@ -10,9 +10,9 @@ import torch
 from flowrt import api
 from flowrt.engines.base import Interrupt, RolloutEngine
 from flowrt.engines.hf import named_parameters
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, Uniform
 from flowrt.engines.simulated.engine import SimulatedRollout
 from flowrt.engines.simulated.time import NEVER
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, Uniform
 from flowrt.engines.stopping import StopConditions
 from flowrt.engines.tiny_model import build_model
 from flowrt.engines.torch.rollout import TorchRollout

@@ -6,7 +6,7 @@ import pytest
 
 from flowrt.controller.policies.dispatch.length_aware import LengthAware
 from flowrt.controller.policies.weight_sync import Rolling
-from flowrt.engines.simulated.costs import GenerationCost, Lengths, LogNormal, TrainCost, Uniform
+from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost, Uniform
 from flowrt.simulation.cluster import ClusterPlan, ClusterSimulation
 
 DECODE = GenerationCost(base_s=0.01, per_row_s=0.0005)

@@ -12,9 +12,9 @@ import pytest
 
 from flowrt.controller.events import AppendLedger
 from flowrt.controller.storage.ledger import Ledger
-from flowrt.engines.simulated.costs import TrainCost
 from flowrt.engines.simulated.engine import SimulatedTrainer
 from flowrt.engines.simulated.time import ManualSimClock
+from flowrt.engines.simulated.workload import TrainCost
 from flowrt.engines.tiny_model import wrap_tokenizer
 from flowrt.protocol.messages import Position
 from flowrt.ranks.barrier import RankCollectives
