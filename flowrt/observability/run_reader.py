@@ -168,6 +168,10 @@ class RunReader:
             "staleness_bound": _whole(table.get("max_staleness"), -1),
         }
 
+    def last_step(self) -> dict[str, float]:
+        """The numbers of the last step, see `Series.last`."""
+        return self._series.last()
+
     def series(self, from_step: int = 0) -> dict[str, Any]:
         """The numbers of the steps from this one on, by column."""
         return self._series.since(from_step)

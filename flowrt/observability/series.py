@@ -56,6 +56,13 @@ class Series:
         for column in self._columns.values():
             column.pop()
 
+    def last(self) -> dict[str, float]:
+        """The finite numbers of the last step, and ``step``; empty before the first."""
+        if not self.steps:
+            return {}
+        found = {name: column[-1] for name, column in self._columns.items() if math.isfinite(column[-1])}
+        return {**found, "step": self.steps[-1]}
+
     def first_difference(self, other: "Series") -> int | None:
         """The first step of this one that the other lacks, or has at another time; None if it has all of them."""
         mine, its = self._columns.get("wall_s", array("d")), other._columns.get("wall_s", array("d"))
@@ -82,7 +89,8 @@ class Series:
             points: the most steps of the answer; 16 at least are given.
 
         Returns:
-            ``steps``, and ``columns`` by name, with None for what a step does not have. Of a decimated answer these
+            ``steps``, and ``columns`` by name, with None for what a step does not have; also columns that are drawn and
+            follow from others. Of a decimated answer these
             are the first and the last step of each bucket, and the smallest and the largest value of each column in
             it, in the order in which they came; a column with one value in a bucket has it in the first place. Then
             ``decimated`` is the number of steps, and the last point is that of the last step alone.
@@ -126,7 +134,7 @@ def _extremes(values: Values, places: Indices) -> Values:
 
 
 def _derived(columns: Mapping[str, Values]) -> dict[str, Values]:
-    """Columns that the page draws and metrics.jsonl does not have: each follows from several others."""
+    """Columns that are drawn and that metrics.jsonl does not have: each follows from several others."""
     found: dict[str, Values] = {}
     if all(name in columns for name in ("tokens", "samples", "samples_per_s")):
         samples = np.where(columns["samples"] > 0, columns["samples"], NAN)

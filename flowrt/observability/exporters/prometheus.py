@@ -23,7 +23,7 @@ def prometheus_text(reader: RunReader, status: Mapping[str, Any] | None = None) 
     Returns:
         The text, in which each metric has its help and type.
     """
-    latest = _latest(reader)
+    latest = reader.last_step()
     lines: list[str] = []
     step = latest.get("step", -1.0)
     lines += _family("flowrt_step", "gauge", "Number of the last step, from 0; -1 before the first", [({}, step)])
@@ -67,15 +67,6 @@ def _of_status(status: Mapping[str, Any]) -> list[str]:
             counts[str(role), state] += 1
     found = [({"role": role, "state": state}, float(n)) for (role, state), n in sorted(counts.items())]
     return lines + _family("flowrt_workers", "gauge", "Workers by role and state", found)
-
-
-def _latest(reader: RunReader) -> dict[str, float]:
-    """The numbers of the last step."""
-    series = reader.series(max(reader.next_step - 1, 0))
-    if not series["steps"]:
-        return {}
-    found = {name: column[-1] for name, column in series["columns"].items() if column and column[-1] is not None}
-    return {**found, "step": series["steps"][-1]}
 
 
 def _family(name: str, kind: str, about: str, samples: Iterable[Sample]) -> list[str]:
