@@ -237,6 +237,9 @@ class RequestTable:
         return True
 
 
+# ---- what is sent again to a restarted controller
+
+
 @dataclass(slots=True)
 class _Lease:
     """A lease with its open slots (neither committed nor released) and the attempt of each."""

@@ -27,6 +27,8 @@ from flowrt.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from flowrt.protocol.messages import Message
 from flowrt.runtime.host import check_address
 
+# ---- sockets
+
 
 def spin_wait(is_readable: Callable[[], object], receive: Callable[[], object], for_s: float) -> bool:
     """Poll for at most ``for_s`` seconds, yielding the processor between polls; True if something was received.
@@ -328,6 +330,8 @@ def client_socket(keys: WorkerKeys | None = None) -> Socket:
         client.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.own.secret)
     return client
 
+
+# ---- the two ends
 
 CLOSED_HANDSHAKES_S = 5.0
 """Handshakes that are closed for longer than this do not succeed any more."""

@@ -463,6 +463,8 @@ def from_blob(kind: type[Record], data: bytes) -> Record:
     return record
 
 
+# ---- limits of a message before it is unpacked
+
 MAX_ITEMS = 1_000_000
 MAX_DEPTH = 16
 SMALL_BYTES = 1024

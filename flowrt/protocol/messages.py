@@ -16,6 +16,8 @@ from typing import Annotated, get_args
 
 from flowrt.errors import RemoteProtocolError
 
+# ---- records
+
 Ints = Annotated[tuple[int, ...], "q"]
 """Whole numbers packed as little-endian int64."""
 Floats = Annotated[tuple[float, ...], "d"]
@@ -242,6 +244,9 @@ def unpack(passed: Iterable[Passed]) -> dict[int, frozenset[int]]:
             if word >> bit & 1
         )
     return found
+
+
+# ---- messages
 
 
 @dataclass(slots=True)

@@ -98,6 +98,8 @@ def check_reach(config: RunConfig, checkpoints: bool = False) -> None:
         )
 
 
+# ---- the process
+
 log = logging.getLogger("flowrt")
 Role = Callable[[Session, RunConfig], Coroutine[Any, Any, None]]
 CONNECT_TIMEOUT_S = 120.0

@@ -51,6 +51,8 @@ from flowrt.protocol.messages import Passed, Position, pack
 from flowrt.runtime.waits import join_thread
 
 log = logging.getLogger(__name__)
+# ---- the replay log
+
 # Counters of the log itself, next to those of the controller's state: the number of controllers that this run has had,
 # and the step from which it was resumed.
 TERM = "term"
@@ -148,6 +150,8 @@ class ReplayLog:
     def _set_counter(self, name: str, value: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, value))
 
+
+# ---- the ledger
 
 CHECKPOINT_AT_BYTES = 4 << 20
 CHECKPOINT_INTERVAL_S = 5.0  # the WAL file never shrinks, so its length does not tell whether it was checkpointed

@@ -27,6 +27,8 @@ from flowrt.protocol.messages import MAX_SIGNAL_BYTES
 from flowrt.runtime.waits import poll_until_true
 from flowrt.transport.buffers import copy_bytes
 
+# ---- rendezvous
+
 SENDER_RANK = 0
 RECEIVER_RANK = 1
 
@@ -104,6 +106,8 @@ class SignalStore(Store):
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
+
+# ---- runs and chunks
 
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
 """The largest chunk."""
@@ -234,6 +238,9 @@ class TransferRateLimit:
                 f"{self.deadline_s:.0f} s at least {self._bytes_per_s / 1e6:.3g} MB/s are required; check the link, or "
                 "lower controller.min_transfer_mb_per_s"
             )
+
+
+# ---- the interface of a transport
 
 
 class Channel(Protocol):
