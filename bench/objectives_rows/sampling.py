@@ -128,7 +128,7 @@ def curriculum(quick: bool) -> dict[str, float]:
                     Path(folder) / f"{policy}-{seed}",
                     model,
                     seed,
-                    2 * QUICK_STEPS if quick else CURRICULUM_STEPS,
+                    3 * QUICK_STEPS if quick else CURRICULUM_STEPS,
                     [*files, *shape, *flags],
                 )
                 generated = [0.0]
