@@ -6,11 +6,14 @@ import platform
 import statistics
 import subprocess
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 GIT_S = 10.0
+ERROR = 1e-3
+"""A bound of at most this is that of an error, which no size excuses; others are of speed, size and learning."""
 
 
 def processor() -> str:
@@ -42,6 +45,22 @@ def write(path: Path | None, metrics: dict[str, float], **about: Any) -> None:
     machine |= {"commit": commit(), **about}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"metrics": metrics, "machine": machine}, indent=2) + "\n")
+
+
+def beyond(
+    metrics: Mapping[str, float], bounds: Mapping[str, float], floors: Mapping[str, float], *, quick: bool
+) -> list[str]:
+    """The figures that miss their bound and fail the bench: of a quick run, only errors.
+
+    Args:
+        metrics: figures by name.
+        bounds: the largest value of a figure.
+        floors: the smallest value of a figure.
+        quick: whether the run was too small to hold its speed, size and learning against their goals.
+    """
+    judged = {name: bound for name, bound in bounds.items() if not quick or bound <= ERROR}
+    missed = [name for name, bound in judged.items() if not metrics.get(name, bound) <= bound]
+    return missed + [name for name, floor in floors.items() if not quick and not metrics.get(name, floor) >= floor]
 
 
 class Samples:
