@@ -30,7 +30,7 @@ from flowrt.recipes.run_dir import checkpoint_dir, checkpoint_steps
 from flowrt.recipes.tasks.registry import task_of
 from objectives_rows.stale_loop import HELD_OUT, StaleLoop, embedded_model
 
-TARGET, EVERY, SEEDS, TIMEOUT_S = 0.8, 4, (0, 1, 2), 600
+TARGET, QUICK_TARGET, EVERY, SEEDS, TIMEOUT_S = 0.8, 0.6, 4, (0, 1, 2), 600
 DYNAMIC_STEPS, CURRICULUM_STEPS, QUICK_STEPS = 64, 192, 40
 POSSIBLE, IMPOSSIBLE = 32, 32
 CURRICULUM_LR = 0.15
@@ -128,14 +128,14 @@ def curriculum(quick: bool) -> dict[str, float]:
                     Path(folder) / f"{policy}-{seed}",
                     model,
                     seed,
-                    3 * QUICK_STEPS if quick else CURRICULUM_STEPS,
+                    2 * QUICK_STEPS if quick else CURRICULUM_STEPS,
                     [*files, *shape, *flags],
                 )
                 generated = [0.0]
                 for line in run.lines():
                     generated.append(generated[-1] + generated_tokens(line))
                 accuracies = run.accuracies()
-                step = steps_to(TARGET, accuracies)
+                step = steps_to(QUICK_TARGET if quick else TARGET, accuracies)
                 tokens[policy].append(math.inf if math.isinf(step) else at(generated, step))
                 reached = f"{tokens[policy][-1]:.0f} tokens, step {step:.0f}"
                 sys.stdout.write(f"{policy}, seed {seed}: {reached}; best accuracy {max(accuracies.values()):.3f}\n")
