@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session, connect
-from flowrt.client.streams import pull_between, stream
+from flowrt.client.streams import StageOutput, pull_between, run_stage, stream
 from flowrt.client.torch_dataset import StreamDataset
 from flowrt.controller.core import Core
 from flowrt.controller.policies.admission import Admission, StrictLag
@@ -74,6 +74,7 @@ __all__ = [
     "Snapshot",
     "SolveRate",
     "Stage",
+    "StageOutput",
     "Sticky",
     "Stopped",
     "StreamDataset",
@@ -88,6 +89,7 @@ __all__ = [
     "pull_between",
     "run_loop",
     "run_roles",
+    "run_stage",
     "serve_loop",
     "stream",
     "worker_keys",

@@ -26,6 +26,8 @@ _CLONE_NEWNET = 0x40000000
 _FORK = multiprocessing.get_context("fork")
 BURST = "256kb"
 QUEUE = "4mb"
+SHORT_PACKETS = "0xc000"
+"""Bits that are not set in the length of a packet of less than 16,384 bytes."""
 ANSWER_S = 120.0
 LEAVE_S = 10.0
 Orders = Mapping[str, Callable[..., Any]]
@@ -48,6 +50,23 @@ def become_switch() -> None:
         _command("ip link add probe type veth peer name borep")
         _limit("probe", 100)
         _command("ip link del probe")
+    except subprocess.CalledProcessError as error:
+        raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+
+
+def limited_loopback(mbit_s: float) -> None:
+    """Leave the machine's network for one with nothing but a loopback of this speed in it. Raises Unavailable.
+
+    Short packets do not queue behind the weights, as with the fair queues of hosts and switches.
+    """
+    if shutil.which("tc") is None:
+        raise Unavailable("tc is not installed (package iproute2)")
+    _leave_network()
+    try:
+        _command("tc qdisc add dev lo root handle 1: htb default 1")
+        _command(f"tc class add dev lo parent 1: classid 1:1 htb rate {mbit_s}mbit burst {BURST}")
+        _command("tc class add dev lo parent 1: classid 1:2 htb rate 10gbit")
+        _command(f"tc filter add dev lo parent 1: protocol ip u32 match u16 0 {SHORT_PACKETS} at 2 flowid 1:2")
     except subprocess.CalledProcessError as error:
         raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
 

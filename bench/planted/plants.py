@@ -7,6 +7,8 @@ from end_to_end.simulated.workloads import WORKLOADS, Workload
 from flowrt.engines.simulated.workload import GenerationCost, LogNormal, ScoreCost, TrainCost
 
 STEPS = 10
+LINK_MBIT_S = 16.0
+SLOW_RANK = "trainer-1"
 TRAIN_S, SCORE_S, SWAP_S, SAVE_S, READ_S, STOP_S = 0.6, 0.05, 1.0, 0.6, 0.15, 5.0
 TOKEN_S = 0.005
 BASE = Workload(
@@ -48,6 +50,7 @@ class Plant:
         kind: as this kind of time, the first of all but ``busy``, ``other`` and ``away``,
         root: because of a worker whose name begins so; empty: whoever.
         mode: bound and policies.
+        link_mbit_s: speed of the network between the processes; 0: not limited.
         planted: the seconds that have to be found again.
     """
 
@@ -57,6 +60,7 @@ class Plant:
     root: str
     mode: str = "delayed"
     planted: Planted | None = None
+    link_mbit_s: float = 0.0
 
 
 PLANTS = {
@@ -87,8 +91,18 @@ PLANTS = {
     "source": Plant(BASE, "rollout", "samples", "source"),
     "stop": Plant(BASE, "rollout", "", "", planted=Planted("rollout", "away", STOP_S)),
     "late": Plant(replace(BASE, steps=3 * STEPS), "rollout", "", ""),
+    "rank": Plant(
+        replace(BASE, train=TrainCost(token_s=0.0, pass_s=0.02, optimizer_s=0.02), micro_batch_tokens=100),
+        *("trainer", "samples", SLOW_RANK),
+    ),
+    "link": Plant(
+        replace(BASE, parameter_bytes=1_000_000, lanes="gloo"),
+        *("rollout", "weights", "trainer"),
+        link_mbit_s=LINK_MBIT_S,
+    ),
 }
-"""By name. Two of the twelve of the acceptance are not here: a slow link, and ranks of which one is slow."""
+"""By name. Of two ranks one is slow; a link that is slow takes half a second for a version of the weights."""
 WORKLOADS.update({f"planted {name}": plant.workload for name, plant in PLANTS.items()})
+SLOW_TRAIN = TrainCost(token_s=0.0, pass_s=0.5, optimizer_s=0.02)
 SLOW_DECODE = replace(BASE, decode=GenerationCost(base_s=4 * TOKEN_S, load_s=0.005))
 WORKLOADS["planted slow"] = SLOW_DECODE

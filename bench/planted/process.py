@@ -5,9 +5,12 @@ python -m planted.process WORKER ...       as `end_to_end.simulated.process`
 
 import asyncio
 import dataclasses
+import os
 import time
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from end_to_end.simulated import roles
 from end_to_end.simulated.modes import Play
 from end_to_end.simulated.process import main
@@ -16,12 +19,15 @@ from flowrt.client.session import Session
 from flowrt.engines.simulated.engine import SimulatedTrainer
 from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
+from flowrt.ranks.process_group import STORE_VARIABLE
 from flowrt.recipes.grpo import POLICY
 from flowrt.recipes.tasks.base import Example, TrainingSet
 from flowrt.roles.algorithm import algorithm
 from flowrt.roles.source import offer_all
 from flowrt.roles.trainer import train_step
-from planted.plants import READ_S, SAVE_S
+from planted.plants import READ_S, SAVE_S, SLOW_RANK, SLOW_TRAIN
+
+RANKS_TIMEOUT = timedelta(seconds=60)
 
 
 async def rollout(session: Session, play: Play) -> None:
@@ -49,22 +55,34 @@ async def source(session: Session, play: Play) -> None:
 
 
 async def trainer(session: Session, play: Play) -> None:
-    """Train and publish; the trainer of its run saves after every step."""
-    config, pace = play.config(), RealTimeSimClock(play.real_s)
-    engine = SimulatedTrainer(play.workload.train, pace)
+    """Train and publish; the trainer of its run saves after every step, and that of another is two ranks."""
+    config, pace, cost = play.config(), RealTimeSimClock(play.real_s), play.workload.train
+    if play.workload_name == "planted rank":
+        join_ranks(number := int(session.worker == SLOW_RANK))
+        cost = SLOW_TRAIN if number else cost
+    is_leader = session.worker != SLOW_RANK
+    ranks = RankCollectives(session.timeline, session.worker)
+    engine = SimulatedTrainer(cost, pace, play.workload.parameter_bytes)
     for step in range(config.steps):
-        await train_step(session, config, engine, RankCollectives(), step, algorithm(config))
+        await train_step(session, config, engine, ranks, step, algorithm(config))
         with session.timeline.busy("step"):
-            metrics = await asyncio.to_thread(engine.step)
-        session.step_done(step, metrics)
+            metrics = await ranks.call(engine.step, f"step {step}")
+        if is_leader:
+            session.step_done(step, metrics)
         if play.workload_name == "planted save":
             with session.timeline.busy("save"):
                 await asyncio.to_thread(pace.wait_until, pace.now() + SAVE_S)
-        if step + 1 < config.steps:
+        if is_leader and step + 1 < config.steps:
             with session.timeline.busy("snapshot"):
                 snapshot = await asyncio.to_thread(engine.snapshot, step + 1)
             await session.params.publish(POLICY, snapshot)
     session.finished()
+
+
+def join_ranks(rank: int) -> None:
+    """The process group of two trainers on this host."""
+    store = dist.FileStore(os.environ[STORE_VARIABLE], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=RANKS_TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Attribution: runs in real processes with one planted cause each, and whether it is named.
 
+- causes_planted: runs with a planted cause, of the twelve; a slow link takes root and tc;
 - causes_missed: planted causes whose kind of time, or root, is not the first of the role that is kept from its work;
 - attribution_gap: the largest relative error of the planted seconds that were found again;
 - attribution_sum_error: the largest relative difference of a role's seconds in a step from those that its workers were
@@ -10,6 +11,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,11 +22,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.links import Unavailable, limited_loopback
 from end_to_end.simulated.modes import Play
-from planted.plants import PLANTS, STEPS, STOP_S, Plant
+from planted.plants import PLANTS, SLOW_RANK, STEPS, STOP_S, Plant
 
 from flowrt.controller.attribution.causes import KINDS
 from flowrt.observability.attribution import Times, add_up, read
+from flowrt.ranks.process_group import STORE_VARIABLE
 
 BOUNDS: Mapping[str, float] = {
     "causes_missed": 0.0,
@@ -33,22 +37,34 @@ BOUNDS: Mapping[str, float] = {
     "attribution_other": 0.03,
     "attribution_other_job": 0.08,
 }
+FLOORS: Mapping[str, float] = {"causes_planted": 12.0}
 QUICK = ("trainer", "reference", "stop")
 BENCH = Path(__file__).parents[1]
-WORKERS = (("rollout-0",), ("rollout-1",), ("reference",), ("reward",), ("source",), ("trainer",))
+WORKERS = ("rollout-0", "rollout-1", "reference", "reward", "source", "trainer")
 LATE = "rollout-late"
+EXTRA = {"late": LATE, "rank": SLOW_RANK}
+"""A worker that only plays in one plant."""
 RUN_S = 240.0
+_FORK = multiprocessing.get_context("fork")
 NOT_LOST = ("busy", "other", "away")
 
 
 def measure(quick: bool) -> dict[str, float]:
     """All figures of this row; with ``quick`` of three plants, and without the default job."""
     figures = dict.fromkeys(("causes_missed", "attribution_gap", "attribution_sum_error", "attribution_other"), 0.0)
+    local = [name for name in (QUICK if quick else PLANTS) if not PLANTS[name].link_mbit_s]
     with Cast() as cast:
-        for name in QUICK if quick else PLANTS:
-            for figure, value in of_plant(cast, name).items():
-                largest = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
-                figures[figure] = largest
+        found = [of_plant(cast, name) for name in local]
+    for name in () if quick else PLANTS:
+        if PLANTS[name].link_mbit_s:
+            try:
+                found.append(of_linked_plant(name))
+            except Unavailable as error:
+                print(f"plant {name!r} was not played: {error}")
+    figures["causes_planted"] = float(len(found))
+    for one in found:
+        for figure, value in one.items():
+            figures[figure] = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
     if not quick:
         figures["attribution_other_job"] = _of_job()
     return figures
@@ -68,6 +84,34 @@ def of_plant(cast: "Cast", name: str) -> dict[str, float]:
         "attribution_sum_error": _sum_error(name, steps),
         "attribution_other": _other(add_up(steps)),
     }
+
+
+def of_linked_plant(name: str) -> dict[str, float]:
+    """As `of_plant`, in a network of its own whose only link, the loopback, is limited. Raises Unavailable."""
+    mine, its = _FORK.Pipe()
+
+    def play() -> None:
+        try:
+            limited_loopback(PLANTS[name].link_mbit_s)
+        except Unavailable as error:
+            its.send(str(error))
+            return
+        with Cast() as cast:
+            its.send(of_plant(cast, name))
+
+    process = _FORK.Process(target=play)
+    process.start()
+    its.close()  # so that its end is noticed
+    try:
+        if not mine.poll(2 * RUN_S):
+            raise TimeoutError(f"plant {name!r} has not ended after {2 * RUN_S:.0f} s")
+        answer: dict[str, float] | str = mine.recv()
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise Unavailable(answer)
+    return answer
 
 
 def _is_named(name: str, plant: Plant, times: Times) -> bool:
@@ -114,7 +158,10 @@ class Cast:
     """The processes of a controller and its workers; they play run after run."""
 
     def __init__(self) -> None:
-        self._processes = {words[0]: _start(*words) for words in (("controller",), *WORKERS, (LATE,))}
+        self._ranks = tempfile.TemporaryDirectory(prefix="flowrt-planted-")
+        store = {STORE_VARIABLE: f"{self._ranks.name}/store"}
+        cast = ("controller", *WORKERS, *EXTRA.values())
+        self._processes = {worker: _start(worker, store) for worker in cast}
 
     def __enter__(self) -> "Cast":
         for process in self._processes.values():
@@ -128,6 +175,7 @@ class Cast:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+        self._ranks.cleanup()
 
     def play(self, name: str, plant: Plant, run_dir: Path) -> None:
         """Run a plant. Raises RuntimeError if it does not end well."""
@@ -135,7 +183,10 @@ class Cast:
         controller = self._processes["controller"]
         _tell(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
         address = _hear(controller)
-        playing = [process for worker, process in self._processes.items() if worker not in ("controller", LATE)]
+        not_yet = ("controller", *EXTRA.values())
+        playing = [process for worker, process in self._processes.items() if worker not in not_yet]
+        if name == "rank":
+            playing.append(self._processes[SLOW_RANK])
         for process in playing:
             _tell(process, {"address": address})
         if name == "late":
@@ -153,13 +204,13 @@ class Cast:
             raise RuntimeError(f"plant {name!r}: {summary['reason']}; {'; '.join(errors)}")
 
 
-def _start(*words: str) -> "subprocess.Popen[str]":
+def _start(worker: str, variables: Mapping[str, str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "planted.process", *words],
+        [sys.executable, "-m", "planted.process", worker],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
     )
 
 

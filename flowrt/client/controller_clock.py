@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from flowrt.ids import STOPPED
 from flowrt.runtime.timeline import Span
 from flowrt.runtime.waits import every
 
@@ -19,8 +20,6 @@ WINDOW = 16
 """Exchanges among which that with the least round trip is chosen."""
 MAX_JUMP_S = 0.1
 """Change of the offset that is more than drift: one of the hosts has been suspended."""
-STOPPED = "stopped"
-"""Kind of the span in which a process or host did not run."""
 POLL_S = 0.2
 MIN_STOP_S = 1.0
 MAX_STOPS = 10_000

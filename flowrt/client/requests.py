@@ -134,6 +134,16 @@ class RequestTable:
             RemoteProtocolError: the controller rejected the request, or answered with a message of another type.
             FlowError: the error that ended the session.
         """
+        return await self._answer(self._send_request(message, deadline_s), answer_type)
+
+    def start(self, message: Request, answer_type: type[Answer], deadline_s: float) -> asyncio.Task[Answer]:
+        """Send a request now; the task that is returned has the answer, and the errors of `ask`."""
+        answer = self._answer(self._send_request(message, deadline_s), answer_type)
+        task = self._loop.create_task(answer)
+        task.add_done_callback(lambda _: self._remove(message.request))  # even if it was cancelled before it ran
+        return task
+
+    def _send_request(self, message: Request, deadline_s: float) -> _OpenRequest:
         if self._ended is not None:
             raise self._ended
         number = message.request
@@ -141,10 +151,18 @@ class RequestTable:
         self._deadlines.add(number, deadline_s)
         try:
             self._send(message)
+        except BaseException:
+            self._remove(number)
+            raise
+        return request
+
+    async def _answer(self, request: _OpenRequest, answer_type: type[Answer]) -> Answer:
+        message = request.message
+        try:
             if self._last_was_fast and len(self._open) == 1:
                 self._loop.call_soon(self._spin_for, request)  # after other callbacks, which may send requests too
             sent_s = monotonic()
-            with tracked(f"the answer to {type(message).__name__} {number}", CONTROLLER, deadline_s):
+            with tracked(f"the answer to {type(message).__name__} {message.request}", CONTROLLER, request.limit_s):
                 answer = await request.reply
             self._last_was_fast = monotonic() < sent_s + SPIN_IF_FASTER_S
             if not isinstance(answer, answer_type):
@@ -161,8 +179,11 @@ class RequestTable:
                 self._on_unclaimed(request.reply.result())
             raise
         finally:
-            self._deadlines.remove(number)
-            del self._open[number]
+            self._remove(message.request)
+
+    def _remove(self, number: int) -> None:
+        self._deadlines.remove(number)
+        self._open.pop(number, None)
 
     def get(self, number: int) -> Request | None:
         """The request of this number, if it is open."""

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 
 from flowrt.client.connection import Connection, ConnectionLost, Event, Reconnected
-from flowrt.client.controller_clock import STOPPED, ControllerClock, StopWatcher
+from flowrt.client.controller_clock import ControllerClock, StopWatcher
 from flowrt.client.evaluations import EvaluationNews
 from flowrt.client.requests import RequestTable, ResyncState, resync_messages
 from flowrt.client.samples import Batch, Columns, Numbers, SampleTransfers, UncommittedColumns
 from flowrt.client.weights import WeightTransfers
 from flowrt.errors import FlowError, LocalProtocolError, RemoteProtocolError, Stopped, TransferError
+from flowrt.ids import FETCH, STOPPED
 from flowrt.net.curve_keys import WorkerKeys
 from flowrt.protocol import messages as m
 from flowrt.protocol.messages import NO_LIMIT, BusySpan, ColumnLengths, Part, Values, prompts_fault, values_fault
@@ -291,7 +292,7 @@ class Session:
             try:
                 if grant.parts and self.store.missing(grant.parts):
                     senders = ", ".join(sorted({incoming.turn.sender for incoming in grant.incoming}))
-                    with self.timeline.busy("fetch", root=grant.incoming[0].turn.sender if grant.incoming else ""):
+                    with self.timeline.busy(FETCH, root=grant.incoming[0].turn.sender if grant.incoming else ""):
                         await self.unless_ended(self.store.wait_for(grant.parts, senders))
             except TransferError as error:
                 reason = str(error)
@@ -334,13 +335,44 @@ class Session:
             LocalProtocolError: a tensor does not fit its column or a number is not finite; nothing is committed.
             OverBudget: the store has no room for the tensors; nothing is committed.
         """
+        commit = self._make_commit(stage, slots, leases, tensors, inline, spans)
+        done = await self._requests.ask(commit, m.Committed, self.welcome.request_timeout_s)
+        return done.refused
+
+    def start_commit(
+        self,
+        stage: str,
+        slots: Sequence[int],
+        leases: Sequence[int],
+        tensors: Mapping[str, Rows] | None = None,
+        inline: Mapping[str, Sequence[float]] | None = None,
+        spans: Sequence[tuple[int, ...]] = (),
+    ) -> "asyncio.Task[m.Committed]":
+        """As `commit`, but returns when the message is sent; ``refused`` of the task's result has the refused slots.
+
+        What follows need not wait for the answer: the controller handles messages in order. Await the task for its
+        errors. Raises as `commit` what is wrong with the arguments.
+        """
+        commit = self._make_commit(stage, slots, leases, tensors, inline, spans)
+        return self._requests.start(commit, m.Committed, self.welcome.request_timeout_s)
+
+    def _make_commit(
+        self,
+        stage: str,
+        slots: Sequence[int],
+        leases: Sequence[int],
+        tensors: Mapping[str, Rows] | None,
+        inline: Mapping[str, Sequence[float]] | None,
+        spans: Sequence[tuple[int, ...]],
+    ) -> m.Commit:
+        """A commit whose tensors are in the store."""
         values = _inline_values(f"commit of stage {stage!r}", inline)
         request = self._requests.number()
         columns = tensors or {}
         ids = tuple(slots)
         self._uncommitted.add_commit(request, ids, columns)
         parts = tuple([Part(column, ids, lengths_of(rows)) for column, rows in columns.items()])
-        commit = m.Commit(
+        return m.Commit(
             request=request,
             stage=stage,
             slots=ids,
@@ -349,8 +381,6 @@ class Session:
             inline=values,
             spans=tuple(spans),
         )
-        done = await self._requests.ask(commit, m.Committed, self.welcome.request_timeout_s)
-        return done.refused
 
     def give_back(self, stage: str, batch: Batch, reason: str = "not wanted any more") -> None:
         """Release the leases on a batch without a result. Its slots are granted again, to this or another worker."""

@@ -1,13 +1,62 @@
-"""Pulling in a loop: a stage as a stream of batches, and pulling with weight updates between sequences."""
+"""Pulling in a loop: a stage that makes columns, one that makes none, and weight updates between sequences."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
+from flowrt.protocol import messages as m
 from flowrt.runtime.waits import CONTROLLER, BoundedElsewhere, wait_all, wait_any
 from flowrt.transport.lanes.lane import ignore_exception
+from flowrt.transport.samples.store import Rows
 from flowrt.transport.weights.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """The columns that a stage makes of a batch, one row a slot; see `Session.commit`."""
+
+    tensors: Mapping[str, Rows] = field(default_factory=dict)
+    inline: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+async def run_stage(session: Session, stage: str, slots: int, work: Callable[[Batch], Awaitable[StageOutput]]) -> None:
+    """Pull batches of a stage and commit what ``work`` makes of each, until the stage's flows are exhausted.
+
+    The next batch is pulled without waiting for the answer to the commit before it, which saves a round trip a batch.
+
+    Args:
+        session: the session of the worker.
+        stage: the stage.
+        slots: the most slots of a batch.
+        work: computes the columns of a batch.
+
+    Raises:
+        FlowError: as `Session.pull` and `Session.commit`.
+
+    Example:
+        async def score(batch: Batch) -> StageOutput:
+            return StageOutput(inline={"reward": [float(len(tokens)) for tokens in batch.tensors["response"]]})
+
+        await run_stage(session, "reward", slots=64, work=score)
+    """
+    committing: asyncio.Task[m.Committed] | None = None
+    try:
+        while batch := await session.pull(stage, slots):
+            output = await work(batch)
+            if committing is not None:
+                await committing
+            committing = session.start_commit(stage, batch.slots, batch.leases, output.tensors, output.inline)
+        if committing is not None:
+            await committing
+    finally:
+        if committing is not None:
+            committing.add_done_callback(ignore_exception)
+            await wait_all(
+                [committing], BoundedElsewhere("its own deadline"), "the answer to the last commit", CONTROLLER
+            )
 
 
 async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -> AsyncGenerator[Batch, None]:
@@ -27,7 +76,7 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             print(batch.inline["reward"], batch.tensors["response"])
     """
     following = asyncio.create_task(session.pull(stage, slots))
-    committing: asyncio.Task[tuple[int, ...]] | None = None
+    committing: asyncio.Task[m.Committed] | None = None
     batch: Batch | None = None
     done: Batch | None = None  # complete; reported with the next pull
     try:
@@ -49,7 +98,7 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
                 # one batch later.
                 if committing is not None:
                     await committing
-                committing = asyncio.create_task(session.commit(stage, worked.slots, worked.leases))
+                committing = session.start_commit(stage, worked.slots, worked.leases)
                 done = None
         batch = None
     finally:
@@ -59,8 +108,8 @@ async def stream(session: Session, stage: str, slots: int, ahead: bool = True) -
             leftover += [following.result()]
         for one in leftover:
             session.give_back(stage, one)
-        ends = [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
-        ends += [committing] if committing is not None else []
+        ends: list[asyncio.Future[Any]] = [committing] if committing is not None else []
+        ends += [asyncio.create_task(session.commit(stage, done.slots, done.leases))] if done is not None else []
         for end in ends:
             end.add_done_callback(ignore_exception)
         await wait_all(ends, BoundedElsewhere("their own deadlines"), "the answers to the last commits", CONTROLLER)

@@ -4,6 +4,7 @@
   ranks enter this barrier first; its error names the ranks that did not arrive.
 - Each rank records its arrival in the store of the process group. A rank that is exempt, i.e. busy with local work of
   unbounded duration that has its own deadline, sends heartbeats and may arrive late.
+- While a rank waits, its timeline says for which worker.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from flowrt.errors import WaitExpired
+from flowrt.ids import RANKS
+from flowrt.runtime.timeline import Timeline
 from flowrt.runtime.waits import (
     POLLS_PER_TIMEOUT,
     BoundedElsewhere,
@@ -29,6 +32,8 @@ Result = TypeVar("Result")
 OTHERS = "the other ranks"
 DEADLINE = BoundedElsewhere("trainer.rank_timeout_s, enforced by torch.distributed")
 MAX_ERROR_CHARS = 200
+MISSING_EVERY_S = 0.25
+"""A rank that waits looks this often who is missing."""
 
 
 class RankBarrier:
@@ -44,18 +49,34 @@ class RankBarrier:
         # An earlier barrier of this series has left its count in the store.
         self._round = self._count(f"{self._series}/{self._rank}")
 
-    def arrive(self, what: str) -> None:
-        """Enter the next barrier; returns when all ranks have. ``what`` says what they wait for, in errors.
+    def arrive(self, what: str, on_missing: Callable[[int], object] | None = None) -> None:
+        """Enter the next barrier; returns when all ranks have.
+
+        Args:
+            what: what the ranks wait for, in errors.
+            on_missing: called when this rank has to wait, and every `MISSING_EVERY_S` while it does, with the first
+                rank that has not arrived; -1 if the rank did not even start.
 
         Raises WaitExpired naming the ranks that neither arrived nor sent a heartbeat within the group's timeout.
         """
         if self._ranks == 1:
             return
-        begin_s = monotonic()
+        begin_s = look_s = monotonic()
         self._round += 1
         self._store.set(f"{self._series}/{self._rank}", str(self._round))
         self._store.add(self._series, 1)
-        if missing := poll_while_alive(self._all_arrived, self._heartbeats_of_missing, self._timeout_s, what, OTHERS):
+
+        def all_arrived() -> bool:
+            nonlocal look_s
+            # No rank enters a round before all ranks have entered the previous one.
+            if self._count(self._series) >= self._round * self._ranks:
+                return True
+            if on_missing is not None and monotonic() >= look_s:
+                look_s = monotonic() + MISSING_EVERY_S
+                on_missing(self._first_missing())
+            return False
+
+        if missing := poll_while_alive(all_arrived, self._heartbeats_of_missing, self._timeout_s, what, OTHERS):
             names = ", ".join(map(str, missing))
             raise WaitExpired(
                 f"rank {self._rank} waited {monotonic() - begin_s:.0f} s for {what} with {OTHERS}: rank {names} did "
@@ -87,9 +108,11 @@ class RankBarrier:
         except dist.DistError:
             return []  # the rank that hosted the store has exited
 
-    def _all_arrived(self) -> bool:
-        # No rank enters a round before all ranks have entered the previous one.
-        return self._count(self._series) >= self._round * self._ranks
+    def _first_missing(self) -> int:
+        keys = [f"{self._series}/{rank}" for rank in range(self._ranks)]
+        if not self._store.check(keys):  # of a rank that has not entered its first round
+            return -1
+        return next((rank for rank, count in enumerate(self._store.multi_get(keys)) if int(count) < self._round), -1)
 
     def _heartbeats_of_missing(self) -> dict[int, int]:
         """Heartbeat counts of the ranks that have not arrived, by rank."""
@@ -111,8 +134,14 @@ class RankCollectives:
     Inside a call torch.distributed enforces the deadline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None, worker: str = "") -> None:
+        """Waits for other ranks are added to ``timeline``; ``worker`` is the name that those of others get."""
         self._barrier = RankBarrier("calls")
+        self._timeline = timeline
+        self._waiting = contextlib.ExitStack()  # the span of the wait that lasts
+        self._names: dict[int, str] = {}
+        if worker and dist.is_initialized():
+            _get_default_store().set(_name_key(dist.get_rank()), worker)
 
     async def call(self, call: Callable[[], Result], what: str) -> Result:
         """Run ``call`` once all ranks have arrived. Returns its result.
@@ -120,8 +149,16 @@ class RankCollectives:
         Raises WaitExpired if a rank does not arrive in time, or is lost during the call; ``what`` names the call.
         """
 
+        loop = asyncio.get_running_loop()
+
+        def on_missing(rank: int) -> None:
+            loop.call_soon_threadsafe(self._wait_for, self._name_of(rank))
+
         def arrive_and_call() -> Result:
-            self._barrier.arrive(what)
+            try:
+                self._barrier.arrive(what, None if self._timeline is None else on_missing)
+            finally:
+                loop.call_soon_threadsafe(self._waiting.close)
             return call()
 
         return await self._run(arrive_and_call, what)
@@ -136,6 +173,21 @@ class RankCollectives:
     def exempt(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for local work of unbounded duration: the other ranks wait while this process is alive."""
         return self._barrier.exempt()
+
+    def _wait_for(self, worker: str) -> None:
+        """This rank waits for another; the end of the wait closes the span."""
+        self._waiting.close()
+        if self._timeline is not None:
+            self._waiting.enter_context(self._timeline.busy(RANKS, root=worker))
+
+    def _name_of(self, rank: int) -> str:
+        """The worker of a rank; empty if it is not known."""
+        if rank not in self._names:
+            store, key = _get_default_store(), _name_key(rank)
+            if rank < 0 or not store.check([key]):
+                return ""
+            self._names[rank] = store.get(key).decode()
+        return self._names[rank]
 
     async def _run(self, call: Callable[[], Result], what: str) -> Result:
         begin_s = monotonic()
@@ -153,3 +205,7 @@ class RankCollectives:
 
 def _heartbeat_key(rank: int) -> str:
     return f"flowrt/heartbeats/{rank}"
+
+
+def _name_key(rank: int) -> str:
+    return f"flowrt/workers/{rank}"

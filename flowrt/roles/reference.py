@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from flowrt.client.samples import Batch
 from flowrt.client.session import Session
+from flowrt.client.streams import StageOutput, run_stage
 from flowrt.engines.hf import load_model
 from flowrt.engines.training.forward import enable_packing, score
 from flowrt.engines.training.fused_head import enable_fused_head
@@ -35,8 +37,8 @@ async def run(session: Session, config: RunConfig) -> None:
     refreshed, every = RefreshedModel(config, model), config.reference.refresh
     # One sample per pass: its shapes, hence its rounding, do not depend on what was pulled with it.
     budget_tokens = 1 if config.deterministic else config.trainer.forward_tokens
-    while True:
-        batch = await session.pull("reference", slots=MAX_PULL_SLOTS)
+
+    async def score_batch(batch: Batch) -> StageOutput:
         steps = [refresh_step(batch.oldest_version(row), every) if every else 0 for row in range(len(batch))]
         with session.timeline.busy("reference"):
             logprobs = await asyncio.to_thread(
@@ -50,7 +52,9 @@ async def run(session: Session, config: RunConfig) -> None:
                 budget_tokens=budget_tokens,
             )
         inline = {"reference_version": [float(step) for step in steps]} if every else {}
-        await session.commit("reference", batch.slots, batch.leases, {"ref_logprobs": logprobs}, inline)
+        return StageOutput({"ref_logprobs": logprobs}, inline)
+
+    await run_stage(session, "reference", MAX_PULL_SLOTS, score_batch)
 
 
 def score_by_refresh(

@@ -10,6 +10,7 @@ from time import monotonic
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
+from flowrt.client.streams import StageOutput, run_stage
 from flowrt.engines.stopping import StopConditions
 from flowrt.errors import Drained
 from flowrt.ids import REWARD
@@ -50,8 +51,8 @@ async def run(session: Session, config: RunConfig) -> None:
 
 async def _run_task(session: Session, task: Task, stop: StopConditions, samples: ScoredSamples) -> None:
     """Score responses with the run's task, in this process."""
-    while True:
-        batch = await session.pull("reward", slots=MAX_PULL_SLOTS)
+
+    async def score(batch: Batch) -> StageOutput:
         with session.timeline.busy("reward"):
             start_s = monotonic()
             scores = []
@@ -61,9 +62,10 @@ async def _run_task(session: Session, task: Task, stop: StopConditions, samples:
                 text = stop.text(tokens.tolist()) if task.scores_truncated or not truncated else ""
                 scores.append(task.reward(text, bytes(answer.tolist()).decode()))
             mean_s = (monotonic() - start_s) / len(scores)
-        await session.commit("reward", batch.slots, batch.leases, inline={"reward": scores})
-        with session.timeline.busy("reward"):
             samples.send(batch, {row: Score(reward, {}, "", mean_s) for row, reward in enumerate(scores)})
+        return StageOutput(inline={"reward": scores})
+
+    await run_stage(session, "reward", MAX_PULL_SLOTS, score)
 
 
 class FunctionRewards:

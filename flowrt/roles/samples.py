@@ -69,7 +69,7 @@ class ScoredSamples:
         self._singles_of, self._singles = -1, 0
 
     def send(self, batch: Batch, scores: Mapping[int, Score]) -> None:
-        """Send what is stored of the rows of a batch that are scored; called after they are committed."""
+        """Send what is stored of the rows of a batch that are scored."""
         if self._is_chosen is None:
             return
         records = []

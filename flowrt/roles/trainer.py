@@ -57,7 +57,7 @@ async def train(session: Session, config: RunConfig, engine: TrainEngine) -> Non
     is_leader = int(os.environ.get("RANK", "0")) == 0
     check_supports(config, engine)
     objective = algorithm(config)
-    ranks = RankCollectives()
+    ranks = RankCollectives(session.timeline, session.worker)
     checkpoints = Checkpoints(session, config, engine, ranks)
     done = await checkpoints.load()
     if config.reference.refresh and is_leader:

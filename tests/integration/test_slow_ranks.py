@@ -61,6 +61,15 @@ def test_lock_step_ranks_wait_for_a_rank_that_waits_for_samples(said: Said) -> N
         assert seconds > 2 * RANKS_S
 
 
+def test_the_timeline_of_a_waiting_rank_names_the_late_one(said: Said) -> None:
+    words, seconds = said("late for a call", 0)
+    root, waited_s = words.split()
+    assert root == "trainer-1"
+    assert 0.9 * SLOW_S < float(waited_s) < seconds
+    words, _ = said("late for a call", 1)
+    assert float(words.split()[-1]) < 0.1 * SLOW_S
+
+
 @pytest.mark.parametrize(
     ("case", "rank", "words"),
     [

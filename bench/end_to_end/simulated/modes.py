@@ -83,6 +83,7 @@ class Play:
             group_size=workload.members,
             max_staleness=self.mode.bound,
             trainer=dataclasses.replace(base.trainer, micro_batch_tokens=workload.micro_batch_tokens),
+            controller=dataclasses.replace(base.controller, lanes=workload.lanes),
         )
 
     def policies(self) -> api.Policies:

@@ -8,6 +8,7 @@ from end_to_end.simulated.modes import Play
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session
+from flowrt.client.streams import StageOutput, run_stage
 from flowrt.engines.simulated.engine import SimulatedRollout, SimulatedScorer, SimulatedTrainer
 from flowrt.engines.simulated.time import RealTimeSimClock
 from flowrt.ranks.barrier import RankCollectives
@@ -58,14 +59,15 @@ async def rollout(session: Session, play: Play) -> None:
 async def reference(session: Session, play: Play) -> None:
     """Score whatever has a response."""
     scorer = SimulatedScorer(play.workload.reference, RealTimeSimClock(play.real_s))
+
+    async def score(batches: list[Batch]) -> StageOutput:
+        prompts, responses = _rows(batches, "prompt"), _rows(batches, "response")
+        with session.timeline.busy("reference"):
+            logprobs = await asyncio.to_thread(scorer.logprobs, prompts, responses)
+        return StageOutput({"ref_logprobs": logprobs})
+
     try:
-        while True:
-            batches = await _pull(session, "reference", play)
-            prompts, responses = _rows(batches, "prompt"), _rows(batches, "response")
-            with session.timeline.busy("reference"):
-                logprobs = await asyncio.to_thread(scorer.logprobs, prompts, responses)
-            slots, leases = _leased(batches)
-            await session.commit("reference", slots, leases, {"ref_logprobs": logprobs})
+        await _run_stage(session, "reference", play, score)
     finally:
         session.report({"worked_s of reference": scorer.worked_s * play.real_s})
 
@@ -73,24 +75,32 @@ async def reference(session: Session, play: Play) -> None:
 async def reward(session: Session, play: Play) -> None:
     """Reward whatever has a response."""
     scorer = SimulatedScorer(play.workload.reward, RealTimeSimClock(play.real_s))
+
+    async def score(batches: list[Batch]) -> StageOutput:
+        with session.timeline.busy("reward"):
+            rewards = await asyncio.to_thread(scorer.rewards, _rows(batches, "response"))
+        return StageOutput(inline={"reward": rewards})
+
     try:
-        while True:
-            batches = await _pull(session, "reward", play)
-            with session.timeline.busy("reward"):
-                rewards = await asyncio.to_thread(scorer.rewards, _rows(batches, "response"))
-            slots, leases = _leased(batches)
-            await session.commit("reward", slots, leases, inline={"reward": rewards})
+        await _run_stage(session, "reward", play, score)
     finally:
         session.report({"worked_s of reward": scorer.worked_s * play.real_s})
 
 
-async def _pull(session: Session, stage: str, play: Play) -> list[Batch]:
+async def _run_stage(
+    session: Session, stage: str, play: Play, work: Callable[[list[Batch]], Awaitable[StageOutput]]
+) -> None:
     """At most one pass of what there is; with barriers the whole step's samples, once they are all there."""
-    wanted = play.workload.samples if play.mode.barriers else 1
-    batches: list[Batch] = []
-    while sum(map(len, batches)) < wanted:
-        batches.append(await session.pull(stage, slots=play.workload.reference.pass_samples))
-    return batches
+    slots = play.workload.reference.pass_samples
+    if not play.mode.barriers:
+        await run_stage(session, stage, slots, lambda batch: work([batch]))
+        return
+    while True:
+        batches: list[Batch] = []
+        while sum(map(len, batches)) < play.workload.samples:
+            batches.append(await session.pull(stage, slots))
+        output = await work(batches)
+        await session.commit(stage, *_leased(batches), output.tensors, output.inline)
 
 
 def _rows(batches: list[Batch], column: str) -> list[torch.Tensor]:
@@ -104,7 +114,7 @@ def _leased(batches: list[Batch]) -> tuple[list[int], list[int]]:
 async def trainer(session: Session, play: Play) -> None:
     """Train the run's steps; new weights go out beside the next step."""
     config, workload, pace = play.config(), play.workload, RealTimeSimClock(play.real_s)
-    engine = SimulatedTrainer(workload.train, pace)
+    engine = SimulatedTrainer(workload.train, pace, workload.parameter_bytes)
 
     async def publish(snapshot: Snapshot) -> None:
         await asyncio.to_thread(pace.wait_until, pace.now() + workload.transfer_s)

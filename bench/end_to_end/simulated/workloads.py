@@ -55,6 +55,8 @@ class Workload:
     prompts: int = 128  # distinct ones; later epochs see the same ones again
     micro_batch_tokens: int = 8192
     steps: int = 8  # of a measured run
+    parameter_bytes: int = 4096  # that really travel
+    lanes: str = "auto"
 
     @property
     def samples(self) -> int:

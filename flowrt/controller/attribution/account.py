@@ -13,7 +13,8 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
-from flowrt.controller.attribution.sweep import STOPPED, sweep
+from flowrt.controller.attribution.sweep import sweep
+from flowrt.ids import STOPPED
 
 Key = TypeVar("Key", bound=Hashable)
 MAX_WORST = 8

@@ -1,7 +1,8 @@
 """The sweep: exactly one kind of time for every instant of a worker.
 
 What a worker reports and what the core notes overlap: a worker pulls while it generates. Of all intervals that cover an
-instant the first one of this order counts: away, update, save, busy, wait; an instant that none covers is `other`.
+instant the first one of this order counts: away, waiting for another rank, update, save, busy, any other wait; an
+instant that none covers is `other`.
 
 Spans of work that were merged have gaps, of which only the sum is known. They count as waiting, as far as a wait covers
 the span, and as `other` beyond that.
@@ -13,11 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from flowrt.controller.attribution.causes import Interval, Kind, WaitInterval
+from flowrt.ids import FETCH, RANKS, STOPPED
 
-FETCH = "fetch"
-"""Kind of span: tensors of samples that were granted are on their way. It is a wait, which any other wait precedes."""
-STOPPED = "stopped"
-"""Kind of span: the worker's process or host was stopped."""
 KIND_OF_SPAN = {
     "load": Kind.AWAY,
     STOPPED: Kind.AWAY,
@@ -25,12 +23,12 @@ KIND_OF_SPAN = {
     "snapshot": Kind.UPDATE,
     "save": Kind.SAVE,
     FETCH: Kind.SAMPLES,
+    RANKS: Kind.SAMPLES,
 }
-PRECEDENCE = {Kind.AWAY: 0, Kind.UPDATE: 1, Kind.SAVE: 2, Kind.BUSY: 3, Kind.SAMPLES: 5}
-BUSY = PRECEDENCE[Kind.BUSY]
-WAIT = 4
-FETCHING = 5
-BY_PRECEDENCE = (Kind.AWAY, Kind.UPDATE, Kind.SAVE)
+ALONE = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
+"""Kinds that nothing later in the order divides, by their place in it."""
+RANK_WAIT, BUSY, WAIT, FETCHING = 1, 4, 5, 6
+PLACES = {**{kind: place for place, kind in ALONE.items()}, Kind.BUSY: BUSY, Kind.SAMPLES: FETCHING}
 
 Key = tuple[str, str]
 """A kind of time, and the root of a wait; the root of all other kinds is empty."""
@@ -40,13 +38,18 @@ Seconds = dict[Key, float]
 class _Item(NamedTuple):
     start_s: float
     end_s: float
-    rank: int
+    place: int
     number: int
 
 
 def kind_of_span(kind: str) -> Kind:
     """What a worker's span counts as; every kind that is not known is work."""
     return KIND_OF_SPAN.get(kind, Kind.BUSY)
+
+
+def _place(kind: str) -> int:
+    """The place of a span in the order."""
+    return RANK_WAIT if kind == RANKS else PLACES[kind_of_span(kind)]
 
 
 def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: float, end_s: float) -> Seconds:
@@ -66,7 +69,7 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
         return {}
     all_spans, all_waits = list(spans), list(waits)
     items = [
-        _Item(max(one.start_s, start_s), min(one.end_s, end_s), PRECEDENCE[kind_of_span(one.kind)], index)
+        _Item(max(one.start_s, start_s), min(one.end_s, end_s), _place(one.kind), index)
         for index, one in enumerate(all_spans)
     ]
     items += [
@@ -84,21 +87,21 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
             present.append(items[following])
             following += 1
         length_s = finish_s - begin_s
-        rank = min((item.rank for item in present), default=-1)
-        if rank < 0:
+        place = min((item.place for item in present), default=-1)
+        if place < 0:
             found[Kind.OTHER.value, ""] += length_s
-        elif rank < BUSY:
-            found[BY_PRECEDENCE[rank].value, ""] += length_s
+        elif place in ALONE:
+            found[ALONE[place].value, ""] += length_s
         else:
-            wait = min((item.number for item in present if item.rank == WAIT), default=-1)
-            if rank == FETCHING:
-                fetch = min(item.number for item in present)
-                found[Kind.SAMPLES.value, all_spans[fetch].root] += length_s
+            wait = min((item.number for item in present if item.place == WAIT), default=-1)
+            if place in (RANK_WAIT, FETCHING):
+                waiting = min(item.number for item in present if item.place == place)
+                found[Kind.SAMPLES.value, all_spans[waiting].root] += length_s
                 continue
-            if rank == WAIT:
+            if place == WAIT:
                 found[_key(all_waits[wait])] += length_s
                 continue
-            chosen = max((item.number for item in present if item.rank == BUSY), key=lambda index: shares[index])
+            chosen = max((item.number for item in present if item.place == BUSY), key=lambda index: shares[index])
             covered = work.setdefault(chosen, _Covered({}))
             work[chosen] = covered._replace(length_s=covered.length_s + length_s)
             if wait >= 0:

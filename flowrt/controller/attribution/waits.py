@@ -209,12 +209,21 @@ class Classifier:
         weights = self._state.models.policy
         fetch, receiver = weights.fetching.get(worker), weights.receivers.get(worker)
         if fetch is not None:
-            return Cause.WEIGHTS, fetch.holder
+            return Cause.WEIGHTS, self._sender(worker)
         if receiver is not None and receiver.staged > receiver.applied:
             return Cause.UPDATE, worker
         if receiver is not None and receiver.staged < weights.latest:
             return Cause.WEIGHTS, weights.publisher or ""
         return Cause.GATE, self.step_root()
+
+    def _sender(self, worker: WorkerId) -> WorkerId:
+        """The worker at the beginning of a chain of relays: it has the weights that ``worker`` fetches."""
+        fetching = self._state.models.policy.fetching
+        for _ in range(len(fetching)):
+            if (fetch := fetching.get(worker)) is None:
+                break
+            worker = fetch.holder
+        return worker
 
     def _of_empty_stage(self, stage: str) -> Reason:
         """Nothing is ready for a stage: what those that make it wait for, if no worker makes it at present."""
@@ -292,8 +301,7 @@ class Classifier:
             return root
         weights = self._state.models.policy
         for worker in self._state.requests.pullers.get(stage, ()):
-            fetch = weights.fetching.get(worker)
-            return worker if fetch is None else fetch.holder
+            return self._sender(worker) if worker in weights.fetching else worker
         return ""
 
     def _leased(self, stage: str) -> str:

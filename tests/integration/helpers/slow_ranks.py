@@ -31,6 +31,7 @@ from flowrt.engines.tiny_model import build_model, wrap_tokenizer
 from flowrt.engines.torch import trainer as torch_trainer
 from flowrt.engines.training.state import write_tensors
 from flowrt.errors import WaitExpired
+from flowrt.ids import RANKS
 from flowrt.protocol.messages import Position
 from flowrt.ranks.barrier import RankCollectives
 from flowrt.ranks.process_group import STORE_VARIABLE, init_ranks
@@ -39,7 +40,9 @@ from flowrt.recipes.run_dir import checkpoint_steps
 from flowrt.recipes.tasks.arithmetic import Arithmetic
 from flowrt.roles import checkpoints, trainer
 from flowrt.roles.checkpoints import Checkpoints
+from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.parent_death import die_with_parent
+from flowrt.runtime.timeline import Timeline
 from flowrt.transport.devices import choose
 
 RANKS_S = 2.0
@@ -126,6 +129,20 @@ async def trains(run_dir: Path, gap_s: float = 0.0) -> str:
     return f"{metrics['response_length']:.0f} tokens"
 
 
+async def waits(_: Path) -> str:
+    """A call that one rank makes later; says for which workers this rank has waited, and how many seconds."""
+    timeline = Timeline(MonotonicClock())
+    ranks = RankCollectives(timeline, f"trainer-{dist.get_rank()}")
+    await ranks.call(dist.barrier, "the names of all ranks")
+    timeline.drain()
+    with ranks.exempt():
+        await asyncio.to_thread(trainer.to_training_batch, *[None] * 4)  # type: ignore[arg-type]
+    with timeline.busy("step"):
+        await ranks.call(dist.barrier, "step 0")
+    spans = [one for one in timeline.drain() if one.kind == RANKS]
+    return f"{'+'.join({one.root for one in spans})} {sum(one.end_s - one.start_s for one in spans):.2f}"
+
+
 async def exports(run_dir: Path) -> str:
     ranks, engine = RankCollectives(), sharded(run_dir, FsdpOptions())
     await ranks.call(lambda: engine.export(run_dir / "final"), "the final model")
@@ -160,6 +177,7 @@ CASES: dict[str, Case] = {
     "reading the model": (0, sharding, "load_model", slowly(load_model), trains),
     "waiting for samples": (0, trainer, "to_training_batch", sample, lambda at: trains(at, 2 * RANKS_S)),
     "hanging in lock step": (1, trainer, "to_training_batch", hanging, trains),
+    "late for a call": (1, trainer, "to_training_batch", slowly(sample), waits),
     "exporting": (0, sharding, "export", slowly(sharding.export), exports),
 }
 """By name: the rank that is slow, what of it becomes what, and what both do."""

@@ -2,10 +2,15 @@
 
 import pytest
 
-from flowrt.controller.attribution.causes import KINDS
+from flowrt.controller.attribution.causes import KINDS, Cause
+from flowrt.controller.events import Tick
+from flowrt.controller.policies.weight_sync import DelayedUpdate
 from flowrt.engines.simulated.workload import GenerationCost, Lengths, LogNormal, TrainCost
+from flowrt.protocol import messages as m
 from flowrt.simulation.cluster import ClusterPlan
 from tests.simulation.attributed import AttributedRun, attribute
+from tests.simulation.core_driver import CoreDriver
+from tests.simulation.scenario import whole
 
 
 def run(
@@ -55,6 +60,20 @@ def test_behind_a_slow_link_they_wait_for_weights() -> None:
     shares = found.shares("rollout")
     assert shares["weights"] > 0.5, shares
     assert found.first_root("rollout", "weights").startswith(("trainer", "rollout"))
+
+
+def test_the_root_of_weights_is_the_worker_that_has_them_not_a_relay_that_waits_too() -> None:
+    talk = CoreDriver(refresh=DelayedUpdate(), bound=0, steps=9)
+    for worker in ("rollout0", "rollout1"):
+        assert talk.pull(worker, "rollout") is None
+    talk.offer(at_least=1)
+    talk.now = 1.0
+    sending = talk.heard(talk.say("trainer0", m.Publish((whole(1),), ())), m.SendWeights)
+    assert [worker for worker, _ in sending] == ["trainer0", "rollout0"], "the second one gets them through the first"
+    talk.now = 2.0
+    talk.event(Tick())
+    roots = {str(one.worker): (one.cause, one.root) for one in talk.core.waits.open_waits(2.0)}
+    assert roots["rollout0"] == roots["rollout1"] == (Cause.WEIGHTS, "trainer0")
 
 
 def test_behind_a_straggler_they_wait_for_the_worker_that_has_it() -> None:
