@@ -492,7 +492,9 @@ def _reward(arguments: argparse.Namespace) -> int:
     from flowrt.launcher.reward_check import reward_check
 
     if arguments.words[:1] != ["check"] and not set(arguments.words) & set(HELP_FLAGS):
-        raise ConfigError("flowrt reward takes the word check: flowrt reward check --data PATH --reward FUNCTION")
+        raise ConfigError(
+            "flowrt reward takes the word check: flowrt reward check --data PATH --reward FUNCTION, or FILE.py"
+        )
     return reward_check(arguments.words[arguments.words[:1] == ["check"] :], console())
 
 

@@ -1,4 +1,6 @@
-"""``flowrt reward check``: what the reward functions of a run give on its rows, without a model."""
+"""``flowrt reward check``: what the reward functions of a run, or the reward of a task in a file, give on its rows,
+without a model.
+"""
 
 import asyncio
 import json
@@ -12,16 +14,23 @@ from rich.console import Console
 from flowrt.errors import EXIT_OK, ConfigError
 from flowrt.launcher.terminal import printable
 from flowrt.recipes.config import RunConfig
-from flowrt.recipes.config_io import defaults, read_flags
+from flowrt.recipes.config_io import read, to_toml
 from flowrt.recipes.constraints import check_bounds, check_reward_options, check_text
 from flowrt.recipes.tasks.problems import Concatenated, open_sets
+from flowrt.recipes.tasks.registry import takes_reward
+from flowrt.recipes.tasks.task_file import PROCESS, is_task_file, split
+from flowrt.recipes.tasks.task_reward import row_of, task_reward, with_task_reward
 from flowrt.rewards.check import FIRST_ROWS, check_here, check_rewards
 from flowrt.rewards.outcomes import Result, RewardOutcome
 from flowrt.rewards.scoring import CALLS, RewardScorer
 from flowrt.rewards.user_file import as_text
+from flowrt.runtime.file_process import ask
 from flowrt.runtime.waits import wait_all
 
-DESCRIPTION = "Call reward functions on the rows of a data set, with four responses each; starts no run."
+DESCRIPTION = (
+    "Call reward functions on the rows of a data set, or the reward of a task FILE.py on its prompts, with four "
+    "responses each; starts no run."
+)
 LIMIT = 50
 """Rows that are used if no number is given."""
 LONG = 100_000
@@ -46,13 +55,13 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     Returns the exit code. Raises ConfigError for what a run would refuse, after the report if there is one.
     """
     limit, flags = _limit(words)
-    base = defaults("custom")
-    config = read_flags(
-        "flowrt reward check", f"{DESCRIPTION} --limit N: rows (default: {LIMIT}).", flags, base, _is_listed
-    )
+    about = f"{DESCRIPTION} --limit N: rows (default: {LIMIT})."
+    config = read(flags, "flowrt reward check", default="custom", about=about, is_listed=_is_listed)
     check_text(config)
     check_bounds(config)
     check_reward_options(config)
+    if not takes_reward(config.recipe):
+        return _check_task(config, limit, console)
     if not (config.data.path or config.data.sets) or not config.reward.functions:
         raise ConfigError("flowrt reward check needs --data PATH and --reward FUNCTION; --help lists all flags")
     check_here(config.reward)
@@ -64,9 +73,29 @@ def reward_check(words: Sequence[str], console: Console) -> int:
     return EXIT_OK
 
 
+def _check_task(config: RunConfig, limit: int, console: Console) -> int:
+    """As `reward_check`, of the reward of a task in a file."""
+    if not is_task_file(config.recipe):
+        raise ConfigError(
+            f"recipe {config.recipe} has a reward of its own; flowrt reward check takes FILE.py or custom"
+        )
+    file = f"task file {split(config.recipe)[0]}"
+    found = ask(PROCESS, ["answers", str(limit)], file, config.data.check_timeout_s, to_toml(config))
+    answers = found.get("answers")
+    if not isinstance(answers, list):
+        raise ConfigError(f"{file} ended its process without an answer; correct it")
+    rows = [row_of(str(answer).encode()) for answer in answers]
+    outcomes = asyncio.run(_found(with_task_reward(config), rows))
+    _print(outcomes, len(rows), console)
+    failures = [text for one in outcomes.values() for text in one.first.values()]
+    if failures:
+        raise ConfigError(failures[0])
+    return EXIT_OK
+
+
 async def _found(config: RunConfig, rows: Sequence[bytes]) -> dict[tuple[str, str], Found]:
     """The outcomes by function and kind of response, all of them."""
-    scorer = RewardScorer(config.reward)
+    scorer = RewardScorer(config.reward, task=task_reward(config))
     found = {(one.name, probe): Found() for one in scorer.functions for probe in PROBES}
     try:
         if scorer.pool is not None:

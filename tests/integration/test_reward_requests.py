@@ -337,6 +337,50 @@ def test_reward_check_refuses_what_a_run_refuses(
     assert "\n" not in error
 
 
+def test_reward_check_shows_what_the_reward_of_a_task_file_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    text = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
+    mine.write_text(text)
+    assert main(["reward", "check", str(mine), "--limit", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "outcomes (3 rows)" in out
+    its, empty = [line.split() for line in out.splitlines() if " its answer " in line or " empty " in line]
+    assert its[3:6] == ["1", "1", "1"]
+    assert empty[2:5] == ["0", "0", "0"]
+    mine.write_text(text.replace("/ len(answer)", "/ len(response)"))
+    assert main(["reward", "check", str(mine), "--limit", "3"]) == 2
+    found = capsys.readouterr()
+    assert "error 3" in found.out
+    assert "ZeroDivisionError" in found.err
+    assert f"{mine}:" in found.err
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("nothing.py", "there is no task file"),
+        ("arithmetic", "has a reward of its own"),
+        ("broken.py", "broken.py:1: SyntaxError"),
+    ],
+)
+def test_reward_check_refuses_what_is_no_task_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def\n")
+    assert main(["reward", "check", recipe]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
 def test_reward_check_without_its_words_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reward", "chek"]) == 2
     assert "takes the word check" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The process that loads a task file before a run: ``describe FILE.py:NAME``, or ``check`` of a configuration.
+"""The process that loads a task file before a run: ``describe FILE.py:NAME``, ``check`` or ``answers N`` of a
+configuration.
 
 `flowrt.runtime.file_process.ask` starts it. All code of the user's that a run will call is called once.
 """
@@ -74,6 +75,15 @@ def check(config: RunConfig) -> dict[str, object]:
     return {"parts": list(parts)}
 
 
+def answers(config: RunConfig, limit: int) -> dict[str, object]:
+    """The answers of the first training prompts. Raises ConfigError if the task cannot be made, or gives none."""
+    path = split(config.recipe)[0]
+    training = _problems(path, "training_problems", task_of(config).training_problems)
+    if not training:
+        raise ConfigError(f"task file {path}: training_problems gives no prompts; {FIX}")
+    return {"answers": [one.answer for one in islice(training, limit)]}
+
+
 def _problems(path: str, name: str, problems: Callable[[], Sequence[Example]]) -> Sequence[Example]:
     """All prompts of a task. Raises ConfigError for one that is none."""
 
@@ -147,7 +157,12 @@ def _check_embedded_model(path: str, task: Task, config: RunConfig) -> None:
 def main(words: Sequence[str]) -> NoReturn:
     """Answer to the words of a command line."""
     try:
-        found = describe(words[1]) if words[0] == "describe" else check(from_toml(sys.stdin.read()))
+        if words[0] == "describe":
+            found = describe(words[1])
+        elif words[0] == "answers":
+            found = answers(from_toml(sys.stdin.read()), int(words[1]))
+        else:
+            found = check(from_toml(sys.stdin.read()))
     except ConfigError as error:
         found = {"error": str(error)}
     answer(found)
