@@ -101,7 +101,7 @@ def evaluation(quick: bool) -> dict[str, float]:
 
 def best(quick: bool) -> dict[str, float]:
     """Runs that are killed at a random moment after their first evaluation and resumed: wrong best weights."""
-    runs, wrong, written = (1 if quick else 10), 0, 0
+    runs, wrong, written = (1 if quick else 50), 0, 0
     for seed in range(runs):
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place) / "run"
