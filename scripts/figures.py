@@ -385,6 +385,52 @@ def tasks(one: dict[str, Any], where: str) -> list[str]:
     ]
 
 
+SEEING: tuple[tuple[str, str, str], ...] = (
+    ("replays_wrong", "of 200 simulated runs, replayed under 3 hash seeds: those that differ", "<= 0"),
+    ("recorder_bytes", "bytes of recording an event, default job", "<= 20"),
+    ("recorder_bytes_simulated", "bytes of recording an event, simulated runs", "<= 20"),
+    ("recorder_ratio", "samples/s of the default job with recording over without, median of 5 pairs", ">= 0.99"),
+    (
+        "core_recorded_ratio",
+        "events that a processor second of the core handles, with recording over without",
+        ">= 0.97",
+    ),
+    ("causes_planted", "runs in real processes with one planted cause of waiting", ">= 12"),
+    ("causes_missed", "of these: those whose cause and root are not named first", "<= 0"),
+    ("attribution_gap", "largest error of the planted seconds that were found again", "<= 0.1"),
+    ("attribution_sum_error", "largest difference of a role's seconds from the time of its workers", "<= 0.001"),
+    ("attribution_other", "largest share of `other` in a run with a planted cause", "<= 0.03"),
+    ("attribution_other_job", "share of `other` in the default job", "<= 0.08"),
+    ("samples_ratio", "samples/s of the default job with stored samples over without, median of 5 pairs", ">= 0.98"),
+    ("store_mb", "largest size of the file of samples with a bound of 64 MB, 30,000 steps, MB", "<= 70"),
+    ("store_flagged_kept", "share of flagged samples that are left", ">= 1"),
+    ("status_ms", "brief status of 4,096 workers, processor time, ms", "<= 3"),
+    ("status_kb", "its size, KB", "<= 40"),
+    ("page_kb", "first load of the page of 4,096 workers and 10,000 steps, KB", "<= 1024"),
+    ("paint_ms", "until its curves are drawn in Chromium, ms", "<= 300"),
+    ("redraw_ms", "zoom of its timeline, 9 of 10 are faster, ms", "<= 50"),
+    ("event_s", "from a lost worker to its red line on the page, s", "<= 1.5"),
+    ("hostile_effects", "effects of 10,000 hostile texts on the page", "<= 0"),
+    ("http_leaks", "requests without token, of foreign hosts or paths that are not refused", "<= 0"),
+    ("cost_ratio", "samples/s of the default job with everything on and three open pages over nothing", ">= 0.98"),
+    ("cost_rows_ratio", "rows/s of the metadata plane with three observers over without", ">= 0.95"),
+    ("unopened", "of runs killed at a random instant: views that do not open", "<= 0"),
+    ("numbers_wrong", "numbers that differ between the page, files and exporters", "<= 0"),
+    ("trace_wrong", "spans that a Perfetto trace lacks or has at another time", "<= 0"),
+)
+"""Figure, what it is, and its bound."""
+
+
+def seeing(one: dict[str, Any], where: str) -> list[str]:
+    """What is shown of a run."""
+    return [
+        f"On two CPU cores ({where}); `bench/seeing.py --list` says what each row does.",
+        "",
+        *bounded(SEEING, one),
+        "",
+    ]
+
+
 OBJECTIVES: tuple[tuple[str, str, str], ...] = (
     ("closed_form_max", "every part against a scalar formula, value and gradient, 1,000 cases", "<= 1e-12"),
     ("trl_gradient_max", "gradient against TRL's", "<= 1e-6"),
@@ -492,6 +538,7 @@ SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], str], list[str]], str], ...
     ("Weights", weights, "weights.py"),
     ("Faults", faults, "faults.py"),
     ("A user's own task", tasks, "tasks.py"),
+    ("Seeing a run", seeing, "seeing.py"),
     ("Training passes", passes, "passes.py"),
     ("Decoding", decoding, "decoding.py"),
     ("Weight updates of SGLang", sglang_updates, "sglang_updates.py --sglang-python PYTHON"),
