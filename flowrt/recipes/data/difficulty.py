@@ -12,7 +12,7 @@ from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Mistakes, Rows
 from flowrt.recipes.data.columns import MISSING, as_columns, find
 from flowrt.recipes.data.json_lines import JsonLines
-from flowrt.recipes.data.prompt_scan import BATCH, column_fields, row_type
+from flowrt.recipes.data.prompt_scan import BATCH, column_fields, is_decodable, row_type
 
 
 class Selection(Rows):
@@ -100,6 +100,8 @@ def _number(part: Rows, index: int, key: str) -> float:
 
 def _decoder(key: str) -> Callable[[bytes, int], list[float] | None]:
     """What reads the difficulties from consecutive lines of JSON, or gives None if it cannot read one."""
+    if not is_decodable(key):
+        return lambda _block, _count: None
     fields, read = column_fields("difficulty", key, float)
     kind = msgspec.json.Decoder(row_type(fields))
 

@@ -4,6 +4,7 @@ Lines of JSON are decoded by msgspec straight into the fields that are needed. A
 row by row, and a row in which it fails by the general path, which alone decides what is wrong and says why.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +132,9 @@ def _read(part: Rows, index: int) -> object:
         return error
 
 
+_ESCAPED = re.compile(r'[\x00-\x1f"\\]')
+
+
 class _Decoder:
     """Decodes the prompt, and whether there is an answer, from lines of JSON."""
 
@@ -191,10 +195,11 @@ def _is_readable(text: bytes) -> bool:
 
 
 def _decoder(data: DataConfig) -> _Decoder | None:
-    """The decoder for a configuration's columns; None if their names exclude each other (``a`` and ``a.b``)."""
+    """The decoder for a configuration's columns; None if their names exclude each other (``a`` and ``a.b``), or one
+    cannot be that of a field."""
     keys = (data.prompt_key, data.answer_key)
     heads = [name for key in keys for name in {key, key.partition(".")[0]}]
-    if len(set(heads)) != len(heads) or not all(all(key.split(".")) for key in keys):
+    if len(set(heads)) != len(heads) or not all(map(is_decodable, keys)):
         return None
     message = msgspec.defstruct(
         "Message", [("role", Literal[ROLES]), ("content", str)], forbid_unknown_fields=True, gc=False
@@ -202,6 +207,11 @@ def _decoder(data: DataConfig) -> _Decoder | None:
     prompt_fields, prompt = column_fields("prompt", data.prompt_key, str | list[message])  # type: ignore[valid-type]
     answer_fields, answer = column_fields("answer", data.answer_key, msgspec.Raw)
     return _Decoder(row_type([*prompt_fields, *answer_fields]), prompt, answer)
+
+
+def is_decodable(key: str) -> bool:
+    """Whether the fields of a `row_type` may have this key: msgspec takes no name that JSON would have to escape."""
+    return all(key.split(".")) and not _ESCAPED.search(key)
 
 
 def row_type(fields: Sequence[tuple[str, str, Any]]) -> type[Any]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flowrt.recipes.config import DataConfig
 from flowrt.recipes.data.base import Shards
+from flowrt.recipes.data.difficulty import difficulties
 from flowrt.recipes.data.json_lines import JsonLines
 from flowrt.recipes.data.prompt_scan import BATCH, PromptBatch, _of_rows, scan_prompts
 
@@ -97,6 +98,20 @@ def test_lines_that_decoders_disagree_on(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text + b'\n{"prompt": "fine", "answer": 1}\n')
     assert_same(path, CONFIGS[0])
+
+
+@pytest.mark.parametrize("key", ["\x1b", 'a "quote"', "back\\slash", "a.\n", "", ".", "a..b", "\u00e4.\U0001f600"])
+def test_any_name_may_be_that_of_a_column(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows: list[Any] = [{key: "of this name", "answer": 1}, {"answer": 2}]
+    for part in reversed(key.split(".")):
+        rows[1] = {part: rows[1] if "answer" not in rows[1] else "nested"}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert_same(path, DataConfig(prompt_key=key))
+    prompts, _, mistakes = joined(list(scan_prompts(JsonLines(path), DataConfig(prompt_key=key))))
+    assert prompts == [("of this name", ()), ("nested", ())], mistakes
+    path.write_text(json.dumps({key: 0.5}) + "\n" + json.dumps({key: 2}))
+    assert list(difficulties(JsonLines(path), key)) == [0.5, 2.0]
 
 
 def test_batches_and_files_follow_each_other(tmp_path: Path) -> None:
