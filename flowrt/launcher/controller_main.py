@@ -30,7 +30,7 @@ from flowrt.net.curve_keys import KEYS_VARIABLE, controller_keys
 from flowrt.recipes import grpo
 from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file, to_toml
-from flowrt.recipes.run_dir import CONFIG, address_file, checkpoint_steps
+from flowrt.recipes.run_dir import CONFIG, address_file, check_summary_file, checkpoint_steps
 from flowrt.runtime.clock import MonotonicClock
 from flowrt.runtime.event_loop import serve_loop
 from flowrt.runtime.files import RunLock, atomic_write, partial_path, private_directory
@@ -105,10 +105,15 @@ def sample_store(config: RunConfig) -> SampleStore:
 async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> int:
     """Run the controller until the run ends; writes summary.json and returns the exit code."""
     ready_fd = arguments.ready_fd
+    check_summary_file(Path(config.run_dir))
     server, where = make_server(config, text, arguments.from_checkpoint)
-    _take_over(config, text, arguments)
     retry_s = 0.0 if where == config.controller.bind else config.controller.reconnect_timeout_s
-    address = reachable(await bind(server, where, retry_s), config.controller.host)
+    try:
+        _take_over(config, text, arguments)
+        address = reachable(await bind(server, where, retry_s), config.controller.host)
+    except (FlowError, OSError):
+        server.close_files()
+        raise
     loop = asyncio.get_running_loop()
     if config.guards.health:
         server.watch_health()

@@ -15,7 +15,7 @@ from flowrt.recipes.config import RunConfig
 from flowrt.recipes.config_io import from_file
 from flowrt.recipes.constraints import check
 from flowrt.recipes.resume_overrides import apply_overrides
-from flowrt.recipes.run_dir import checkpoint_steps, kept_model_dir, kept_reference_dir
+from flowrt.recipes.run_dir import check_summary_file, checkpoint_steps, kept_model_dir, kept_reference_dir
 from flowrt.runtime.files import RunLock
 
 
@@ -26,6 +26,7 @@ def resume(run_dir: Path, flags: Sequence[str], console: Console, page_port: int
     """
     run_dir = run_dir.absolute()
     before = read_config(run_dir)
+    check_summary_file(run_dir)
     config = apply_overrides(before, flags)
     summary = read_summary(run_dir)
     if summary is None or summary["exit_code"] != EXIT_OK or config.steps != before.steps:

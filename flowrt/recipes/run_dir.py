@@ -96,3 +96,10 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
     """The steps after which there is a complete checkpoint, in ascending order."""
     names = (_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return sorted(int(name[1]) for name in names if name is not None)
+
+
+def check_summary_file(run_dir: Path) -> None:
+    """Raises ConfigError if summary.json is a directory: the run could not write its summary."""
+    path = run_dir / "summary.json"
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory, where the run writes its summary; move it away")

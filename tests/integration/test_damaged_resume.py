@@ -3,6 +3,8 @@
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -88,6 +90,28 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     run = launch("--steps", str(newest + 1), resume=run_dir)
     assert run.wait(120.0) == 0, run.output
     assert [line["step"] for line in lines(run_dir)] == list(range(newest + 1))
+
+
+@pytest.mark.parametrize("by", ["flowrt resume", "controller"])
+def test_a_directory_in_place_of_the_summary_is_refused_and_nothing_changes(
+    launch: Callable[..., Any], killed: Path, tmp_path: Path, by: str
+) -> None:
+    run_dir = copied(killed, tmp_path)
+    (run_dir / "summary.json").mkdir()
+    config = run_dir / "config.toml"
+    config.write_text(config.read_text().replace(str(killed), str(run_dir)))
+    was = contents(run_dir)
+    if by == "controller":
+        words = [sys.executable, "-m", "flowrt.launcher.controller_main", "--config", str(config), "--from-checkpoint"]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
+        code, said = ended.returncode, ended.stdout + ended.stderr
+    else:
+        run = launch("--steps", "100000", resume=run_dir)
+        code, said = run.wait(60.0), run.words
+    assert code == 2, said
+    assert "summary.json is a directory, where the run writes its summary; move it away" in said
+    assert "Traceback" not in said
+    assert contents(run_dir) == was
 
 
 def test_one_of_two_concurrent_resumes_succeeds(killed: Path, tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ class Server:
         samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
         self._recorder.samples = samples
 
+    def close_files(self) -> None:
+        """Close the databases of a run that cannot start."""
+        if self._recorder.samples is not None:
+            self._recorder.samples.close()
+        self.ledger.close()
+
     @property
     def refused_messages(self) -> int:
         """Number of messages that were malformed or came from an unknown peer."""
