@@ -146,14 +146,9 @@ class RequestTable:
     def _send_request(self, message: Request, deadline_s: float) -> _OpenRequest:
         if self._ended is not None:
             raise self._ended
-        number = message.request
-        self._open[number] = request = _OpenRequest(message, self._loop.create_future(), deadline_s)
-        self._deadlines.add(number, deadline_s)
-        try:
-            self._send(message)
-        except BaseException:
-            self._remove(number)
-            raise
+        self._send(message)
+        self._open[message.request] = request = _OpenRequest(message, self._loop.create_future(), deadline_s)
+        self._deadlines.add(message.request, deadline_s)
         return request
 
     async def _answer(self, request: _OpenRequest, answer_type: type[Answer]) -> Answer:

@@ -134,18 +134,20 @@ class Core:
 
     def transition(self, event: Event, now: float) -> list[Command]:
         """As `handle`, but raises RemoteProtocolError for a protocol violation; the state is then unchanged."""
-        if self.state.progress_s is None:
-            self.state.begin(now)
-        if now >= self.waits.check_s:  # what earlier events have changed; this one is not applied yet
-            self.waits.classify(self.state, self.env, now, self._event_s)
+        state, waits = self.state, self.waits
+        if state.progress_s is None:
+            state.begin(now)
+        if now >= waits.check_s:  # what earlier events have changed; this one is not applied yet
+            waits.classify(state, self.env, now, self._event_s)
         self._event_s = now
         if type(event) is MessageReceived:  # most events
             commands = self._receive(event.worker, event.message, now)
         else:
             commands = self._apply(event, now)
-        commands += self._follow_up(now)
-        if self.state.requests.changed:
-            self.waits.after_event(self.state, self.env, now)
+        if following := self._follow_up(now):
+            commands += following
+        if state.requests.changed:
+            waits.after_event(state, self.env, now)
         return commands
 
     def _receive(self, worker: WorkerId, message: m.Message, now: float) -> list[Command]:
@@ -156,7 +158,10 @@ class Core:
         if handler is None:
             raise RemoteProtocolError(f"{worker} sent {kind.__name__}, which only the controller says")
         commands = handler(state, self.env, worker, message, now)
-        if kind not in NO_PROGRESS or (isinstance(message, m.Pull) and message.done):
+        if isinstance(message, m.Pull):
+            if message.done:
+                state.note_progress(now)
+        elif kind not in NO_PROGRESS:
             state.note_progress(now)
             if kind in CHANGES_WAITS:
                 self.waits.note_message(worker, kind, now)
@@ -191,18 +196,21 @@ class Core:
             commands += self._end_recovery_if_over(now)
             if state.ended is not None or state.recovery.is_active:
                 return commands
-        if (order := state.guards.take_order()) is not None and not state.preemption.is_ordered:
-            commands += preemption.preempt(state, env, order, now)
+        if state.guards.order is not None:
+            order = state.guards.take_order()
+            if order is not None and not state.preemption.is_ordered:
+                commands += preemption.preempt(state, env, order, now)
+        work, exact = state.work, state.table.exact
         while True:
-            if state.work.is_due:
+            if work.is_due:
                 commands += pulls.serve_worklist(state, env, now)
-            if state.table.exact.is_idle and state.models.policy.pin is None:  # nearly always
+            if not (exact.live or exact.is_changed) and state.models.policy.pin is None:  # nearly always
                 break
             commands += evaluations.update_pin(state, env)
-            if not state.work.is_due:
+            if not work.is_due:
                 break
         commands += weight_sync.order_fetches(state, env, now)
-        if state.work.take_members():
+        if work.has_members and work.take_members():
             commands += self._end_if_complete()
         if state.preemption.is_ordered:
             commands += preemption.advance(state, env, now)

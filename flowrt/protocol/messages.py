@@ -9,7 +9,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import hypot
 from typing import Annotated, get_args
@@ -201,10 +201,12 @@ LARGEST_PROMPT = 2**63 - 1
 """The largest integer that messages and the ledger's database can hold."""
 
 
-def prompts_fault(prompts: Iterable[int]) -> str:
+def prompts_fault(prompts: Sequence[int]) -> str:
     """Why these are not valid prompt numbers; empty if they are."""
+    if not prompts or (min(prompts) >= 0 and max(prompts) <= LARGEST_PROMPT):
+        return ""
     wrong = [prompt for prompt in prompts if not 0 <= prompt <= LARGEST_PROMPT]
-    return f"prompt {wrong[0]} is not a number from 0 to 2^63 - 1" if wrong else ""
+    return f"prompt {wrong[0]} is not a number from 0 to 2^63 - 1"
 
 
 def pack(pairs: Iterable[tuple[int, int]]) -> tuple[Passed, ...]:

@@ -63,6 +63,8 @@ TICK_S = 0.5
 HEALTH_S = 5.0
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
+NOT_ONLY_CORE = frozenset((*HANDLED_BY_SERVER, m.Follow, m.Heartbeat))
+"""Messages of workers that the core does not handle, or not alone."""
 MAX_FOLLOWED = 4096
 """Workers that one observer may follow."""
 MAX_DISMISSED = 10_000
@@ -268,7 +270,9 @@ class Server:
         data = self._link.latest  # of this message: others may be received before this one is handled
         self._connections.flush_if_late()
         worker = self._connections.name(peer)
-        if worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
+        if worker is not None and type(message) not in NOT_ONLY_CORE:  # nearly all
+            self._handle(MessageReceived(worker, message), data)
+        elif worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
             self._followed[worker] = message.workers[:MAX_FOLLOWED]
         elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
             if type(message) is m.Heartbeat:

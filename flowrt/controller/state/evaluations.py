@@ -37,11 +37,6 @@ class ExactSamples:
         self._count(self.to_generate, version, -slots)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there are no exact slots, and nothing has changed."""
-        return not (self.live or self.is_changed)
-
-    @property
     def active(self) -> int | None:
         """The version that is evaluated now: the oldest with slots to generate."""
         return min(self.to_generate, default=None)

@@ -30,6 +30,9 @@ class Standing(Enum):
     """It drained, and was told to leave."""
 
 
+_ACTIVE = Standing.ACTIVE  # the access to a member of an enumeration costs as much as a call
+
+
 class OpenWait(NamedTuple):
     """A wait that a worker reports, for something other than the controller."""
 
@@ -158,7 +161,7 @@ class Membership:
         self._members[worker].standing = Standing.RELEASED
 
     def is_leaving(self, worker: WorkerId) -> bool:
-        return self._members[worker].standing is not Standing.ACTIVE
+        return self._members[worker].standing is not _ACTIVE
 
     def draining(self) -> list[WorkerId]:
         """Workers that drain and may not leave yet, by name."""

@@ -111,12 +111,17 @@ class SampleTable:
         first_group, first_slot = self._next_group, self._next_slot
         self._next_group += len(groups)
         self._next_slot += len(slots)
-        self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
-        self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
+        if len(slots) == 1:  # fast path: one slot
+            self.groups[groups[0].id] = groups[0]
+            self.slots[slots[0].id] = slots[0]
+        else:
+            self.groups.update(zip(cast(Sequence[GroupId], range(first_group, self._next_group)), groups, strict=True))
+            self.slots.update(zip(cast(Sequence[SlotId], range(first_slot, self._next_slot)), slots, strict=True))
         self.rows[flow] += len(slots)
         if at_most != NO_LIMIT:
             self.exact.add(at_most, len(slots), len(slots))
-        self.exhausted.setdefault(flow, set())
+        if flow not in self.exhausted:
+            self.exhausted[flow] = set()
         for column, of_group in lengths.items():
             self.bytes[flow] += sum(of_group) * self.flows.item_bytes[column]
             for group, length in zip(groups, of_group, strict=True):
@@ -160,19 +165,20 @@ class SampleTable:
             if stage in slot.leases or slot.done & bit:
                 raise LocalProtocolError(f"slot {slot.id} (stage {stage}) is not ready and cannot be leased")
             leased[slot.id] = slot
-        generates = self.stages[stage].generates
-        generated_by = version if generates else None
-        lease = Lease(
-            id=number, stage=stage, worker=worker, deadline_s=deadline_s, version=generated_by, step=step, slots=leased
-        )
-        lease.longer = longer
+        of_stage = self.stages[stage]
+        # Hot path: with keywords, creating a lease takes twice as long.
+        lease = Lease(number, stage, worker, deadline_s, version if of_stage.generates else None, step, leased, longer)
         self.leases[number] = lease
-        self.working[stage].setdefault(worker, {})[number] = lease
+        working = self.working[stage]
+        if worker in working:
+            working[worker][number] = lease
+        else:
+            working[worker] = {number: lease}
         for slot in slots:
             slot.leases[stage] = lease
-        if generates:
+        if of_stage.generates:
             self._note_versions(slots)
-        if self.stages[stage].whole_groups:
+        if of_stage.whole_groups:
             for slot in slots:
                 self.ready_groups[stage].pop(slot.group.id, None)
         return lease
@@ -233,7 +239,8 @@ class SampleTable:
         if not lease.slots:
             self._close(lease)
         self._count_done(stage, worker, slots)
-        self._set_inline(slots, inline)
+        if inline:
+            self._set_inline(slots, inline)
         for column, of_slot in lengths.items():
             for slot, length in zip(slots, of_slot, strict=True):
                 slot.keep(column, ColumnLocation(length, {worker}))
@@ -302,6 +309,7 @@ class SampleTable:
         self._work.add_offers()
         flow, bits, rows, live = "", 0, 0, self.slots
         ready_groups = [ready for ready in self.ready_groups.values() if ready]
+        has_exact = bool(self.exact.live)
         for group in groups:
             if group.flow != flow:
                 self.rows[flow] -= rows
@@ -312,7 +320,7 @@ class SampleTable:
                     self._weigh_off(flow, slot.tensors)
                 if slot.done == bits:
                     del live[slot.id]
-                    if group.is_exact:
+                    if has_exact and group.is_exact:
                         self.exact.remove(group.at_most, to_generate=False)
                 else:
                     self._take_off(slot)

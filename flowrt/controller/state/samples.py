@@ -156,6 +156,11 @@ def new_groups(
     groups = [
         Group(one, flow, prompt, epoch, at_least, at_most) for one, prompt in zip(group_ids, prompts, strict=True)
     ]
+    if members == 1:  # as rows of a stream have it
+        slots = [Slot(one, group, 0) for one, group in zip(slot_ids, groups, strict=True)]
+        for group, slot in zip(groups, slots, strict=True):
+            group.slots = [slot]
+        return groups, slots
     slots = [
         Slot(one, group, member) for one, (group, member) in zip(slot_ids, product(groups, range(members)), strict=True)
     ]

@@ -25,7 +25,8 @@ class Worklist:
         self._ready: dict[GroupId, None] = {}
         self._offers = False
         self._window = False
-        self._members = False
+        self.has_members = False
+        """Whether the members have changed since `take_members`. An attribute, like the next."""
         self.is_due = False
         """Whether anything was added since the latest `take_ready`. An attribute: every event reads it."""
 
@@ -68,7 +69,7 @@ class Worklist:
 
     def add_members(self) -> None:
         """A worker has joined, left or completed its role."""
-        self._members = True
+        self.has_members = True
 
     def take_ready(self) -> list[GroupId]:
         """Begin a round: the groups that the group filter has to decide on."""
@@ -105,6 +106,6 @@ class Worklist:
 
     def take_members(self) -> bool:
         """Whether the members have changed."""
-        due = self._members
-        self._members = False
+        due = self.has_members
+        self.has_members = False
         return due

@@ -4,8 +4,8 @@ While the controller recovers, commits that its predecessor applied are acknowle
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeVar, cast
 
 from flowrt.controller.events import AppendReplay, Command, Send
 from flowrt.controller.state.dataflow import Makes
@@ -33,24 +33,22 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     if fault := commit_fault(message, stage, table.flows.makes[stage.name], state.models.policy.newest):
         raise RemoteProtocolError(f"commit of stage {stage.name!r} by {worker}: {fault}")
     table.check_leases(set(message.leases), worker, stage.name)
-    _check_whole(table, worker, message, stage)
+    if stage.whole_groups:
+        _check_whole(table, worker, message, stage)
     commands: list[Command] = []
     refused: list[int] = []
     reasons: set[str] = set()
     touched: dict[int, Group] = {}
-    of_leases = list(by_lease(table, worker, message, stage))
-    if stage.generates and table.exact.live:
-        of_leases, refused = evaluations.split_rows(table, message, of_leases)
-        reasons.update([evaluations.OTHER_VERSION] if refused else ())
-    for lease, rows in of_leases:
+    for lease, rows in _rows_of(table, worker, message, stage, refused, reasons):
         if lease is None:
             late, why = _late(state, worker, message, stage, rows)
             refused += late
             reasons |= why
             continue
-        slots = [lease.slots[SlotId(message.slots[row])] for row in rows]
-        lengths = {part.column: pick(part.lengths, rows) for part in message.parts}
-        inline = {one.column: pick(one.values, rows) for one in message.inline}
+        slots = [lease.slots[slot_id] for slot_id in cast(Sequence[SlotId], pick(message.slots, rows))]
+        # Most stages make either tensors or numbers.
+        lengths = {part.column: pick(part.lengths, rows) for part in message.parts} if message.parts else {}
+        inline = {one.column: pick(one.values, rows) for one in message.inline} if message.inline else {}
         spans = pick(message.spans, rows) if message.spans else ()
         table.commit(lease, slots, lengths, inline, spans)
         if env.flow.train_stage:
@@ -64,12 +62,26 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
                     reasons.add("older than the staleness bound")
                     continue
             touched[slot.group.id] = slot.group
-    commands.append(Send(worker, Committed(message.request, tuple(refused), "; ".join(sorted(reasons)))))
+    reason = "; ".join(sorted(reasons)) if reasons else ""
+    commands.append(Send(worker, Committed(message.request, tuple(refused), reason)))
     commands += _advance(state, env, touched.values())
     state.membership.note_results(worker)
     if stage.generates:
         state.work.add_worker(worker)  # a dispatch policy may have waited for its capacity
     return commands
+
+
+def _rows_of(
+    table: SampleTable, worker: WorkerId, message: Commit, stage: Stage, refused: list[int], reasons: set[str]
+) -> list[tuple[Lease | None, list[int]]]:
+    """The rows of a commit by lease; those that another version had to generate are refused, and have none."""
+    of_leases = list(by_lease(table, worker, message, stage))
+    if stage.generates and table.exact.live:
+        of_leases, others = evaluations.split_rows(table, message, of_leases)
+        if others:
+            refused += others
+            reasons.add(evaluations.OTHER_VERSION)
+    return of_leases
 
 
 def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull) -> tuple[list[Command], list[int]]:
@@ -96,15 +108,17 @@ def completion_fault(state: State, pull: Pull) -> str:
     return ""
 
 
-def _advance(state: State, env: Environment, groups: Iterable[Group]) -> list[Command]:
+def _advance(state: State, env: Environment, groups: Collection[Group]) -> list[Command]:
     """Record the groups that are ready to train, and close those that are complete."""
     commands: list[Command] = []
-    streamed = []
-    for group in groups:
-        if group.flow != env.flow.train_flow:
-            streamed.append(group)
-        elif group.id in state.table.ready_groups[env.flow.train_stage]:
-            commands += rollback.record(state, env, group, "ready")
+    streamed = groups
+    if train_flow := env.flow.train_flow:
+        trained = [group for group in groups if group.flow == train_flow]
+        streamed = [group for group in groups if group.flow != train_flow]
+        ready = state.table.ready_groups[env.flow.train_stage]
+        for group in trained:
+            if group.id in ready:
+                commands += rollback.record(state, env, group, "ready")
     if complete := state.table.flows.complete(streamed):
         commands += rollback.close(state, env, complete)
     return commands
@@ -119,25 +133,28 @@ def commit_fault(message: Commit, stage: Stage, makes: Makes, latest: int) -> st
     tensors, numbers = [part.column for part in message.parts], [one.column for one in message.inline]
     if sorted(tensors) != makes.tensors or sorted(numbers) != makes.numbers:
         return f"it brings tensors {tensors} and numbers {numbers}, the stage makes {makes.tensors} and {makes.numbers}"
-    sizes = [len(message.leases), *(len(one.lengths) for one in message.parts)]
+    sizes = [len(message.leases)]
+    sizes += [len(part.lengths) for part in message.parts]
     sizes += [len(one.values) for one in message.inline]
-    if any(size != count for size in sizes):
+    if sizes.count(count) != len(sizes):
         return f"its columns have {sizes} rows for {count} slots"
-    if len(set(message.slots)) != count:
+    if count > 1 and len(set(message.slots)) != count:
         return "it has a slot twice"
-    if any(part.ids != message.slots or min(part.lengths, default=0) < 0 for part in message.parts):
-        return "its parts are not of its slots, or of negative length"
+    for part in message.parts:
+        if part.ids != message.slots or min(part.lengths, default=0) < 0:
+            return "its parts are not of its slots, or of negative length"
     if message.inline and (fault := values_fault(message.inline)):
         return fault
     if len(message.spans) != (count if stage.generates else 0):
         return f"it has {len(message.spans)} spans for {count} slots"
-    return next((wrong for span in message.spans if (wrong := _span_fault(span, latest))), "")
+    for span in message.spans:
+        if wrong := _span_fault(span, latest):
+            return wrong
+    return ""
 
 
 def _check_whole(table: SampleTable, worker: WorkerId, message: Commit, stage: Stage) -> None:
-    """Raises RemoteProtocolError for a commit of a part of a leased group."""
-    if not stage.whole_groups:
-        return
+    """Raises RemoteProtocolError for a commit of a part of a leased group, of a stage of whole groups."""
     for lease, rows in by_lease(table, worker, message, stage):
         if lease is None:
             continue
@@ -164,9 +181,13 @@ def by_lease(
     table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
 ) -> Iterator[tuple[Lease | None, list[int]]]:
     """The rows of a commit by lease; None for rows without a valid lease of the worker."""
+    leases = message.leases
     rows_of: dict[int, list[int]] = {}
-    for row, lease_id in enumerate(message.leases):
-        rows_of.setdefault(lease_id, []).append(row)
+    if leases and leases.count(leases[0]) == len(leases):  # nearly always
+        rows_of[leases[0]] = list(range(len(leases)))
+    else:
+        for row, lease_id in enumerate(leases):
+            rows_of.setdefault(lease_id, []).append(row)
     late: list[int] = []
     for lease_id, rows in rows_of.items():
         lease = table.find_lease(lease_id, worker)

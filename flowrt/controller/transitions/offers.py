@@ -71,10 +71,12 @@ def open_offer(state: State, env: Environment, parked: ParkedRequest[Offer]) -> 
         tags={one.column: one.values for one in offer.tags},
         at_most=NO_LIMIT if exact is None else exact,
     )
+    first = groups[0].id
+    if not is_training and not env.flow.train_stage:  # a stream has no more to do
+        return [Send(worker, OfferAccepted(offer.request, first))]
     commands: list[Command] = []
     if env.flow.train_stage:
         commands.append(AppendReplay(_opened(offer, worker, groups[0])))
-    first = groups[0].id
     skipped: list[Group] = []
     if is_training:
         window.enter(groups)
@@ -148,22 +150,23 @@ def confirm(state: State, worker: WorkerId, offer: Offer, replayed: ReplayedSamp
 def offer_fault(state: State, env: Environment, offer: Offer) -> str:
     """Why this offer is rejected; empty if it is valid."""
     flows = state.table.flows
-    columns = {one.column: one.lengths for one in offer.lengths}
-    tags = {one.column: one.values for one in offer.tags}
+    columns = {one.column for one in offer.lengths}
+    tags = {one.column for one in offer.tags}
     count, rows = len(offer.prompts), len(offer.prompts) * offer.members
     if not flows.is_known(offer.flow):
         return f"{_name(offer)}: {_unknown(state.table, offer.flow)}"
     if fault := prompts_fault(offer.prompts):
         return f"offer to flow {offer.flow[:80]!r}: {fault}"
-    if rows < 1 or columns.keys() != flows.group_columns.keys() or tags.keys() != env.tags:
+    if rows < 1 or columns != flows.group_columns.keys() or tags != env.tags:
         return (
             f"{_name(offer)} has {rows} rows, columns {sorted(columns)} and tags {sorted(tags)}; the dataflow "
             f"wants columns {sorted(flows.group_columns)} and tags {sorted(env.tags)}"
         )
     if len(columns) != len(offer.lengths) or len(tags) != len(offer.tags):
         return f"{_name(offer)} names a column twice"
-    sizes_fit = not columns or all(len(one) == count and min(one) >= 0 for one in columns.values())
-    if not sizes_fit or any(len(one) != rows for one in tags.values()):
+    fits = [len(one.lengths) == count and min(one.lengths) >= 0 for one in offer.lengths]
+    fits += [len(one.values) == rows for one in offer.tags]
+    if False in fits:
         return f"{_name(offer)} is malformed: its columns and tags have not one number for each of its rows"
     if fault := values_fault(offer.tags):
         return f"{_name(offer)}: {fault}"
@@ -247,10 +250,12 @@ def wait_reason(state: State, env: Environment, offer: Offer) -> str:
 def _budget_reason(state: State, env: Environment, offer: Offer) -> str:
     table, train_flow = state.table, env.flow.train_flow
     rows = sum(table.rows.values()) - (table.rows[train_flow] if train_flow else 0)
+    if not rows:
+        return ""
     limit_rows, limit_bytes = env.settings.budget_rows, env.settings.budget_bytes
-    if rows and rows + len(offer.prompts) * offer.members > limit_rows:
+    if rows + len(offer.prompts) * offer.members > limit_rows:
         return f"room: {rows} of {limit_rows} rows live"
-    if rows and limit_bytes:
+    if limit_bytes:
         size = sum(table.bytes.values()) - (table.bytes[train_flow] if train_flow else 0)
         if size + _offered_bytes(table, offer) > limit_bytes:
             return f"room: {size} of {limit_bytes} bytes live"

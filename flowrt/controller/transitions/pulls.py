@@ -298,24 +298,11 @@ def grant(
         spans = tuple([slot.spans for slot in slots])
         spans = spans if any(spans) else ()
     parts, incoming = plan(table, state.lanes, lease.worker, fetched, slots, ids) if fetched else ((), ())
-    answer = Grant(
-        request=message.request,
-        lease=lease.id,
-        slots=ids,
-        flows=flows,
-        groups=groups,
-        members=members,
-        prompts=prompts,
-        epochs=epochs,
-        attempts=attempts,
-        spans=spans,
-        inline=inline,
-        parts=parts,
-        incoming=incoming,
-        closed=False,
-        refused=refused,
-        exact=_exact(slots) if table.exact.live else (),
-    )
+    exact = _exact(slots) if table.exact.live else ()
+    answer = Grant(  # hot path: with keywords for all fields it takes twice as long
+        message.request, lease.id, ids, flows, groups, members, prompts, epochs, attempts, spans, inline, parts,
+        incoming, False, refused, exact,
+    )  # fmt: skip
     commands: list[Command] = [Send(lease.worker, answer)]
     for one in incoming:
         commands.append(Send(WorkerId(one.turn.sender), SendSamples(one.turn, one.parts)))

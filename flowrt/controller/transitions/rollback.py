@@ -8,7 +8,6 @@
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -246,16 +245,17 @@ def _replayed(env: Environment, entry: StageUndone | GroupsClosed) -> list[Comma
 
 def releases(groups: Iterable[Group]) -> dict[WorkerId, ReleaseTensors]:
     """The message to each holder of tensors of these groups that frees them."""
-    of: dict[WorkerId, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    of: dict[WorkerId, tuple[list[int], list[int]]] = {}
     for group in groups:
         if group.tensors:
             for worker in {worker for holding in group.tensors.values() for worker in holding.holders}:
-                of[worker][1].append(group.id)
+                of.setdefault(worker, ([], []))[1].append(group.id)
         for slot in group.slots:
-            if not slot.tensors:
-                continue
-            for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
-                of[worker][0].append(slot.id)
+            if slot.tensors:
+                for worker in {worker for holding in slot.tensors.values() for worker in holding.holders}:
+                    of.setdefault(worker, ([], []))[0].append(slot.id)
+    if not of:  # columns of numbers alone
+        return {}
     return {worker: ReleaseTensors((), tuple(slots), tuple(ids)) for worker, (slots, ids) in sorted(of.items())}
 
 

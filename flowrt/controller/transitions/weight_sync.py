@@ -61,9 +61,9 @@ def fetch_failed(state: State, env: Environment, worker: WorkerId, message: m.Fe
 def order_fetches(state: State, env: Environment, now: float) -> list[Command]:
     """Order the fetches that are due, and evict versions that no receiver will fetch."""
     commands: list[Command] = []
-    for name, versions in state.models.of.items():
-        waiting = state.models.backing_off[name]
-        if versions.is_changed or (waiting and now >= min(waiting.values())):
+    models = state.models
+    for name, versions in models.of.items():
+        if versions.is_changed or ((waiting := models.backing_off[name]) and now >= min(waiting.values())):
             commands += _order(state, env, versions, now)
     return commands
 

@@ -5,6 +5,7 @@ import signal
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -87,6 +88,10 @@ async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, puppet:
     async with run() as stream:
         producer = await puppet(stream.address, "producer")
         reader = await parked(stream, puppet, slots=8, deadline_s=0.5)
+        async with asyncio.timeout(5):
+            # It polls for a short while before it sleeps.
+            while psutil.Process(reader.pid).status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0)
         reader.signal(signal.SIGSTOP)
         await producer.do("offer", prompts=[1, 2])
         await stream.until(lambda: stream.table.leases)
