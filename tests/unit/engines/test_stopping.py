@@ -1,5 +1,6 @@
 """What ends a sequence: several stop tokens, stop strings, the length limit; and what the reward then reads."""
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -217,8 +218,11 @@ async def test_the_reward_role_asks_the_flag_and_not_the_last_token(
                 raise Stopped("done", 0)
             return batch
 
-        async def commit(self, *_: Any, **columns: Any) -> None:
-            assert columns["inline"] == {"reward": [2.0, 2.0, 0.0, 0.0]}
+        def start_commit(self, *columns: Any) -> "asyncio.Future[None]":
+            assert columns[-1] == {"reward": [2.0, 2.0, 0.0, 0.0]}
+            answered = asyncio.get_running_loop().create_future()
+            answered.set_result(None)
+            return answered
 
     with pytest.raises(Stopped):
         await reward.run(cast(Any, Session()), parse(["--model", str(checkpoint), "--samples.per-step", "0"]))
