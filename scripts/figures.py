@@ -424,8 +424,8 @@ SEEING: tuple[tuple[str, str, str], ...] = (
 def seeing(one: dict[str, Any], where: str) -> list[str]:
     """What is shown of a run."""
     return [
-        f"What a run shows, and what that costs, on two CPU cores ({where}). `bench/seeing.py --list` says what each row "
-        "measures. Ratios of throughput need a machine without other load.",
+        f"What a run shows, and what that costs, on two CPU cores ({where}). `bench/seeing.py --list` says what "
+        "each row measures. Ratios of throughput need a machine without other load.",
         "",
         *bounded(SEEING, one),
         "",
