@@ -210,7 +210,7 @@ class Core:
             if not work.is_due:
                 break
         commands += weight_sync.order_fetches(state, env, now)
-        if work.has_members and work.take_members():
+        if work.take_members():
             commands += self._end_if_complete()
         if state.preemption.is_ordered:
             commands += preemption.advance(state, env, now)

@@ -28,6 +28,7 @@ KIND_OF_SPAN = {
 ALONE = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
 """Kinds that nothing later in the order divides, by their place in it."""
 RANK_WAIT, BUSY, WAIT, FETCHING = 1, 4, 5, 6
+"""The other places in the order. An instant counts as what has the lowest place there."""
 PLACES = {**{kind: place for place, kind in ALONE.items()}, Kind.BUSY: BUSY, Kind.SAMPLES: FETCHING}
 
 Key = tuple[str, str]

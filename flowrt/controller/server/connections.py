@@ -231,7 +231,8 @@ class Connections:
 
 MAX_NAME_CHARS = 200
 MAX_HOST_CHARS = 1000
-HANDLED_BY_SERVER = (m.Hello, m.Report, m.SampleRecords, m.Leave)
+HANDLED_BY_SERVER = frozenset((m.Hello, m.Heartbeat, m.Report, m.SampleRecords, m.Follow, m.Leave))
+"""Messages that the core does not handle, or not alone."""
 NOT_CONNECTED = m.Stop(
     "this worker is not in the run, or was removed from it and its leases given back; connect again",
     EXIT_DISMISSED,

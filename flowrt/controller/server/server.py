@@ -63,8 +63,6 @@ TICK_S = 0.5
 HEALTH_S = 5.0
 LOCKED_TIMEOUT_S = 30.0  # while another process has the ledger locked, the run goes on and its records are buffered
 MAX_GRAPH_LINES = 200
-NOT_ONLY_CORE = frozenset((*HANDLED_BY_SERVER, m.Follow, m.Heartbeat))
-"""Messages of workers that the core does not handle, or not alone."""
 MAX_FOLLOWED = 4096
 """Workers that one observer may follow."""
 MAX_DISMISSED = 10_000
@@ -270,13 +268,7 @@ class Server:
         data = self._link.latest  # of this message: others may be received before this one is handled
         self._connections.flush_if_late()
         worker = self._connections.name(peer)
-        if worker is not None and type(message) not in NOT_ONLY_CORE:  # nearly all
-            self._handle(MessageReceived(worker, message), data)
-        elif worker is not None and isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
-            self._followed[worker] = message.workers[:MAX_FOLLOWED]
-        elif worker is not None and not isinstance(message, HANDLED_BY_SERVER):
-            if type(message) is m.Heartbeat:
-                self.times.account.note_report(worker, min(message.reported_s, self._clock.now()))
+        if worker is not None and type(message) not in HANDLED_BY_SERVER:  # nearly all
             self._handle(MessageReceived(worker, message), data)
         elif isinstance(message, m.Hello):
             self._handshake(peer, message, self._link.source())
@@ -284,10 +276,14 @@ class Server:
             self._log_refused(peer, f"{type(message).__name__} from a peer without a handshake")
             # Possibly a worker that was disconnected for too long: without an answer it would wait.
             self._answer_unknown_peer(peer, NOT_CONNECTED)
+        elif isinstance(message, m.Follow) and self._connections.role(worker) == OBSERVER:
+            self._followed[worker] = message.workers[:MAX_FOLLOWED]
         elif isinstance(message, m.SampleRecords):
             self._recorder.record_samples(message, self._core.state.window.step, self._clock.now())
         else:
-            if isinstance(message, m.Report):
+            if isinstance(message, m.Heartbeat):
+                self.times.account.note_report(worker, min(message.reported_s, self._clock.now()))
+            elif isinstance(message, m.Report):
                 self._recorder.record_report(worker, message, self._core.state.window.step)
             self._handle(MessageReceived(worker, message), data)
             if isinstance(message, m.Leave):

@@ -25,8 +25,7 @@ class Worklist:
         self._ready: dict[GroupId, None] = {}
         self._offers = False
         self._window = False
-        self.has_members = False
-        """Whether the members have changed since `take_members`. An attribute, like the next."""
+        self._members = False
         self.is_due = False
         """Whether anything was added since the latest `take_ready`. An attribute: every event reads it."""
 
@@ -69,7 +68,7 @@ class Worklist:
 
     def add_members(self) -> None:
         """A worker has joined, left or completed its role."""
-        self.has_members = True
+        self._members = True
 
     def take_ready(self) -> list[GroupId]:
         """Begin a round: the groups that the group filter has to decide on."""
@@ -106,6 +105,6 @@ class Worklist:
 
     def take_members(self) -> bool:
         """Whether the members have changed."""
-        due = self.has_members
-        self.has_members = False
+        due = self._members
+        self._members = False
         return due

@@ -36,10 +36,10 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
     if stage.whole_groups:
         _check_whole(table, worker, message, stage)
     commands: list[Command] = []
-    refused: list[int] = []
-    reasons: set[str] = set()
+    of_leases, refused = _rows_of(table, worker, message, stage)
+    reasons: set[str] = {evaluations.OTHER_VERSION} if refused else set()
     touched: dict[int, Group] = {}
-    for lease, rows in _rows_of(table, worker, message, stage, refused, reasons):
+    for lease, rows in of_leases:
         if lease is None:
             late, why = _late(state, worker, message, stage, rows)
             refused += late
@@ -72,16 +72,13 @@ def commit(state: State, env: Environment, worker: WorkerId, message: Commit, no
 
 
 def _rows_of(
-    table: SampleTable, worker: WorkerId, message: Commit, stage: Stage, refused: list[int], reasons: set[str]
-) -> list[tuple[Lease | None, list[int]]]:
-    """The rows of a commit by lease; those that another version had to generate are refused, and have none."""
+    table: SampleTable, worker: WorkerId, message: Commit, stage: Stage
+) -> tuple[list[tuple[Lease | None, list[int]]], list[int]]:
+    """The rows of a commit by lease, and the slots that are refused because another version had to generate them."""
     of_leases = list(by_lease(table, worker, message, stage))
     if stage.generates and table.exact.live:
-        of_leases, others = evaluations.split_rows(table, message, of_leases)
-        if others:
-            refused += others
-            reasons.add(evaluations.OTHER_VERSION)
-    return of_leases
+        return evaluations.split_rows(table, message, of_leases)
+    return of_leases, []
 
 
 def complete_leases(state: State, env: Environment, worker: WorkerId, pull: Pull) -> tuple[list[Command], list[int]]:
@@ -113,11 +110,10 @@ def _advance(state: State, env: Environment, groups: Collection[Group]) -> list[
     commands: list[Command] = []
     streamed = groups
     if train_flow := env.flow.train_flow:
-        trained = [group for group in groups if group.flow == train_flow]
         streamed = [group for group in groups if group.flow != train_flow]
         ready = state.table.ready_groups[env.flow.train_stage]
-        for group in trained:
-            if group.id in ready:
+        for group in groups:
+            if group.flow == train_flow and group.id in ready:
                 commands += rollback.record(state, env, group, "ready")
     if complete := state.table.flows.complete(streamed):
         commands += rollback.close(state, env, complete)
