@@ -61,11 +61,11 @@ def measure(quick: bool) -> dict[str, float]:
                 found.append(of_linked_plant(name))
             except Unavailable as error:
                 print(f"plant {name!r} was not played: {error}")
-    figures["causes_planted"] = float(len(found))
     for one in found:
         for figure, value in one.items():
             figures[figure] = figures[figure] + value if figure == "causes_missed" else max(figures[figure], value)
     if not quick:
+        figures["causes_planted"] = float(len(found))
         figures["attribution_other_job"] = _of_job()
     return figures
 
