@@ -31,9 +31,9 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def killed(launch: Callable[..., Any], untrained_model: Path) -> Path:
-    """The directory of a run that was killed, all of it, after its second checkpoint."""
+    """The directory of a run that was killed, all of it, after its second checkpoint and its first timeline segment."""
     run = launch("--model", str(untrained_model), *SMALL, "--steps", "100000")
-    run.wait_for(lambda: len(checkpoint_steps(run.run_dir)) >= 2, "two checkpoints")
+    run.wait_for(lambda: len(checkpoint_steps(run.run_dir)) >= 2 and segments(run.run_dir), "checkpoints and a segment")
     run.kill_all(run.processes())
     run.wait(10.0)
     assert max(checkpoint_steps(run.run_dir)) < 1000
