@@ -27,8 +27,9 @@ from flowrt.controller.policies.dispatch.priority import Priority
 from flowrt.controller.policies.group_filter import AllOf, GroupFilter, KeepAll, RewardBand, ZeroVariance
 from flowrt.controller.policies.rank_balancing import Balanced, OnDemand, RankBalancing
 from flowrt.controller.policies.weight_sync import DelayedUpdate, Divergence, EveryN, Rolling, WeightSyncPolicy
-from flowrt.controller.server.server import Server
+from flowrt.controller.server.server import DEFAULT_OBSERVABILITY, Observability, Server
 from flowrt.controller.settings import Dataflow, OnLostSample, Policies, Settings
+from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.errors import EXIT_DISMISSED, EXIT_STALLED, ConfigError, FlowError, Stopped, suggested
 from flowrt.net.curve_keys import controller_keys, worker_keys
 from flowrt.protocol.messages import Column, Stage
@@ -59,6 +60,7 @@ __all__ = [
     "GroupFilter",
     "KeepAll",
     "LengthAware",
+    "Observability",
     "OnDemand",
     "OnLostSample",
     "Packed",
@@ -68,6 +70,7 @@ __all__ = [
     "RewardBand",
     "Rolling",
     "SampleCount",
+    "SampleStore",
     "Server",
     "Session",
     "Settings",
@@ -113,6 +116,7 @@ async def controller(
     address: str = "tcp://127.0.0.1:0",
     config: str = "",
     keys: Path | None = None,
+    observability: Observability = DEFAULT_OBSERVABILITY,
 ) -> AsyncIterator[tuple[Server, str]]:
     """Run a controller on this event loop; yields the server and the address that workers connect to.
 
@@ -126,13 +130,22 @@ async def controller(
         address: address to listen on; port 0: any free port.
         config: text that every worker receives as `Session.welcome.config`.
         keys: a directory made by ``flowrt keys``; None: only loopback addresses are allowed.
+        observability: what is kept of the run beyond ledger, metrics, events and attribution.
 
     Raises:
         ConfigError: the address is in use, or the keys cannot be read.
     """
     core = Core(settings, flow, policies)
     server_keys = None if keys is None else controller_keys(keys)
-    server = Server(core, flow.columns, config, run_dir, heartbeat_s=1.0, request_timeout_s=600.0, keys=server_keys)
+    server = Server(
+        core=core,
+        config=config,
+        run_dir=run_dir,
+        heartbeat_s=1.0,
+        request_timeout_s=600.0,
+        keys=server_keys,
+        observability=observability,
+    )
     bound = server.bind(address)
     async with server.running():
         yield server, bound

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrt.api import Role, Session, Snapshot, check_roles, controller, play_all
+from flowrt.api import Observability, Role, Session, Snapshot, check_roles, controller, play_all
 from flowrt.engines.base import Interrupt, Prompt, Response, RolloutEngine, TrainEngine, TrainingBatch
 from flowrt.engines.hf import load_model, load_tokenizer
 from flowrt.engines.stopping import stop_token_ids
@@ -93,10 +93,13 @@ async def run_recipe(
     check_roles(settings, roles)
     await asyncio.to_thread(_prepare, config)
     async with controller(
-        recipe.dataflow(config), settings, recipe.policies(config), Path(config.run_dir), config=to_toml(config)
+        recipe.dataflow(config),
+        settings,
+        recipe.policies(config),
+        Path(config.run_dir),
+        config=to_toml(config),
+        observability=Observability(samples=sample_store(config)),
     ) as (server, address):
-        if config.samples.per_step:
-            server.store_samples(sample_store(config))
         await play_all(server, address, roles)
         return server.summary(config.max_staleness)
 

@@ -86,7 +86,7 @@ async def echo(answer: bytes) -> None:
 async def serve(flow: Dataflow, settings: Settings, run_dir: Path, ledger: bool) -> None:
     kept = (Ledger if ledger else NoLedger)(run_dir / "ledger.sqlite")
     core = Core(settings, flow, POLICIES)
-    server = Server(core, flow.columns, "", run_dir, heartbeat_s=1.0, request_timeout_s=PATIENCE_S, ledger=kept)
+    server = Server(core, "", run_dir, heartbeat_s=1.0, request_timeout_s=PATIENCE_S, ledger=kept)
     address = server.bind(ANY_PORT)
     async with server.running():
         reply(address)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from flowrt.controller.events import EndRun, PreemptRun
-from flowrt.controller.server.server import Server
+from flowrt.controller.server.server import Observability, Server
 from flowrt.controller.state.replay import STEP
 from flowrt.controller.storage.integrity import LEDGER, check_not_behind_checkpoint
 from flowrt.controller.storage.ledger import Ledger
@@ -49,7 +49,6 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     If the previous controller died during the run, this one recovers its state and its workers; otherwise, and always
     with ``from_checkpoint``, it resumes from the newest checkpoint.
     """
-    flow = grpo.dataflow(config)
     times = config.controller
     run_dir = Path(config.run_dir)
     keys = controller_keys(Path(times.keys)) if times.keys else None
@@ -75,7 +74,6 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
     )
     server = Server(
         core=grpo.core(config, inputs),
-        columns=flow.columns,
         config=text,
         run_dir=run_dir,
         heartbeat_s=times.heartbeat_s,
@@ -83,21 +81,23 @@ def make_server(config: RunConfig, text: str, from_checkpoint: bool) -> tuple[Se
         clock=clock,
         ledger=ledger,
         keys=keys,
+        observability=Observability(
+            samples=sample_store(config),
+            recording=EventRecording(run_dir, inputs, config.recorder.mb * 1_000_000) if config.recorder.mb else None,
+            timeline_bytes=config.timeline.mb * 1_000_000,
+            guard_command=config.guards.command,
+        ),
     )
-    server.run_on_guards(config.guards.command)
-    if config.samples.per_step:
-        server.store_samples(sample_store(config))
-    if config.recorder.mb:
-        server.record(EventRecording(run_dir, inputs, config.recorder.mb * 1_000_000))
-    server.times.limit_timeline(config.timeline.mb)
     if from_checkpoint or (recovered is None and not address_file(run_dir).exists()):
         return server, times.bind
     # The port that the workers know. The address to bind may differ from the one that they connect to.
     return server, f"{times.bind.rpartition(':')[0]}:{address_of(run_dir).rpartition(':')[2]}"
 
 
-def sample_store(config: RunConfig) -> SampleStore:
-    """The sample store of a run, not opened yet."""
+def sample_store(config: RunConfig) -> SampleStore | None:
+    """The sample store of a run, not opened yet; None if it stores no samples."""
+    if not config.samples.per_step:
+        return None
     path = Path(config.run_dir) / SAMPLES
     return SampleStore(path, per_step=config.samples.per_step, max_bytes=config.samples.mb * 1_000_000)
 

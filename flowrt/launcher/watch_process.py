@@ -16,7 +16,7 @@ from flowrt.runtime.waits import BoundedElsewhere, cancel_and_wait, wait_until
 LOOPBACK = "127.0.0.1"
 PAGE_TIMEOUT_S = 120.0
 STOP_S = 5.0
-LAST_LOOK_S = 2.0
+CLOSING_GRACE_S = 2.0
 """The page stays for this time after the end of the run, so that an open one sees it."""
 _UNTIL_CLOSED = BoundedElsewhere("the end of the run")
 
@@ -68,7 +68,9 @@ class WatchProcess:
             return
         if self._child.returncode is None:
             with contextlib.suppress(WaitExpired):
-                await wait_until(asyncio.shield(self._reading), LAST_LOOK_S, "open pages to see the end", "browsers")
+                await wait_until(
+                    asyncio.shield(self._reading), CLOSING_GRACE_S, "open pages to see the end", "browsers"
+                )
         reading, self._reading = self._reading, None
         await cancel_and_wait({reading}, STOP_S)
         with contextlib.suppress(ProcessLookupError):

@@ -33,7 +33,7 @@ OTHERS = "the other ranks"
 DEADLINE = BoundedElsewhere("trainer.rank_timeout_s, enforced by torch.distributed")
 MAX_ERROR_CHARS = 200
 MISSING_EVERY_S = 0.25
-"""A rank that waits looks this often who is missing."""
+"""Interval at which a waiting rank reports the first missing one."""
 
 
 class RankBarrier:
@@ -61,18 +61,18 @@ class RankBarrier:
         """
         if self._ranks == 1:
             return
-        begin_s = look_s = monotonic()
+        begin_s = report_due_s = monotonic()
         self._round += 1
         self._store.set(f"{self._series}/{self._rank}", str(self._round))
         self._store.add(self._series, 1)
 
         def all_arrived() -> bool:
-            nonlocal look_s
+            nonlocal report_due_s
             # No rank enters a round before all ranks have entered the previous one.
             if self._count(self._series) >= self._round * self._ranks:
                 return True
-            if on_missing is not None and monotonic() >= look_s:
-                look_s = monotonic() + MISSING_EVERY_S
+            if on_missing is not None and monotonic() >= report_due_s:
+                report_due_s = monotonic() + MISSING_EVERY_S
                 on_missing(self._first_missing())
             return False
 

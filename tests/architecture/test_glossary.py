@@ -76,6 +76,8 @@ def test_house_measures_every_metric(tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "house.json").read_text())["metrics"]
     assert metrics.keys() == METRICS
     assert all(f"{name} " in result.stdout for name in METRICS)
+    zero = ("any_imports", "foreign_writes", "foreign_writes_via_self", "dialect_words")
+    assert {name: metrics[name] for name in zero} == dict.fromkeys(zero, 0)
 
 
 def test_house_names_a_module_that_does_not_exist(tmp_path: Path) -> None:

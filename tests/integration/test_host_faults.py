@@ -6,6 +6,7 @@ One clear error, an exit code, and nothing lost that was committed.
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import resource
 import signal
@@ -142,8 +143,9 @@ async def test_descriptor_exhaustion_refuses_new_connections_and_keeps_existing_
     address = await controller.address()
     async with joined(address, "source") as source:
         extra = await api.connect(address, "extra", "extra", 20.0)
-        used = len(os.listdir(f"/proc/{controller.pid}/fd"))
-        resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (used, used))
+        used = set(os.listdir(f"/proc/{controller.pid}/fd"))
+        free = next(number for number in itertools.count() if str(number) not in used)
+        resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (free, free))  # a new descriptor gets this number
         with pytest.raises(WaitExpired, match="no answer"):
             await api.connect(address, "reward", "reward", 1.0)
         await controller.until(lambda: "cannot accept more connections" in controller.log)
@@ -281,7 +283,7 @@ class SteppingClock:
 async def test_a_clock_that_steps_back_delays_no_deadline(tmp_path: Path) -> None:
     clock = SteppingClock()
     core = Core(api.Settings(lease_s=1.0, no_progress_timeout_s=4.0), FLOW, POLICIES)
-    server = Server(core, FLOW.columns, "", tmp_path, heartbeat_s=0.5, request_timeout_s=60.0, clock=clock)
+    server = Server(core, "", tmp_path, heartbeat_s=0.5, request_timeout_s=60.0, clock=clock)
     address = server.bind("tcp://127.0.0.1:0")
     async with (
         server.running(),

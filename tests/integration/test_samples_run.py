@@ -261,8 +261,8 @@ def test_garbage_of_a_worker_is_counted_and_the_worker_stays(tmp_path: Path) -> 
     async def scenario() -> None:
         flow = api.Dataflow((), (api.Stage("work", needs=(), makes=()),), "", "", token_columns=())
         policies = api.Policies(api.StrictLag(1), api.Fifo(), api.TokenBudget(64), api.DelayedUpdate())
-        async with api.controller(flow, api.Settings(), policies, tmp_path) as (server, address):
-            server.store_samples(SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30))
+        kept = api.Observability(samples=SampleStore(tmp_path / SAMPLES, per_step=32, max_bytes=1 << 30))
+        async with api.controller(flow, api.Settings(), policies, tmp_path, observability=kept) as (server, address):
             session = await api.connect(address, "reward", "reward", 10.0)
             for records in ((b"garbage",), (b"", b"s", b"t\xc1"), (bytes(200_000), bytes(200_000)), ()):
                 session.send(SampleRecords(records))

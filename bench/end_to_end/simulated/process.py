@@ -36,7 +36,6 @@ async def control(run_dir: Path, play: Play) -> None:
     core = Core(play.settings(), flow, play.policies())
     server = Server(
         core=core,
-        columns=flow.columns,
         config=play.to_json(),
         run_dir=run_dir,
         heartbeat_s=HEARTBEAT_S,

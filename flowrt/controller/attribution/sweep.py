@@ -25,11 +25,11 @@ KIND_OF_SPAN = {
     FETCH: Kind.SAMPLES,
     RANKS: Kind.SAMPLES,
 }
-ALONE = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
+UNDIVIDED = {0: Kind.AWAY, 2: Kind.UPDATE, 3: Kind.SAVE}
 """Kinds that nothing later in the order divides, by their place in it."""
 RANK_WAIT, BUSY, WAIT, FETCHING = 1, 4, 5, 6
 """The other places in the order. An instant counts as what has the lowest place there."""
-PLACES = {**{kind: place for place, kind in ALONE.items()}, Kind.BUSY: BUSY, Kind.SAMPLES: FETCHING}
+PLACES = {**{kind: place for place, kind in UNDIVIDED.items()}, Kind.BUSY: BUSY, Kind.SAMPLES: FETCHING}
 
 Key = tuple[str, str]
 """A kind of time, and the root of a wait; the root of all other kinds is empty."""
@@ -91,8 +91,8 @@ def sweep(spans: Iterable[Interval], waits: Iterable[WaitInterval], start_s: flo
         place = min((item.place for item in present), default=-1)
         if place < 0:
             found[Kind.OTHER.value, ""] += length_s
-        elif place in ALONE:
-            found[ALONE[place].value, ""] += length_s
+        elif place in UNDIVIDED:
+            found[UNDIVIDED[place].value, ""] += length_s
         else:
             wait = min((item.number for item in present if item.place == WAIT), default=-1)
             if place in (RANK_WAIT, FETCHING):

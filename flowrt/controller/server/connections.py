@@ -33,6 +33,7 @@ class Connections:
         needs_commit: Callable[[], bool],
         flush: Callable[[], None],
         process_disconnects: Callable[[], None],
+        on_removed: Callable[[WorkerId], None],
     ) -> None:
         """Take over the unsent messages of ``link``.
 
@@ -41,12 +42,14 @@ class Connections:
             needs_commit: whether a decision is not durable yet.
             flush: commits, then calls `send_queued`.
             process_disconnects: called when `take_disconnected` may have a result.
+            on_removed: called with each worker that is removed.
         """
         self._link = link
         link.on_unreachable(self._on_unreachable)
         self._needs_commit = needs_commit
         self._flush = flush
         self._process_disconnects = process_disconnects
+        self._on_removed = on_removed
         self._probe_timer: asyncio.TimerHandle | None = None
         self._name: dict[bytes, WorkerId] = {}
         self._peer: dict[WorkerId, bytes] = {}
@@ -58,8 +61,6 @@ class Connections:
         self._disconnected: dict[WorkerId, None] = {}  # found gone; some of their messages may be unread
         self._is_processing_scheduled = False
         self._changed = asyncio.Event()
-        self.on_removed: Callable[[WorkerId], None] = lambda _: None
-        """Called with each worker that is removed."""
 
     def add(self, peer: bytes, worker: WorkerId, role: str, source: int) -> None:
         """Add a worker whose hello came over the connection with the descriptor ``source``."""
@@ -123,7 +124,7 @@ class Connections:
         self._disconnected.pop(worker, None)
         if peer is not None:
             self._name.pop(peer, None)
-            self.on_removed(worker)
+            self._on_removed(worker)
         self._changed.set()
 
     async def shutdown(self, stop: Message, excluded_role: str) -> None:

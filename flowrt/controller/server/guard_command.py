@@ -24,16 +24,18 @@ MAX_OUTPUT_CHARS = 200
 class GuardCommand:
     """Runs the command for one event after the other."""
 
-    def __init__(self, run_dir: Path, on_failure: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, command: str, run_dir: Path, on_failure: Callable[[str], None], timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Run nothing yet.
 
         Args:
+            command: the program and its arguments, as in a shell; empty: none.
             run_dir: where it runs.
             on_failure: called with a sentence when it cannot be started, fails or takes too long.
             timeout_s: time after which it is killed, with all that it has started.
         """
-        self.command = ""
-        """The program and its arguments, as in a shell; empty: none."""
+        self._command = command
         self._run_dir = run_dir
         self._on_failure = on_failure
         self._timeout_s = timeout_s
@@ -42,7 +44,7 @@ class GuardCommand:
 
     def send(self, event: Mapping[str, object]) -> None:
         """Run the command for this event, after those for earlier ones."""
-        if not self.command:
+        if not self._command:
             return
         if len(self._waiting) >= MAX_WAITING:
             self._on_failure(f"guards.command was not run: {MAX_WAITING} events wait for it already")
@@ -55,19 +57,19 @@ class GuardCommand:
         """Wait until the command has been run for all events, at most for the time of one."""
         if self._task is not None and not self._task.done():
             with contextlib.suppress(WaitExpired):
-                await wait_until(asyncio.shield(self._task), self._timeout_s, "guards.command", self.command)
+                await wait_until(asyncio.shield(self._task), self._timeout_s, "guards.command", self._command)
             self._task.cancel()
 
     async def _run_all(self) -> None:
         while self._waiting:
             if problem := await self._run(self._waiting.popleft()):
-                self._on_failure(f"guards.command {self.command} {problem}")
+                self._on_failure(f"guards.command {self._command} {problem}")
 
     async def _run(self, event: Mapping[str, object]) -> str:
         """Run it once; returns what went wrong."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *shlex.split(self.command),
+                *shlex.split(self._command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -78,7 +80,7 @@ class GuardCommand:
             return f"cannot be started: {error.strerror}"
         data = json.dumps({**event, "run_dir": str(self._run_dir)}).encode() + b"\n"
         try:
-            outputs = await wait_until(process.communicate(data), self._timeout_s, "guards.command", self.command)
+            outputs = await wait_until(process.communicate(data), self._timeout_s, "guards.command", self._command)
         except WaitExpired:
             return f"did not end within {self._timeout_s:.0f} s and was killed"
         finally:

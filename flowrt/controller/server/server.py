@@ -46,6 +46,7 @@ from flowrt.controller.storage.recording import EventRecording
 from flowrt.controller.storage.run_metrics import RunMetrics
 from flowrt.controller.storage.sample_store import SampleStore
 from flowrt.controller.storage.time_recorder import TimeRecorder
+from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES
 from flowrt.errors import EXIT_FAILED, EXIT_OK, EXIT_STALLED, PROGRAMMING_ERRORS, FlowError
 from flowrt.ids import OBSERVER, SOURCE, WorkerId
 from flowrt.net.connection_guard import RateLimitedLog
@@ -53,7 +54,7 @@ from flowrt.net.curve_keys import ControllerKeys
 from flowrt.net.link import ServerLink
 from flowrt.protocol import messages as m
 from flowrt.protocol.codec import encode
-from flowrt.protocol.messages import Column, Passed, Position
+from flowrt.protocol.messages import Passed, Position
 from flowrt.runtime.clock import Clock, MonotonicClock, SteadyClock
 from flowrt.runtime.host import clock_name
 from flowrt.runtime.waits import BoundedElsewhere, pause, wait_any, wait_until
@@ -70,13 +71,29 @@ MAX_DISMISSED = 10_000
 STALLED = BoundedElsewhere("controller.no_progress_timeout_s")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observability:
+    """What a controller keeps of a run beyond ledger, metrics, events and attribution."""
+
+    samples: SampleStore | None = None
+    """Where samples that workers send are stored, not begun yet; None: they are ignored."""
+    recording: EventRecording | None = None
+    """Where all events are recorded for replay; None: they are not."""
+    timeline_bytes: int = DEFAULT_MAX_BYTES
+    """Size of the timeline on disk."""
+    guard_command: str = ""
+    """Command of the user that is run for each guard that fires; empty: none."""
+
+
+DEFAULT_OBSERVABILITY = Observability()
+
+
 class Server:
     """The controller of one run."""
 
     def __init__(
         self,
         core: Core,
-        columns: tuple[Column, ...],
         config: str,
         run_dir: Path,
         heartbeat_s: float,
@@ -84,9 +101,11 @@ class Server:
         clock: Clock | None = None,
         ledger: Ledger | None = None,
         keys: ControllerKeys | None = None,
+        observability: Observability = DEFAULT_OBSERVABILITY,
     ) -> None:
         self._core = core
-        self._recording: EventRecording | None = None
+        self._recording = observability.recording
+        self._observability = observability
         self._clock = SteadyClock(clock or MonotonicClock())
         self.ledger = ledger or Ledger(run_dir / "ledger.sqlite")
         self._welcome = m.Welcome(
@@ -97,7 +116,7 @@ class Server:
             transfer_idle_timeout_s=core.settings.transfer_idle_timeout_s,
             min_transfer_mb_per_s=core.settings.min_transfer_mb_per_s,
             store_bytes=core.settings.store_bytes,
-            columns=columns,
+            columns=core.env.flow.columns,
             renewable=core.renewable,
             config=config,
             position=Position(),
@@ -115,8 +134,21 @@ class Server:
         )
         self.events = EventLog(run_dir, self.metrics.start_s, self.ledger.term)
         now = self._clock.now()
-        self.times = TimeRecorder(run_dir, now, self.metrics.start_s, position.step, heartbeat_s)
-        self._recorder = RunRecorder(self.ledger, self.metrics, self.events, self.times)
+        self.times = TimeRecorder(
+            run_dir=run_dir,
+            now=now,
+            origin_s=self.metrics.start_s,
+            step=position.step,
+            heartbeat_s=heartbeat_s,
+            timeline_bytes=observability.timeline_bytes,
+        )
+        self._recorder = RunRecorder(
+            ledger=self.ledger,
+            metrics=self.metrics,
+            events=self.events,
+            times=self.times,
+            samples=observability.samples,
+        )
         self._persist_requests: list[tuple[WorkerId, int]] = []  # answered when all commands so far are on disk
         self._awaiting_welcome: list[WorkerId] = []
         """Connected sources that are sent the run's position when recovery is over."""
@@ -127,25 +159,27 @@ class Server:
         self._link = ServerLink(
             self._receive, self._on_malformed, lambda: self._connections.on_connection_closed(), keys
         )
-        self._connections = Connections(self._link, self.ledger.needs_commit, self._flush, self._process_disconnects)
-        self._connections.on_removed = lambda worker: self.times.account.gone(worker, self._clock.now())
+        self._connections = Connections(
+            link=self._link,
+            needs_commit=self.ledger.needs_commit,
+            flush=self._flush,
+            process_disconnects=self._process_disconnects,
+            on_removed=lambda worker: self.times.account.gone(worker, self._clock.now()),
+        )
         self._ended = asyncio.Event()
         self._refused = RateLimitedLog()
-        self._guard_command = GuardCommand(run_dir, self.warn)
+        self._guard_command = GuardCommand(observability.guard_command, run_dir, self.warn)
         self._run_dir = run_dir
         self._health = Health()
         self._health_watch: asyncio.Task[None] | None = None
+        if observability.samples is not None:
+            observability.samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
         self._log_start()
-
-    def store_samples(self, samples: SampleStore) -> None:
-        """Store samples that workers send, from here on; without this call they are ignored."""
-        samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
-        self._recorder.samples = samples
 
     def close_files(self) -> None:
         """Close the databases of a run that cannot start."""
-        if self._recorder.samples is not None:
-            self._recorder.samples.close()
+        if self._observability.samples is not None:
+            self._observability.samples.close()
         self.ledger.close()
 
     @property
@@ -162,14 +196,6 @@ class Server:
     def ended(self) -> EndRun | None:
         """How the run ended; None until then."""
         return self._core.ended
-
-    def record(self, recording: EventRecording) -> None:
-        """Record all events from the first one on; called before `run`."""
-        self._recording = recording
-
-    def run_on_guards(self, command: str) -> None:
-        """Run this command of the user for each guard that fires."""
-        self._guard_command.command = command
 
     def watch_health(self) -> None:
         """Warn of unusual waits and of a disk that is nearly full, while the event loop runs."""

@@ -20,15 +20,19 @@ class RunRecorder:
     """Buffers what happens in a run; ``write`` makes it durable. A locked ledger is retried, a failed disk is final."""
 
     def __init__(
-        self, ledger: Ledger, metrics: RunMetrics, events: EventLog | None = None, times: TimeRecorder | None = None
+        self,
+        ledger: Ledger,
+        metrics: RunMetrics,
+        events: EventLog | None = None,
+        times: TimeRecorder | None = None,
+        samples: SampleStore | None = None,
     ) -> None:
         """Record into these; ``times``: None if nothing attributes the time of the workers."""
         self._ledger = ledger
         self._metrics = metrics
         self._events = events
         self._times = times
-        self.samples: SampleStore | None = None
-        """Where samples are stored; None: they are not."""
+        self._samples = samples
         self._busy_since_s: float | None = None
         self._warnings = RateLimitedLog()
         self._ledger_error = ""  # why the ledger file cannot be relied on any more
@@ -42,8 +46,8 @@ class RunRecorder:
                     self._metrics.on_training_started(now)
                     if self._times is not None:
                         self._times.account.training_started(now)
-                elif self.samples is not None and command.state in ("trained", "dropped"):
-                    self.samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
+                elif self._samples is not None and command.state in ("trained", "dropped"):
+                    self._samples.ended(GroupEnd(command.epoch, command.prompt, command.step, command.reason))
             case AppendReplay(entry):
                 self._ledger.append_replay(entry)
             case StepClosed():
@@ -76,13 +80,13 @@ class RunRecorder:
 
     def record_samples(self, message: SampleRecords, step: int, now: float) -> None:
         """Store samples that a worker has sent while ``step`` was in training."""
-        if self.samples is not None:
-            self.samples.add(message.records, step, now)
+        if self._samples is not None:
+            self._samples.add(message.records, step, now)
 
     def write_samples(self, step: int, now: float, run_ended: bool = False) -> None:
         """Hand over what has come to the thread that writes samples; its notices are logged, and are events."""
-        if self.samples is not None:
-            for notice in self.samples.close() if run_ended else self.samples.tick():
+        if self._samples is not None:
+            for notice in self._samples.close() if run_ended else self._samples.tick():
                 log.warning("%s", notice)
                 if self._events is not None:
                     self._events.add("samples", notice, step, now)

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from flowrt.controller.attribution.account import StepAccount, TimeAccount
 from flowrt.controller.attribution.causes import KINDS, Interval, Kind, WaitInterval
-from flowrt.controller.storage.timeline_file import TimelineFile
+from flowrt.controller.storage.timeline_file import DEFAULT_MAX_BYTES, TimelineFile
 from flowrt.protocol.messages import BusySpan
 from flowrt.runtime.files import atomic_write
 from flowrt.runtime.timeline import read_lines
@@ -43,7 +43,15 @@ def is_attribution(line: dict[str, Any]) -> bool:
 class TimeRecorder:
     """Attributes the time of a run's workers and writes its files."""
 
-    def __init__(self, run_dir: Path, now: float, origin_s: float, step: int, heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        now: float,
+        origin_s: float,
+        step: int,
+        heartbeat_s: float,
+        timeline_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
         """Continue the files of the run, or begin them.
 
         Args:
@@ -52,6 +60,7 @@ class TimeRecorder:
             origin_s: start of the run on that clock, from which all times in the files count.
             step: the first step that is closed; lines of it and of later ones are removed.
             heartbeat_s: seconds between heartbeats of a worker.
+            timeline_bytes: size of the timeline on disk.
         """
         self.account = TimeAccount(now, step, PATIENCE_HEARTBEATS * heartbeat_s)
         self.latest: dict[str, Any] | None = None
@@ -59,15 +68,11 @@ class TimeRecorder:
         self._origin_s = origin_s
         self._is_broken = False
         self._file: TextIO | None = None
-        self._timeline = TimelineFile(run_dir)
+        self._timeline = TimelineFile(run_dir, timeline_bytes)
         try:
             self._file = _open(run_dir / ATTRIBUTION, step)
         except OSError as error:
             self._fail(error)
-
-    def limit_timeline(self, max_mb: int) -> None:
-        """Let the timeline take up to ``max_mb`` MB on disk."""
-        self._timeline.max_bytes = max_mb * 1_000_000
 
     # ---- what happens
 

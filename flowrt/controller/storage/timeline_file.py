@@ -67,7 +67,7 @@ class TimelineFile:
             segment_bytes: size of a segment before compression.
         """
         self._run_dir = run_dir
-        self.max_bytes = max_bytes
+        self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
         self._file: BinaryIO | None = None
         self._zip = zlib.compressobj(level=1, wbits=_GZIP_BITS)
@@ -120,7 +120,7 @@ class TimelineFile:
         first, *others = segments(self._run_dir)
         left = first.stat().st_size + sum(path.stat().st_size for path in others)
         for path in others[:-1]:
-            if left <= self.max_bytes:
+            if left <= self._max_bytes:
                 break
             left -= path.stat().st_size
             path.unlink()

@@ -154,7 +154,7 @@ async def _collect_everywhere(options: DoctorOptions, config: RunConfig, prefix:
     keys = controller_keys(Path(options.keys)) if options.keys else None
     core = Core(Settings(), Dataflow((), ()), grpo.policies(config))
     with tempfile.TemporaryDirectory(prefix="flowrt-doctor-") as directory:
-        server = Server(core, (), "", Path(directory), heartbeat_s=1.0, request_timeout_s=options.deadline_s, keys=keys)
+        server = Server(core, "", Path(directory), heartbeat_s=1.0, request_timeout_s=options.deadline_s, keys=keys)
         address = reachable(server.bind("tcp://*:0" if keys else "tcp://127.0.0.1:0"), config.controller.host)
         async with server.running():
             return await _start_everywhere(options, config, prefix, address)

@@ -42,7 +42,7 @@ async def serve(run_dir: Path, address: str) -> None:
     )
     ledger = Ledger(run_dir / "ledger.sqlite")
     core = Core(settings=settings, flow=FLOW, policies=policies, term=ledger.term, recovered=ledger.recover())
-    server = Server(core, FLOW.columns, "", run_dir, heartbeat_s=0.5, request_timeout_s=60.0, ledger=ledger)
+    server = Server(core, "", run_dir, heartbeat_s=0.5, request_timeout_s=60.0, ledger=ledger)
     sys.stdout.write(server.bind(address) + "\n")
     sys.stdout.flush()
     await server.run()
