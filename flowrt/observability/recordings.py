@@ -22,6 +22,7 @@ from flowrt.controller.storage.recording_format import (
 from flowrt.errors import ConfigError, FlowError
 
 _SEGMENT = re.compile(r"(\d{4,})-(\d{4,})\.fr")
+FIRST_TERM = 1
 MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError, FlowError)
 """What the content of a block raises that is not what it should be."""
 
@@ -173,11 +174,14 @@ class Recordings:
     def at(self, at_s: float) -> TermRecording:
         """The term that was recorded at this time of the run clock, the latest if a resumed run went back before it.
 
+        The first term begins with the run, before its first event.
+
         Raises ConfigError that names the nearest bounds if there is none.
         """
         extents = {number: recording.extent() for number, recording in self.terms.items()}
         for number in reversed(self.terms):
-            if extents[number].events and extents[number].first_s <= at_s <= extents[number].last_s:
+            first_s = 0.0 if number == FIRST_TERM else extents[number].first_s
+            if extents[number].events and first_s <= at_s <= extents[number].last_s:
                 return self.terms[number]
         known = [(number, one) for number, one in extents.items() if one.events]
         if not known:

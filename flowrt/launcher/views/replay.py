@@ -77,7 +77,7 @@ def show(run_dir: Path, options: ReplayOptions, console: Console) -> int:
             console.print(f"{options.until} never holds in the recording")
             return EXIT_FAILED
     assert replay is not None
-    if not replay.events:
+    if not replay.events and options.at_s is None:
         raise ConfigError(f"term {replay.recording.term} of {run_dir} has no event that can be read: {_end(replay)}")
     if options.as_test:
         console.file.write(test_file(run_dir, replay))
@@ -147,8 +147,9 @@ def _print(
             console.print(f"the recording of term {term['term']} was stopped: {term['stopped']}")
     if status["mismatch"]:
         console.print(Text(f"the replay differs from the run: {printable(status['mismatch'])}", style=RED))
+    reached = f"after event {replay.events - 1}" if replay.events else "before its first event"
     console.print(
-        f"term {replay.recording.term} after event {replay.events - 1}, at {status['at_s']:.3f} s of the run"
+        f"term {replay.recording.term} {reached}, at {status['at_s']:.3f} s of the run"
         + ("" if status["mismatch"] else "; the commands are those of the run")
         + ("; every invariant holds after every event" if options.check else "")
     )

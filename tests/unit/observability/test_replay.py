@@ -165,6 +165,22 @@ def test_instants_in_any_order_are_those_of_replays_from_the_beginning(
         assert {**fresh, **json.loads(json.dumps(status_at(run_dir, at_s)))} == fresh
 
 
+def test_before_the_first_event_the_run_is_empty(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = as_json(capsys, str(run_dir), "--at", "0.5")
+    assert (shown["events"], shown["at_s"], shown["workers"], shown["leases"]) == (0, 0.5, {}, [])
+    assert status_at(run_dir, 0.0)["step"] == 0
+    assert "term 1 before its first event, at 0.500 s of the run" in folded(
+        replay(capsys, str(run_dir), "--at", "0.5")[1]
+    )
+
+
+def test_before_a_later_term_nothing_is_recorded(run_dir: Path) -> None:
+    (first,) = (run_dir / "recording").glob("*.fr")
+    first.rename(first.with_name(first.name.replace("0001", "0002", 1)))
+    with pytest.raises(FlowError, match=r"nothing is recorded at 0\.5 s of the run: term 2 begins at 1\.000 s"):
+        status_at(run_dir, 0.5)
+
+
 async def test_a_page_gets_the_same_states_from_a_child(run_dir: Path) -> None:
     replayer = Replayer(run_dir, 60.0)
     try:
@@ -269,7 +285,7 @@ def test_a_long_recording_is_named_by_its_path(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--at", "0.5"), "nothing is recorded at 0.5 s of the run: term 1 begins at 1.000 s"),
+        (("--at", "-0.5"), "'-0.5' is no number of seconds from 0 on"),
         (("--at", "99"), f"nothing is recorded at 99 s of the run: term 1 ends at {EVENTS}.000 s"),
         (("--at", "soon"), "'soon' is no number of seconds"),
         (("--at", "nan"), "'nan' is no number of seconds"),
