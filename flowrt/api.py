@@ -146,7 +146,11 @@ async def controller(
         keys=server_keys,
         observability=observability,
     )
-    bound = server.bind(address)
+    try:
+        bound = server.bind(address)
+    except FlowError:
+        server.close()
+        raise
     async with server.running():
         yield server, bound
 

@@ -112,7 +112,7 @@ async def serve(config: RunConfig, text: str, arguments: argparse.Namespace) -> 
         _take_over(config, text, arguments)
         address = reachable(await bind(server, where, retry_s), config.controller.host)
     except (FlowError, OSError):
-        server.close_files()
+        server.close()
         raise
     loop = asyncio.get_running_loop()
     if config.guards.health:

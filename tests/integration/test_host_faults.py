@@ -30,7 +30,8 @@ from flowrt.controller.storage.ledger import Ledger
 from flowrt.controller.storage.reader import LedgerReader
 from flowrt.controller.storage.recorder import RunRecorder
 from flowrt.controller.storage.run_metrics import RunMetrics
-from flowrt.errors import FlowError, Stopped, WaitExpired
+from flowrt.controller.storage.sample_store import SAMPLES
+from flowrt.errors import ConfigError, FlowError, Stopped, WaitExpired
 from flowrt.protocol.messages import unpack
 from flowrt.recipes.config_io import defaults, to_toml
 
@@ -190,6 +191,22 @@ def test_a_stolen_port_is_named(tmp_path: Path, held_port: int) -> None:
 FLOW = api.Dataflow((api.Column("data", "int32", "group"),), (api.Stage("read", ("data",), ()),))
 POLICIES = api.Policies(api.StrictLag(1), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
 ROW = {"data": [torch.zeros(2, dtype=torch.int32)]}
+
+
+async def test_a_controller_that_cannot_listen_closes_what_it_has_opened(tmp_path: Path, held_port: int) -> None:
+    async def fails(run_dir: Path) -> set[str]:
+        """The files and sockets that are open after the failure."""
+        await asyncio.to_thread(run_dir.mkdir)
+        kept = api.Observability(samples=api.SampleStore(run_dir / SAMPLES, per_step=32, max_bytes=1 << 30))
+        taken = f"tcp://127.0.0.1:{held_port}"
+        with pytest.raises(ConfigError, match=f"{taken} is in use"):
+            async with api.controller(FLOW, api.Settings(), POLICIES, run_dir, taken, observability=kept):
+                pass
+        return set(os.listdir("/proc/self/fd"))
+
+    before = await fails(tmp_path / "first")  # the first one opens what this process keeps
+    assert await fails(tmp_path / "second") == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "samples"]
 
 
 @contextlib.contextmanager

@@ -176,10 +176,14 @@ class Server:
             observability.samples.begin(self.ledger.life, self.ledger.resumed_from or 0)
         self._log_start()
 
-    def close_files(self) -> None:
-        """Close the databases of a run that cannot start."""
+    def close(self) -> None:
+        """Close the files and sockets of a run that cannot start."""
         if self._observability.samples is not None:
             self._observability.samples.close()
+        self.metrics.close()
+        self.events.close()
+        self.times.close(self._clock.now(), ())
+        self._link.close()
         self.ledger.close()
 
     @property
