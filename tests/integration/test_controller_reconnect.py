@@ -111,24 +111,24 @@ async def test_stale_commit_is_refused_with_a_reason(reign: Reign) -> None:
     source = await api.connect(reign.address, "s", "s", 20)
     await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)})
     stale = Stranger(reign.address)
-    stale.say(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
+    stale.send(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
     assert isinstance(await stale.hear(), m.Welcome)
-    stale.say(encode(m.WeightsActivated("policy", 0)))
-    stale.say(encode(m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1)))
+    stale.send(encode(m.WeightsActivated("policy", 0)))
+    stale.send(encode(m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1)))
     grant = await stale.hear()
     assert isinstance(grant, m.Grant)
     stale.close()
     await reign.come_back()
     stale = Stranger(reign.address)
-    stale.say(
+    stale.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
     welcome = await stale.hear()
     assert isinstance(welcome, m.Welcome)
     assert welcome.term == 2
-    stale.say(encode(m.Inventory((), ())))  # and not a word of what it works on
+    stale.send(encode(m.Inventory((), ())))  # and not a word of what it works on
     part = Part("response", grant.slots, (3,))
-    stale.say(
+    stale.send(
         encode(
             m.Commit(
                 request=2,
@@ -153,7 +153,7 @@ async def test_worker_that_reconnects_too_late_receives_the_reason(reign: Reign)
     await reign.begin()
     source = await api.connect(reign.address, "s", "s", 20)
     late = Stranger(reign.address)
-    late.say(encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",))))
+    late.send(encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",))))
     await late.hear()
     late.close()
     await reign.come_back()
@@ -162,7 +162,7 @@ async def test_worker_that_reconnects_too_late_receives_the_reason(reign: Reign)
     assert await source.offer("train", 7, 0, 1, {"prompt": torch.arange(5, dtype=torch.int32)}) is not None
     assert asyncio.get_running_loop().time() - waited < REGROUP_S + 10
     late = Stranger(reign.address)
-    late.say(
+    late.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="late", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
     refusal = await late.hear()
@@ -190,26 +190,26 @@ async def test_source_replaced_while_the_controller_was_down_continues_at_the_sa
         tags=(),
     )
     source, rollout = Stranger(reign.address), Stranger(reign.address)
-    source.say(encode(hello))
-    rollout.say(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
+    source.send(encode(hello))
+    rollout.send(encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",))))
     assert isinstance(await source.hear(), m.Welcome)
     assert isinstance(await rollout.hear(), m.Welcome)
-    source.say(encode(offer))
+    source.send(encode(offer))
     assert isinstance(await source.hear(), m.OfferAccepted)
     source.close()
     rollout.close()
     await reign.come_back()
     source, rollout = Stranger(reign.address), Stranger(reign.address)
-    source.say(encode(hello))
-    rollout.say(
+    source.send(encode(hello))
+    rollout.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="o", role="rollout", host="host", pid=1, lanes=("gloo",), term=1))
     )
     assert isinstance(await rollout.hear(), m.Welcome)
-    rollout.say(encode(m.Inventory((), ())))
+    rollout.send(encode(m.Inventory((), ())))
     welcome = await source.hear()
     assert isinstance(welcome, m.Welcome)
     assert unpack(welcome.position.passed).get(0, frozenset()) == frozenset()
-    source.say(encode(offer))
+    source.send(encode(offer))
     assert isinstance(await source.hear(), m.OfferAccepted)
     source.close()
     rollout.close()

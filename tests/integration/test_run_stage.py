@@ -50,7 +50,7 @@ class ScriptedController:
             if not isinstance(message, m.Heartbeat | m.Report):
                 return message
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         self._socket.send_multipart([self._peer, encode(message)])
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ async def scripted() -> AsyncIterator[tuple[ScriptedController, Session]]:
     with contextlib.closing(controller):
         joining = asyncio.create_task(api.connect(controller.address, "reward", "reward", DEADLINE_S))
         assert isinstance(await controller.hear(), m.Hello)
-        controller.say(WELCOME)
+        controller.send(WELCOME)
         session = await joining
         yield controller, session
         await session.close()
@@ -106,26 +106,26 @@ def heard_commit(message: m.Message, *slots: int) -> m.Commit:
 async def test_the_next_pull_does_not_wait_for_the_answer(scripted: tuple[ScriptedController, Session]) -> None:
     controller, session = scripted
     working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.say(grant(await controller.hear(), 3, 4))
+    controller.send(grant(await controller.hear(), 3, 4))
     first = heard_commit(await controller.hear(), 3, 4)
     following = await controller.hear()  # and the commit has no answer yet
-    controller.say(m.Committed(first.request, (), ""))
-    controller.say(grant(following, 5))
+    controller.send(m.Committed(first.request, (), ""))
+    controller.send(grant(following, 5))
     second = heard_commit(await controller.hear(), 5)
-    controller.say(grant(await controller.hear()))  # no more slots: the last commit is answered after that
+    controller.send(grant(await controller.hear()))  # no more slots: the last commit is answered after that
     assert not working.done()
-    controller.say(m.Committed(second.request, (), ""))
+    controller.send(m.Committed(second.request, (), ""))
     await asyncio.wait_for(working, DEADLINE_S)
 
 
 async def test_a_refused_commit_ends_the_loop(scripted: tuple[ScriptedController, Session]) -> None:
     controller, session = scripted
     working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.say(grant(await controller.hear(), 3))
+    controller.send(grant(await controller.hear(), 3))
     commit = heard_commit(await controller.hear(), 3)
     following = await controller.hear()
-    controller.say(m.Rejected(commit.request, "column 'reward' is none of this stage"))
-    controller.say(grant(following, 4))
+    controller.send(m.Rejected(commit.request, "column 'reward' is none of this stage"))
+    controller.send(grant(following, 4))
     with pytest.raises(RemoteProtocolError, match="none of this stage"):
         await asyncio.wait_for(working, DEADLINE_S)
 
@@ -135,10 +135,10 @@ async def test_the_end_of_the_run_ends_a_loop_with_an_open_commit(
 ) -> None:
     controller, session = scripted
     working = asyncio.create_task(api.run_stage(session, "reward", 8, judge))
-    controller.say(grant(await controller.hear(), 3))
+    controller.send(grant(await controller.hear(), 3))
     heard_commit(await controller.hear(), 3)
     await controller.hear()
-    controller.say(m.Stop("the run is complete", 0))
+    controller.send(m.Stop("the run is complete", 0))
     with pytest.raises(Stopped, match="complete"):
         await asyncio.wait_for(working, DEADLINE_S)
     assert "never retrieved" not in caplog.text

@@ -44,7 +44,7 @@ class Stranger:
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
 
-    def say(self, *frames: bytes) -> None:
+    def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
     async def hung_up(self) -> None:
@@ -71,7 +71,7 @@ async def until(condition: "asyncio.Event", deadline_s: float = 5.0) -> None:
 
 async def test_another_protocol_version_is_refused_with_both_numbers(controller: tuple[api.Server, str]) -> None:
     stranger = Stranger(controller[1])
-    stranger.say(
+    stranger.send(
         encode(m.Hello(protocol=m.PROTOCOL + 1, worker="new", role="reward", host="host", pid=1, lanes=("gloo",)))
     )
     answer = await stranger.hear()
@@ -120,11 +120,11 @@ async def test_worker_may_start_before_its_controller(tmp_path: Path) -> None:
 async def test_a_signal_that_is_too_long_costs_its_sender_and_not_the_run(controller: tuple[api.Server, str]) -> None:
     server, address = controller
     other, sender = await api.connect(address, "other", "reward", 5), Stranger(address)
-    sender.say(
+    sender.send(
         encode(m.Hello(protocol=m.PROTOCOL, worker="sender", role="reward", host="host", pid=1, lanes=("gloo",)))
     )
     assert isinstance(await sender.hear(), m.Welcome)
-    sender.say(encode(m.RendezvousKey("other", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1))))
+    sender.send(encode(m.RendezvousKey("other", "lane", "key", bytes(MAX_SIGNAL_BYTES + 1))))
     await sender.hung_up()
     sender.close()
     assert server.refused_messages == 1
@@ -138,7 +138,7 @@ async def test_garbage_closes_the_connection_and_affects_no_other(controller: tu
     rubbish = [(b"",), (b"\xc1",), (b"\xc1" + os.urandom(300),), (b"two", b"frames")]
     for frames in rubbish:
         stranger = Stranger(address)
-        stranger.say(*frames)
+        stranger.send(*frames)
         await stranger.hung_up()
         stranger.close()
     stranger = Stranger(address)
@@ -147,7 +147,7 @@ async def test_garbage_closes_the_connection_and_affects_no_other(controller: tu
         m.StepCompleted(0, ()),
         m.Hello(protocol=m.PROTOCOL, worker="late", role="reward", host="host", pid=1, lanes=("gloo",)),
     ):
-        stranger.say(encode(message))
+        stranger.send(encode(message))
     answers = [await stranger.hear() for _ in range(3)]
     assert [type(answer) for answer in answers] == [m.Stop, m.Stop, m.Welcome]  # what could be read is answered
     stranger.close()

@@ -63,7 +63,7 @@ class PinKilled(SimulatedCluster):
             self.times -= 1
             for worker in self.workers.values():
                 if worker.alive and (worker.id == pin.worker or (self.everyone and worker.role == "rollout")):
-                    self.misfortunes.kill(worker)
+                    self.faults.kill(worker)
         return commands
 
 

@@ -64,25 +64,25 @@ def test_mangled_messages_are_refused_or_messages(seed: int) -> None:
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
 def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
-    noise, talk = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
+    noise, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
     draw, sensible = noise.random, list(SENSIBLE)
     for _ in range(25):
         base = draw.choice(sensible)
         message = draw.choice((base, noise.changed(base), noise.message()))
         if isinstance(message, m.Offer) and message.members > 64:
             continue  # what a source may do, and slow to compare
-        before = talk.snapshot()
+        before = driver.snapshot()
         try:
-            commands = talk.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), talk.now)
+            commands = driver.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), driver.now)
         except RemoteProtocolError:
-            assert talk.snapshot() == before, f"{message} was refused and changed something"
+            assert driver.snapshot() == before, f"{message} was refused and changed something"
             continue
-        talk.core.check()
+        driver.core.check()
         said = [command.message for command in commands if isinstance(command, Send)]
-        sensible += [talk.generated(one) for one in said if isinstance(one, m.Grant) and len(one.slots) == 1]
+        sensible += [driver.generated(one) for one in said if isinstance(one, m.Grant) and len(one.slots) == 1]
         for one in said:
             decode(encode(one))
-        if talk.core.ended:
+        if driver.core.ended:
             return
 
 
@@ -100,14 +100,14 @@ def test_what_the_core_refuses_changes_nothing(seed: int) -> None:
     ids=["leases for some of the slots", "lane of another", "column that is not there", "fetch of another"],
 )
 def test_found_by_noise_in_the_core(worker: str, message: m.Message) -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    talk.assert_illegal(worker, message)
+    driver = CoreDriver()
+    driver.ready_to_train()
+    driver.assert_illegal(worker, message)
 
 
 def test_a_lane_that_never_was_can_be_given_up() -> None:
-    talk = CoreDriver()
-    talk.say(
+    driver = CoreDriver()
+    driver.send(
         "rollout0",
         m.TransferFailed(
             Incoming(
@@ -120,11 +120,11 @@ def test_a_lane_that_never_was_can_be_given_up() -> None:
 
 
 def test_a_number_is_not_waited_under_twice() -> None:
-    talk = CoreDriver()
-    talk.say("trainer0", m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1))
-    talk.assert_illegal("trainer0", m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
-    talk.say("trainer0", m.Leave("gone"))
-    talk.offer()  # its pull was parked twice and forgotten once: this was leased to somebody who had left
+    driver = CoreDriver()
+    driver.send("trainer0", m.Pull(request=1, stage="rollout", slots=1, tokens=0, step=-1))
+    driver.assert_illegal("trainer0", m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
+    driver.send("trainer0", m.Leave("gone"))
+    driver.offer()  # its pull was parked twice and forgotten once: this was leased to somebody who had left
 
 
 def test_whole_numbers_have_64_bits() -> None:

@@ -65,20 +65,20 @@ def begun() -> tuple[CoreDriver, list[m.Message]]:
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(300))
 def test_what_is_claimed_is_refused_or_fits_together(seed: int) -> None:
-    noise, (talk, truth) = MessageFuzzer(seed), begun()
+    noise, (driver, truth) = MessageFuzzer(seed), begun()
     draw = noise.random
     for _ in range(25):
         base = draw.choice(truth)
         message = draw.choice((base, noise.changed(base), noise.message((m.RenewLease, m.Inventory))))
-        before = snapshot(talk.core)
+        before = snapshot(driver.core)
         try:
-            talk.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), talk.now)
+            driver.core.transition(MessageReceived(WorkerId(draw.choice(WORKERS)), message), driver.now)
         except RemoteProtocolError:
-            assert snapshot(talk.core) == before, f"{message} was refused and changed something"
+            assert snapshot(driver.core) == before, f"{message} was refused and changed something"
             continue
-        talk.core.check()
-        if talk.core.ended:
+        driver.core.check()
+        if driver.core.ended:
             return
-    talk.now += 1000.0
-    talk.event(Tick())
-    assert not talk.core.state.recovery.is_active
+    driver.now += 1000.0
+    driver.event(Tick())
+    assert not driver.core.state.recovery.is_active

@@ -18,11 +18,11 @@ def test_batches_are_whole_groups_in_any_order(
     made: list[int], judged: list[int], groups: int, data: st.DataObject
 ) -> None:
     """Samples are made in one order and judged in another; the trainer always has a pull parked."""
-    talk = CoreDriver(members=MEMBERS, groups_per_step=PROMPTS, batcher=GroupCount(groups), bound=0)
+    driver = CoreDriver(members=MEMBERS, groups_per_step=PROMPTS, batcher=GroupCount(groups), bound=0)
     cut = data.draw(st.integers(1, PROMPTS - 1))
     for number, prompts in enumerate((range(cut), range(cut, PROMPTS))):
         lengths = offered_lengths(4, 1, prompts=len(prompts))
-        talk.say(
+        driver.send(
             "source0",
             m.Offer(
                 request=number,
@@ -35,16 +35,16 @@ def test_batches_are_whole_groups_in_any_order(
                 tags=(),
             ),
         )
-    trained = Trainer(talk, groups)
-    [(_, grant)] = talk.heard(
-        talk.say("rollout0", m.Pull(request=1, stage="rollout", slots=SLOTS, tokens=0, step=-1)), m.Grant
+    trained = Trainer(driver, groups)
+    [(_, grant)] = driver.sent(
+        driver.send("rollout0", m.Pull(request=1, stage="rollout", slots=SLOTS, tokens=0, step=-1)), m.Grant
     )
     assert grant.prompts == tuple(prompt for prompt in range(PROMPTS) for _ in range(MEMBERS))
     waiting: list[m.Grant] = []
     complete: set[int] = set()
     for slot in made:
         parts = tuple(Part(column, (slot,), (3,)) for column in ("response", "logprobs"))
-        talk.say(
+        driver.send(
             "rollout0",
             m.Commit(
                 request=2,
@@ -58,8 +58,8 @@ def test_batches_are_whole_groups_in_any_order(
         )
         waiting += [
             one
-            for _, one in talk.heard(
-                talk.say("reward0", m.Pull(request=3, stage="reward", slots=1, tokens=0, step=-1)), m.Grant
+            for _, one in driver.sent(
+                driver.send("reward0", m.Pull(request=3, stage="reward", slots=1, tokens=0, step=-1)), m.Grant
             )
         ]
     leases = {one.slots[0]: one for one in waiting}
@@ -68,7 +68,7 @@ def test_batches_are_whole_groups_in_any_order(
         commit = m.Commit(
             request=4, stage="reward", slots=(slot,), leases=leases_of(leases[slot]), parts=(), inline=reward, spans=()
         )
-        trained.hear(talk.heard(talk.say("reward0", commit), m.Grant))
+        trained.hear(driver.sent(driver.send("reward0", commit), m.Grant))
         complete.add(slot)
         whole = [g for g in range(PROMPTS) if set(range(g * MEMBERS, (g + 1) * MEMBERS)) <= complete]
         assert set(trained.prompts) <= set(whole)
@@ -79,16 +79,16 @@ def test_batches_are_whole_groups_in_any_order(
 class Trainer:
     """Always has a pull parked; notes which prompts it was granted and that their groups are whole."""
 
-    def __init__(self, talk: CoreDriver, groups: int) -> None:
-        self.talk = talk
+    def __init__(self, driver: CoreDriver, groups: int) -> None:
+        self.driver = driver
         self.groups = groups
         self.prompts: list[int] = []
         self.pull()
 
     def pull(self) -> None:
         self.hear(
-            self.talk.heard(
-                self.talk.say("trainer0", m.Pull(request=1, stage="train", slots=0, tokens=0, step=0)), m.Grant
+            self.driver.sent(
+                self.driver.send("trainer0", m.Pull(request=1, stage="train", slots=0, tokens=0, step=0)), m.Grant
             )
         )
 

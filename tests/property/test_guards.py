@@ -111,10 +111,10 @@ def test_a_firing_names_the_rule_and_the_value() -> None:
 
 
 @st.composite
-def held_scenarios(draw: st.DrawFn, /, **misfortunes: int) -> Scenario:
+def held_scenarios(draw: st.DrawFn, /, **faults: int) -> Scenario:
     steps, hold_steps = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     guard = GuardRule("staleness_max", above=0, steps=steps, action="hold", hold_steps=hold_steps)
-    return draw(scenarios(guards=(guard,), steps=6, **misfortunes))
+    return draw(scenarios(guards=(guard,), steps=6, **faults))
 
 
 def assert_held(closed: Sequence[StepClosed], rule: GuardRule) -> None:

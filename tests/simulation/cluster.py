@@ -107,7 +107,7 @@ class SimulatedCluster:
         self.durable = 0  # records that are on disk for certain
         self._ends: dict[LaneId, tuple[Worker, Worker]] = {}
         self._finished = False
-        self.misfortunes = FaultInjection(self)
+        self.faults = FaultInjection(self)
         roles = {"rollout": scenario.rollouts, "reward": scenario.rewards, "reference": scenario.references}
         roles["filter"] = scenario.filters
         roles |= {"trainer": scenario.ranks, "source": 1, "evaluate": 1}
@@ -140,11 +140,11 @@ class SimulatedCluster:
 
     def step(self) -> bool:
         """Let one thing happen; False when nothing can."""
-        actions = list(self.possible()) or self.misfortunes.rests()
+        actions = list(self.possible()) or self.faults.rests()
         if not actions:
             return False
         self.actions += 1
-        if not self.misfortunes.strike():
+        if not self.faults.strike():
             _, action = self.rng.choices(actions, [weight for weight, _ in actions])[0]
             action()
         return True
@@ -176,7 +176,7 @@ class SimulatedCluster:
             yield (1.0, self._finish)
 
     def _source_is_done(self) -> bool:
-        return self.workers["source0"].closed and not self._finished and not self.misfortunes.rests()
+        return self.workers["source0"].closed and not self._finished and not self.faults.rests()
 
     def _awake(self) -> list[Worker]:
         """Those that may do something now."""
@@ -219,7 +219,7 @@ class SimulatedCluster:
     def handle(self, event: Event) -> list[Command]:
         """Let the core take one event and carry out what it commands."""
         self.log.append(event)
-        self.misfortunes.hear(event)
+        self.faults.observe(event)
         try:
             commands = self.core.transition(event, self.clock.now())
         except (LookupError, FlowError) as error:
@@ -286,23 +286,23 @@ class SimulatedCluster:
             self.trained += [(step, row) for row in rank.trained]
             rank.trained.clear()
             rank.step, rank.closed = step + 1, False
-        first.say(m.StepCompleted(step, (("loss", 0.5),)))
+        first.send(m.StepCompleted(step, (("loss", 0.5),)))
         if (step + 1) % self.scenario.publish_every == 0:
             first.unpublished = step + 1
         if self.scenario.checkpoint_every and (step + 1) % self.scenario.checkpoint_every == 0:
             first.requests += 1
-            first.say(m.CheckpointWritten(first.requests, step + 1))
+            first.send(m.CheckpointWritten(first.requests, step + 1))
         if step + 1 == self.scenario.steps:
             self._say_finished()
 
     def _say_finished(self) -> None:
         for rank in self._ranks:
-            rank.say(m.RoleCompleted())
+            rank.send(m.RoleCompleted())
             rank.closed = True
 
     def _finish(self) -> None:
         self._finished = True
-        self.workers["source0"].say(m.RoleCompleted())
+        self.workers["source0"].send(m.RoleCompleted())
 
     def crash(self) -> None:
         """The controller vanishes, and comes back with what is on disk. Some of what it said last is still heard."""

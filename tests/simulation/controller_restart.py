@@ -32,7 +32,7 @@ class RejoiningWorker(Worker):
         self.open: dict[int, m.Pull | m.Offer | m.Commit] = {}
         super().__init__(worker, role, shared)
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         match message:
             case m.Pull() | m.Offer() | m.Commit():
                 self.open[message.request] = message
@@ -42,7 +42,7 @@ class RejoiningWorker(Worker):
                 self.memory.lease_ended(message.slots, message.leases)
             case m.RoleCompleted():
                 self.memory.finished()
-        super().say(message)
+        super().send(message)
 
     def receive(self, message: m.Message) -> None:
         match message:
@@ -75,12 +75,12 @@ class RejoiningWorker(Worker):
         self.forms = {form: one for form, one in self.forms.items() if form[0] in self.weights}
         self.outbox.append(WorkerConnected(worker=self.id, role=self.role, host="host", lanes=(), term=term))
         if self.role == "rollout":
-            super().say(m.WeightsActivated(MODEL, self.applied))
+            super().send(m.WeightsActivated(MODEL, self.applied))
         for message in [*self.memory.renewals(), *self.memory.repeated_messages(), *self.open.values()]:
-            super().say(message)
+            super().send(message)
         mine = self.role == "trainer"
         weights = tuple(one for (_, base), one in self.forms.items() if base == NO_BASE or mine)
-        super().say(m.Inventory(self._inventory(), weights))
+        super().send(m.Inventory(self._inventory(), weights))
 
     def _inventory(self) -> tuple[Part, ...]:
         """What is here for good: not what a commit without an answer brings."""
@@ -96,8 +96,8 @@ class Durable:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._crew: dict[str, str] = {}
-        self._walk: list[GroupsOpened | StageCommitted | StageUndone | GroupsClosed] = []
+        self._roles: dict[str, str] = {}
+        self._log: list[GroupsOpened | StageCommitted | StageUndone | GroupsClosed] = []
         self.dropped: Counter[str] = Counter()
 
     def keep(self, entry: Entry) -> None:
@@ -105,11 +105,11 @@ class Durable:
             case CounterSet(name, value):
                 self._numbers[name] = value
             case WorkerJoined(worker, role):
-                self._crew[worker] = role
+                self._roles[worker] = role
             case WorkerLeft(worker):
-                self._crew.pop(worker, None)
+                self._roles.pop(worker, None)
             case _:
-                self._walk.append(entry)
+                self._log.append(entry)
 
     def recovered(self) -> RecoveredState:
-        return RecoveredState(dict(self._numbers), dict(self._crew), tuple(self._walk), dict(self.dropped))
+        return RecoveredState(dict(self._numbers), dict(self._roles), tuple(self._log), dict(self.dropped))

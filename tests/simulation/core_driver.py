@@ -28,7 +28,7 @@ class CoreDriver:
         for worker in ("source0", "rollout0", "rollout1", "reward0", "evaluate0", "trainer0"):
             self.event(WorkerConnected(WorkerId(worker), worker[:-1], "host"))
             if worker.startswith("rollout"):
-                self.say(worker, m.WeightsActivated(MODEL, 0))
+                self.send(worker, m.WeightsActivated(MODEL, 0))
 
     def configure(self, **settings: Any) -> None:
         """Change settings of the run."""
@@ -43,13 +43,13 @@ class CoreDriver:
     def undelivered(self, worker: str, stage: str, grant: m.Grant) -> None:
         """Nothing of this grant arrived, and the leases go back."""
         for incoming in grant.incoming:
-            self.say(worker, m.TransferFailed(incoming, "did not come"))
-        self.say(
+            self.send(worker, m.TransferFailed(incoming, "did not come"))
+        self.send(
             worker,
             m.ReleaseLease(stage=stage, slots=grant.slots, leases=leases_of(grant), lost=False, reason="did not come"),
         )
 
-    def say(self, worker: str, message: m.Message) -> list[Command]:
+    def send(self, worker: str, message: m.Message) -> list[Command]:
         return self.event(MessageReceived(WorkerId(worker), message))
 
     def dismissed(self, worker: str, message: m.Message) -> tuple[str, list[Command]]:
@@ -67,11 +67,11 @@ class CoreDriver:
         assert _without_addresses(snapshot(crashed)) == _without_addresses(self.snapshot())
         return dismiss.reason, commands
 
-    def heard(self, commands: list[Command], kind: type[Any]) -> list[tuple[str, Any]]:
+    def sent(self, commands: list[Command], kind: type[Any]) -> list[tuple[str, Any]]:
         return [(c.worker, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
 
     def offer(self, flow: str = "train", at_least: int = 0, prompt: int = 0) -> list[Command]:
-        return self.say(
+        return self.send(
             "source0",
             m.Offer(
                 request=prompt,
@@ -86,7 +86,7 @@ class CoreDriver:
         )
 
     def pull(self, worker: str, stage: str, step: int = -1) -> m.Grant | None:
-        granted = self.heard(self.say(worker, m.Pull(request=1, stage=stage, slots=1, tokens=0, step=step)), m.Grant)
+        granted = self.sent(self.send(worker, m.Pull(request=1, stage=stage, slots=1, tokens=0, step=step)), m.Grant)
         return next((grant for who, grant in granted if who == worker), None)
 
     def generated(self, grant: m.Grant, request: int = 2) -> m.Commit:
@@ -106,7 +106,7 @@ class CoreDriver:
         self.offer()
         grant = self.pull("rollout0", "rollout")
         assert grant is not None
-        self.say("rollout0", self.generated(grant))
+        self.send("rollout0", self.generated(grant))
         self.score()
 
     def score(self) -> list[Command]:
@@ -121,7 +121,7 @@ class CoreDriver:
             inline=(Values("reward", (1.0,)),),
             spans=(),
         )
-        return self.say("reward0", commit)
+        return self.send("reward0", commit)
 
     def snapshot(self) -> str:
         """The whole state but the time at which a worker was heard."""
@@ -130,7 +130,7 @@ class CoreDriver:
     def assert_illegal(self, worker: str, message: m.Message) -> None:
         before = self.snapshot()
         try:
-            self.say(worker, message)
+            self.send(worker, message)
         except RemoteProtocolError:
             refused = True
         else:

@@ -158,7 +158,7 @@ class DegradedRun(SimulatedCluster):
             super()._end_step()
             return
         for rank in self._ranks:  # the data have come to their end before the steps
-            rank.say(m.RoleCompleted())
+            rank.send(m.RoleCompleted())
             rank.step = self.scenario.steps
 
     def _source_is_done(self) -> bool:
@@ -170,7 +170,7 @@ class DegradedRun(SimulatedCluster):
         if worker.role != "source" or self.phase is not Phase.END_OF_DATA or worker.prompts < DATA or self._exhausted:
             return False
         if not worker.offers:
-            worker.say(m.EndOfData("train"))
+            worker.send(m.EndOfData("train"))
             self._exhausted = True
         return not (self._exhausted or worker.inbox or worker.outbox)
 

@@ -36,7 +36,7 @@ class FaultInjection:
     def __init__(self, cluster: "SimulatedCluster") -> None:
         self._cluster = cluster
         self._rng = cluster.rng
-        self._said: list[MessageReceived] = []
+        self._messages: list[MessageReceived] = []
         scenario = cluster.scenario
         self._left = ["kill"] * scenario.kills
         self._left += ["break"] * scenario.broken_lanes + ["expire"] * scenario.expiries
@@ -64,12 +64,12 @@ class FaultInjection:
         self._cluster.clock.advance(seconds)
         self._cluster.handle(Tick())
 
-    def hear(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """This was said, and may be said again: by the same process, not by another that has taken its name."""
         if isinstance(event, WorkerConnected):
-            self._said = [one for one in self._said if one.worker != event.worker]
+            self._messages = [one for one in self._messages if one.worker != event.worker]
         if isinstance(event, MessageReceived) and isinstance(event.message, REPEATED):
-            self._said.append(event)
+            self._messages.append(event)
 
     def _happens(self, kind: str) -> bool:
         cluster, rng = self._cluster, self._rng
@@ -100,8 +100,8 @@ class FaultInjection:
             case "violate" if working and cluster.core.ended is None:
                 self._violate(rng.choice(working))
                 return True
-            case "repeat" if self._said:
-                self._repeat(rng.choice(self._said))
+            case "repeat" if self._messages:
+                self._repeat(rng.choice(self._messages))
                 return True
         return False
 

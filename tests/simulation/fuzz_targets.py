@@ -30,7 +30,7 @@ def codec(data: bytes) -> None:
 
 def core(data: bytes) -> None:
     """Whatever is refused has changed nothing, and whatever is taken leaves the state sound."""
-    talk = CoreDriver(members=2, groups_per_step=2)
+    driver = CoreDriver(members=2, groups_per_step=2)
     for who, words in _spoken(data):
         try:
             message = decode(words)
@@ -38,20 +38,20 @@ def core(data: bytes) -> None:
             continue
         if isinstance(message, m.Offer) and message.members * max(len(message.prompts), 1) > MOST_MEMBERS:
             continue
-        hear(talk, who, message)
-        if talk.core.ended:
+        hear(driver, who, message)
+        if driver.core.ended:
             return
 
 
-def hear(talk: CoreDriver, who: str, message: m.Message) -> bool:
+def hear(driver: CoreDriver, who: str, message: m.Message) -> bool:
     """Hand a message to the core; True if it was accepted. Every answer must be encodable."""
-    before = talk.snapshot()
+    before = driver.snapshot()
     try:
-        commands = talk.core.transition(MessageReceived(WorkerId(who), message), talk.now)
+        commands = driver.core.transition(MessageReceived(WorkerId(who), message), driver.now)
     except RemoteProtocolError:
-        assert talk.snapshot() == before, f"refused, and changed something: {message}"
+        assert driver.snapshot() == before, f"refused, and changed something: {message}"
         return False
-    talk.core.check()
+    driver.core.check()
     for command in commands:
         if isinstance(command, Send):
             encode(command.message)

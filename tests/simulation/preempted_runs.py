@@ -50,7 +50,7 @@ class Suspended(SimulatedCluster):
         first = self._ranks[0]
         first.requests += 1
         if first.step > self.saved:
-            first.say(m.CheckpointWritten(first.requests, first.step))
+            first.send(m.CheckpointWritten(first.requests, first.step))
         self._say_finished()
 
 

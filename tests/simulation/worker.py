@@ -61,9 +61,9 @@ class Worker:
         self.unpublished: int | None = None
         self.rewards: dict[int, float] = {}  # of the slots of the latest grant of each
         if role == "rollout":
-            self.say(m.WeightsActivated(MODEL, 0))
+            self.send(m.WeightsActivated(MODEL, 0))
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         self.outbox.append(MessageReceived(self.id, message))
 
     # ---- orders of the controller
@@ -104,7 +104,7 @@ class Worker:
             case m.Stop():
                 assert self.leaving, f"{self.id} is sent away, and nobody had asked it to leave"
                 assert not self.jobs, f"{self.id} is sent away, and works on {self.jobs}"
-                self.say(m.Leave(""))
+                self.send(m.Leave(""))
             case m.SendSamples(turn, parts):
                 self._must_have(keys_of(parts), turn)
                 self._issue(turn, parts, self.shared.sent)
@@ -201,7 +201,7 @@ class Worker:
             for relayed in self.relays.pop(packet, ()):
                 self.shared.sent[lane_of(relayed)].append((relayed, packet))
             self.told[packet.version] += 1
-            self.say(m.WeightsStaged(MODEL, packet.version))
+            self.send(m.WeightsStaged(MODEL, packet.version))
             return
         for key, length in keys_of(packet).items():
             if self.coming.get(key) == turn:  # else it was freed on its way
@@ -212,12 +212,12 @@ class Worker:
         """A transfer failed."""
         self.failed.add(turn)
         if not isinstance(packet, Weights):
-            self.say(m.TransferFailed(Incoming(turn, packet), "the lane broke"))
+            self.send(m.TransferFailed(Incoming(turn, packet), "the lane broke"))
             return
         if not any(other == packet for turns in self.expected.values() for _, other in turns):
             self.forms.pop((packet.version, packet.base), None)
         self.shared.broken |= {lane_of(relayed) for relayed in self.relays.pop(packet, ())}
-        self.say(m.FetchFailed(turn, packet, "the lane broke"))
+        self.send(m.FetchFailed(turn, packet, "the lane broke"))
 
     # ---- work
 
@@ -289,14 +289,14 @@ class Worker:
                 tags=(),
             )
         self.offers[number] = offer
-        self.say(offer)
+        self.send(offer)
 
     def _pull(self) -> None:
         self.pulling = True
         self.requests += 1
         stage, step = ("train", self.step) if self.role == "trainer" else (self.role, -1)
         self.pull_request = self.requests
-        self.say(
+        self.send(
             m.Pull(
                 request=self.requests,
                 stage=stage,
@@ -308,7 +308,7 @@ class Worker:
 
     def _apply(self) -> None:
         self.applied = self.staged
-        self.say(m.WeightsActivated(MODEL, self.applied))
+        self.send(m.WeightsActivated(MODEL, self.applied))
 
     def _publish(self) -> None:
         assert self.unpublished is not None
@@ -319,7 +319,7 @@ class Worker:
         self.weights.add(self.unpublished)
         self.told[self.unpublished] += 1
         self.forms |= {(one.version, one.base): one for one in forms}
-        self.say(m.Publish(forms, ()))
+        self.send(m.Publish(forms, ()))
         self.unpublished = None
 
     def _begin(self, job: Job) -> None:
@@ -349,13 +349,13 @@ class Worker:
     def withdraw(self) -> None:
         """It does not want to wait any longer; the grant may be on its way."""
         self.withdrawn.add(self.pull_request)
-        self.say(m.CancelRequest(self.pull_request))
+        self.send(m.CancelRequest(self.pull_request))
 
     def abandon(self, job: Job, lost: bool, reason: str) -> None:
         """Give a job back, or say that nobody can do it."""
         self.jobs.remove(job)
         slots, leases = tuple(row.slot for row in job.rows), tuple(row.lease for row in job.rows)
-        self.say(m.ReleaseLease(stage=job.rows[0].stage, slots=slots, leases=leases, lost=lost, reason=reason))
+        self.send(m.ReleaseLease(stage=job.rows[0].stage, slots=slots, leases=leases, lost=lost, reason=reason))
 
     def _finish(self, job: Job) -> None:
         self.jobs.remove(job)
@@ -383,7 +383,7 @@ class Worker:
         elif self.role == "filter":
             inline = (Values(DECISION, self._decisions(job.rows)),)
         self.have.update({key: (length, self.requests) for key, length in keys_of(parts).items()})
-        self.say(
+        self.send(
             m.Commit(
                 request=self.requests,
                 stage=self.role,

@@ -75,12 +75,12 @@ def trickle(message: list[list[torch.Tensor]], pause_s: float) -> Iterator[torch
 async def main(name: str, deadline_s: float, rest_s: float) -> None:
     loop = asyncio.get_running_loop()
 
-    def say(**words: Any) -> None:
+    def report(**words: Any) -> None:
         sys.stdout.write(json.dumps(words) + "\n")
         sys.stdout.flush()
 
     def signal(peer: str, lane: str, key: str, value: bytes) -> None:
-        say(signal=[peer, lane, key, value.hex()])
+        report(signal=[peer, lane, key, value.hex()])
 
     lanes = LaneSet(worker=name, transports=transports(device=1), deadline_s=deadline_s, signal=signal, idle_s=rest_s)
     keep: list[Any] = []
@@ -89,9 +89,9 @@ async def main(name: str, deadline_s: float, rest_s: float) -> None:
         error = done.exception()
         what = "" if error is not None or done.result() is None else digest_of(done.result())
         keep.append(None if error is not None else done.result())
-        say(done=[lane_name(turn), turn.sequence], digest=what, error=None if error is None else str(error))
+        report(done=[lane_name(turn), turn.sequence], digest=what, error=None if error is None else str(error))
 
-    say(ready=name)
+    report(ready=name)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         if "signal" in order:
@@ -108,7 +108,7 @@ async def main(name: str, deadline_s: float, rest_s: float) -> None:
                 done = lanes.send(turn, runs_of(message_of(order["seed"], columns)))
             else:
                 done = lanes.receive(turn, sizes_of(columns))
-            say(issued=[lane_name(turn), turn.sequence])
+            report(issued=[lane_name(turn), turn.sequence])
             done.add_done_callback(partial(told, turn))
     await lanes.close()
 

@@ -127,5 +127,5 @@ def _pairs(spans: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(spans[::2], spans[1::2], strict=True))
 
 
-def until_some_are_made(one: Play) -> None:
+def until_some_are_generated(one: Play) -> None:
     wait_until(lambda: one.ask("/asked").count("/generate") >= 4, DEADLINE_S, lambda: "no sequence was begun")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from flowrt.engines.hf import load_model, named_parameters
 from flowrt.errors import EngineError
 
-from .playing import STANDIN, drain, engine_of, in_place, is_whole, play, prompts, snapshot, until_some_are_made
+from .playing import STANDIN, drain, engine_of, in_place, is_whole, play, prompts, snapshot, until_some_are_generated
 
 __all__ = ["engine_of", "in_place", "play"]  # fixtures
 PAUSE, UPDATE = "/pause_generation", "/update_weights_from_disk"
@@ -30,7 +30,7 @@ def test_a_checkpoint_is_written_before_the_server_is_paused(
     engine = engine_of(url=f"http://127.0.0.1:{one.port}", stage=str(tmp_path))
     before = len(one.ask("/asked"))
     engine.add(prompts(4))
-    until_some_are_made(one)
+    until_some_are_generated(one)
     weights = snapshot(checkpoint, 1)
     engine.prepare(weights)()
     assert PAUSE not in one.ask("/asked")[before:]
@@ -56,7 +56,7 @@ def test_failed_staging_does_not_pause_the_server(
     before = len(one.ask("/asked"))
     shared.rmdir()
     engine.add(prompts(4))
-    until_some_are_made(one)
+    until_some_are_generated(one)
     weights = snapshot(checkpoint, 1)
     engine.prepare(weights)()  # is told by the swap
     assert engine.prepare(weights) is None

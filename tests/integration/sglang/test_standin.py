@@ -19,7 +19,7 @@ from flowrt.recipes.config_io import parse
 from flowrt.roles.engines import rollout_engine
 from flowrt.transport.weights.snapshot import Snapshot
 
-from .playing import DEADLINE_S, TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_made
+from .playing import DEADLINE_S, TOKENS, drain, engine_of, is_whole, play, prompts, snapshot, until_some_are_generated
 
 __all__ = ["engine_of", "play"]  # fixtures
 
@@ -39,7 +39,7 @@ def test_weights_change_during_running_sequences(
     engine = engine_of(url=f"http://127.0.0.1:{one.port}", weights=weights)
     assert engine.room == 4
     engine.add(prompts(4))
-    until_some_are_made(one)
+    until_some_are_generated(one)
     engine.swap(snapshot(checkpoint, 1))
     done = drain(engine)
     assert sorted(done) == [0, 1, 2, 3]
@@ -67,7 +67,7 @@ def test_server_options_follow_the_configuration(
     with contextlib.closing(engine):
         engine.start()
         engine.add(prompts(4))
-        until_some_are_made(one)
+        until_some_are_generated(one)
         before = len(one.ask("/said"))
         engine.swap(snapshot(checkpoint, 1))
         engine.swap(snapshot(checkpoint, 2))
@@ -109,7 +109,7 @@ def test_failed_weight_update_is_completed_before_generation_resumes(
     one = play("0.5.21")
     engine = engine_of(url=f"http://127.0.0.1:{one.port}", weights="tensor")
     engine.add(prompts(4))
-    until_some_are_made(one)
+    until_some_are_generated(one)
     one.ask("/fail_next", {"route": "/update_weights_from_tensor"})
     engine.swap(snapshot(checkpoint, 1))
     done = drain(engine)

@@ -37,11 +37,11 @@ class Peer:
         self._answers = answers
         self._transport = transport
 
-    def tell(self, do: str, **order: Any) -> None:
+    def command(self, do: str, **order: Any) -> None:
         """Give an order; `hear` its answer some time."""
         os.write(self._orders, json.dumps({"do": do, **order}).encode() + b"\n")
 
-    async def hear(self, deadline_s: float = ANSWER_S) -> dict[str, Any]:
+    async def answer(self, deadline_s: float = ANSWER_S) -> dict[str, Any]:
         async with asyncio.timeout(deadline_s):
             line = await self._answers.readline()
         assert line, f"process {self.pid} has ended; what it said last is above"
@@ -49,8 +49,8 @@ class Peer:
 
     async def do(self, do: str, deadline_s: float = ANSWER_S, **order: Any) -> dict[str, Any]:
         """Give an order and wait for its answer, which must be no error."""
-        self.tell(do, **order)
-        answer = await self.hear(deadline_s)
+        self.command(do, **order)
+        answer = await self.answer(deadline_s)
         assert "error" not in answer, answer
         return answer
 
@@ -77,14 +77,14 @@ class Peer:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[socket.socket]:
+def fork_server() -> Iterator[socket.socket]:
     """A process with torch in it that forks others."""
-    with nursery_of(PROGRAM) as requests:
+    with fork_server_of(PROGRAM) as requests:
         yield requests
 
 
 @contextlib.contextmanager
-def nursery_of(program: str) -> Iterator[socket.socket]:
+def fork_server_of(program: str) -> Iterator[socket.socket]:
     """The process that forks others, started with this module."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
@@ -102,15 +102,15 @@ Start = Callable[..., Awaitable[Peer]]
 
 
 @pytest.fixture
-async def start(nursery: socket.socket) -> AsyncIterator[Start]:
+async def start(fork_server: socket.socket) -> AsyncIterator[Start]:
     """Start a process of a role and hear its first words; all are killed when the test ends."""
     peers: list[Peer] = []
 
     async def fork(kind: str, /, **options: Any) -> Peer:
         (theirs_in, mine_out), (mine_in, theirs_out) = os.pipe(), os.pipe()
         request = json.dumps({"role": kind, "options": options}).encode()
-        socket.send_fds(nursery, [request], [theirs_in, theirs_out])
-        pid = int(await asyncio.to_thread(nursery.recv, 100))
+        socket.send_fds(fork_server, [request], [theirs_in, theirs_out])
+        pid = int(await asyncio.to_thread(fork_server.recv, 100))
         os.close(theirs_in)
         os.close(theirs_out)
         reader = asyncio.StreamReader(limit=1 << 24)
@@ -126,12 +126,12 @@ async def start(nursery: socket.socket) -> AsyncIterator[Start]:
 
 
 @pytest.fixture
-def puppet(start: Start) -> Start:
+def session_peer(start: Start) -> Start:
     """Start a process with a session: ``await puppet(address, name)``."""
 
     async def fork(address: str, name: str, role: str = "reader") -> Peer:
-        peer = await start("puppet", address=address, name=name, role=role)
-        assert await peer.hear() == {"here": name}
+        peer = await start("session_peer", address=address, name=name, role=role)
+        assert await peer.answer() == {"here": name}
         return peer
 
     return fork
@@ -145,13 +145,13 @@ class Stream:
         self.address = address
         self.core = server._core
         self.table = self.core.state.table
-        self.heard: list[tuple[str, m.Message]] = []
+        self.received: list[tuple[str, m.Message]] = []
         self._moved = asyncio.Event()
         plain = self.core.handle
 
         def handle(event: Event, now: float) -> Any:
             if isinstance(event, MessageReceived):
-                self.heard.append((event.worker, event.message))
+                self.received.append((event.worker, event.message))
             commands = plain(event, now)
             self._moved.set()
             if self.core.ended is None and len(self.table.slots) <= CHECKED_ROWS:

@@ -33,7 +33,7 @@ def child(roles: Roles, role: str, options: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def nursery(requests: socket.socket, roles: Roles) -> None:
+def fork_server(requests: socket.socket, roles: Roles) -> None:
     """Fork a child for each request, until the test closes the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: their pipes close when they end
     while True:
@@ -53,5 +53,5 @@ def nursery(requests: socket.socket, roles: Roles) -> None:
 
 
 if __name__ == "__main__":
-    nursery(socket.socket(fileno=int(sys.argv[1])), ROLES)
+    fork_server(socket.socket(fileno=int(sys.argv[1])), ROLES)
     os._exit(0)  # to take torch down in order takes seconds

@@ -21,12 +21,12 @@ from flowrt.errors import FlowError, RemoteProtocolError
 DONE_S = 60.0
 
 
-def say(**answer: Any) -> None:
+def reply(**answer: Any) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
-async def hear() -> str:
+async def next_command() -> str:
     """The next line from the test; empty when the test has gone."""
     line: str = await asyncio.to_thread(sys.stdin.readline)
     return line.strip()
@@ -54,7 +54,7 @@ def assert_whole(batch: Batch) -> None:
             assert values[index] == float(prompt), f"row {prompt} has {name} {values[index]}"
 
 
-class Puppet:
+class SessionPeer:
     """Does with its session what it is told to, one order at a time."""
 
     def __init__(self, session: api.Session) -> None:
@@ -154,7 +154,7 @@ class Puppet:
 
     async def hold(self, seconds: float) -> dict[str, Any]:
         """Compute in one call that never lets go of the interpreter: no Python runs meanwhile, on no thread."""
-        say(holds=True)
+        reply(holds=True)
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return {"held": seconds}
 
@@ -168,7 +168,7 @@ class Puppet:
         """All rows from ``first`` on, so many at once; then the flow is exhausted. Says RSS at a mark."""
         for start in range(first, first + rows, at_once):
             if mark_at and start == mark_at:
-                say(marked=rss_bytes())
+                reply(marked=rss_bytes())
             await self.offer(list(range(start, min(start + at_once, first + rows))), **offer)
         if end:
             self.session.exhausted("rows")
@@ -193,7 +193,7 @@ class Puppet:
             if not mark_at:
                 prompts += batch.grant.prompts
             elif rows < mark_at <= rows + len(batch):
-                say(marked=rss_bytes())
+                reply(marked=rss_bytes())
             rows += len(batch)
             if number == leave_after:
                 break
@@ -216,17 +216,17 @@ async def _count(batches: Any) -> Any:
         yield number, batch
 
 
-async def puppet(address: str, name: str, role: str) -> None:
+async def session_peer(address: str, name: str, role: str) -> None:
     session = await api.connect(address, name, role, DONE_S)
-    say(here=name)
-    puppet = Puppet(session)
+    reply(here=name)
+    commanded = SessionPeer(session)
     leaving = asyncio.create_task(leave(session))
-    while line := await hear():
+    while line := await next_command():
         order: dict[str, Any] = json.loads(line)
         try:
-            say(**await getattr(puppet, order.pop("do"))(**order))
+            reply(**await getattr(commanded, order.pop("do"))(**order))
         except FlowError as error:
-            say(error=type(error).__name__, text=str(error))
+            reply(error=type(error).__name__, text=str(error))
     if leaving.cancel():
         await session.close()
 
@@ -245,10 +245,10 @@ async def controller(run_dir: str, stages: list[str], **settings: Any) -> None:
     flow = api.Dataflow(columns, tuple(api.Stage(name, ("data", "tag"), ()) for name in stages), tags=("tag",))
     policies = api.Policies(api.StrictLag(0), api.Fifo(), api.GroupCount(1), api.DelayedUpdate())
     async with api.controller(flow, api.Settings(**settings), policies, Path(run_dir)) as (server, address):
-        say(address=address)
-        while await hear():
+        reply(address=address)
+        while await next_command():
             table = server._core.state.table
-            say(rss=rss_bytes(), rows=table.rows.total(), leases=len(table.leases), groups=len(table.groups))
+            reply(rss=rss_bytes(), rows=table.rows.total(), leases=len(table.leases), groups=len(table.groups))
 
 
 async def dataset(address: str, workers: int, slots: int, leave_after: int = 0) -> None:
@@ -262,8 +262,8 @@ async def dataset(address: str, workers: int, slots: int, leave_after: int = 0) 
         if len(seen) == leave_after:
             break
     del rows
-    say(prompts=seen, **left_over())
-    await hear()
+    reply(prompts=seen, **left_over())
+    await next_command()
 
 
 def left_over() -> dict[str, Any]:
@@ -273,7 +273,7 @@ def left_over() -> dict[str, Any]:
 
 
 ROLES: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
-    "puppet": puppet,
+    "session_peer": session_peer,
     "controller": controller,
     "dataset": dataset,
 }

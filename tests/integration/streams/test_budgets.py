@@ -14,9 +14,9 @@ TEN_ROWS = [
 ]
 
 
-async def nearly_full(stream: Stream, puppet: Start) -> tuple[Peer, Peer]:
+async def nearly_full(stream: Stream, session_peer: Start) -> tuple[Peer, Peer]:
     """Eight rows are live of the ten that there is room for."""
-    producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+    producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
     await producer.do("offer", prompts=list(range(8)), length=LENGTH)
     return producer, reader
 
@@ -33,11 +33,11 @@ async def read_all(stream: Stream, reader: Peer) -> list[int]:
 
 @pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
 async def test_a_producer_over_its_budget_waits_until_there_is_room(
-    run: Run, puppet: Start, budget: dict[str, int], reason: str
+    run: Run, session_peer: Start, budget: dict[str, int], reason: str
 ) -> None:
     async with run(**budget) as stream:
-        producer, reader = await nearly_full(stream, puppet)
-        producer.tell("offer", prompts=[8, 9, 10, 11], length=LENGTH)
+        producer, reader = await nearly_full(stream, session_peer)
+        producer.command("offer", prompts=[8, 9, 10, 11], length=LENGTH)
         await stream.until(lambda: "producer" in stream.waits)
         assert stream.waits == {"producer": reason}
         await reader.do("pull", slots=2)
@@ -45,19 +45,19 @@ async def test_a_producer_over_its_budget_waits_until_there_is_room(
         assert stream.waits["producer"] == reason.replace("8", "7")
         assert stream.table.rows.total() == 7
         await reader.do("commit", only=[1])
-        assert "opened" in await producer.hear()
+        assert "opened" in await producer.answer()
         assert stream.table.rows.total() == 10
         assert await read_all(stream, reader) == list(range(2, 12))
 
 
 @pytest.mark.parametrize(("budget", "reason"), TEN_ROWS)
 async def test_expired_offer_reports_what_it_waited_for_and_stores_nothing(
-    run: Run, puppet: Start, budget: dict[str, int], reason: str
+    run: Run, session_peer: Start, budget: dict[str, int], reason: str
 ) -> None:
     async with run(**budget) as stream:
-        producer, reader = await nearly_full(stream, puppet)
-        producer.tell("offer", prompts=[8, 9, 10, 11], length=LENGTH, deadline_s=0.3)
-        answer = await producer.hear()
+        producer, reader = await nearly_full(stream, session_peer)
+        producer.command("offer", prompts=[8, 9, 10, 11], length=LENGTH, deadline_s=0.3)
+        answer = await producer.answer()
         assert answer["error"] == "WaitExpired"
         assert f"Offer withdrawn after 0.3 s of waiting for {reason}" in answer["text"]
         assert (stream.waits, stream.table.rows.total()) == ({}, 8)
@@ -65,39 +65,41 @@ async def test_expired_offer_reports_what_it_waited_for_and_stores_nothing(
         assert await read_all(stream, reader) == list(range(8))
 
 
-async def test_producer_that_dies_while_parked_leaves_no_rows_and_unblocks_others(run: Run, puppet: Start) -> None:
+async def test_producer_that_dies_while_parked_leaves_no_rows_and_unblocks_others(
+    run: Run, session_peer: Start
+) -> None:
     async with run(budget_rows=10) as stream:
-        producer, reader = await nearly_full(stream, puppet)
-        dying = await puppet(stream.address, "dying")
-        dying.tell("offer", prompts=[20, 21, 22, 23], length=LENGTH)
+        producer, reader = await nearly_full(stream, session_peer)
+        dying = await session_peer(stream.address, "dying")
+        dying.command("offer", prompts=[20, 21, 22, 23], length=LENGTH)
         await stream.until(lambda: "dying" in stream.waits)
-        producer.tell("offer", prompts=[8, 9], length=LENGTH)
+        producer.command("offer", prompts=[8, 9], length=LENGTH)
         await stream.until(lambda: stream.waits.get("producer") == "the offers before it")
         dying.signal(signal.SIGKILL)
-        assert "opened" in await producer.hear()
+        assert "opened" in await producer.answer()
         assert await read_all(stream, reader) == list(range(10))
 
 
-async def test_cancelled_offer_unblocks_later_offers(run: Run, puppet: Start) -> None:
+async def test_cancelled_offer_unblocks_later_offers(run: Run, session_peer: Start) -> None:
     async with run(budget_rows=10) as stream:
-        producer, reader = await nearly_full(stream, puppet)
-        other = await puppet(stream.address, "other")
-        other.tell("offer", prompts=[20, 21, 22, 23], length=LENGTH, deadline_s=0.5)
+        producer, reader = await nearly_full(stream, session_peer)
+        other = await session_peer(stream.address, "other")
+        other.command("offer", prompts=[20, 21, 22, 23], length=LENGTH, deadline_s=0.5)
         await stream.until(lambda: "other" in stream.waits)
-        producer.tell("offer", prompts=[8, 9], length=LENGTH)
-        assert (await other.hear())["error"] == "WaitExpired"
-        assert "opened" in await producer.hear()
+        producer.command("offer", prompts=[8, 9], length=LENGTH)
+        assert (await other.answer())["error"] == "WaitExpired"
+        assert "opened" in await producer.answer()
         assert await read_all(stream, reader) == list(range(10))
 
 
 @pytest.mark.parametrize("budget", [{"budget_rows": 10}, {"budget_bytes": 10 * ROW_BYTES}])
 async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(
-    run: Run, puppet: Start, budget: dict[str, int]
+    run: Run, session_peer: Start, budget: dict[str, int]
 ) -> None:
     async with run(**budget) as stream:
-        producer = await puppet(stream.address, "producer")
-        producer.tell("offer", prompts=list(range(11)), length=LENGTH)
-        answer = await producer.hear()
+        producer = await session_peer(stream.address, "producer")
+        producer.command("offer", prompts=list(range(11)), length=LENGTH)
+        answer = await producer.answer()
         assert answer["error"] == "RemoteProtocolError"
         assert "has 11 rows and 11000 bytes, over the whole budget" in answer["text"]
         assert "offer fewer, or raise budget_rows or budget_bytes" in answer["text"]
@@ -106,20 +108,20 @@ async def test_an_offer_over_the_whole_budget_is_refused_at_once_with_the_fix(
         assert "opened" in await producer.do("offer", prompts=list(range(10)), length=LENGTH)
 
 
-async def test_acknowledged_rows_equal_the_rows_read(run: Run, puppet: Start) -> None:
+async def test_acknowledged_rows_equal_the_rows_read(run: Run, session_peer: Start) -> None:
     """Many short deadlines under a small budget: each row is either acknowledged and read once, or neither."""
     async with run(budget_rows=8) as stream:
-        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
-        reader.tell("consume", slots=3)
+        producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
+        reader.command("consume", slots=3)
         acknowledged = []
         for first in range(0, 300, 3):
             prompts = [first, first + 1, first + 2]
-            producer.tell("offer", prompts=prompts, deadline_s=0.004)
-            answer = await producer.hear()
+            producer.command("offer", prompts=prompts, deadline_s=0.004)
+            answer = await producer.answer()
             if "opened" in answer:
                 acknowledged += prompts
         await producer.do("exhausted")
-        read = await reader.hear()
+        read = await reader.answer()
         assert sorted(read["prompts"]) == acknowledged
         assert acknowledged
         stream.assert_empty()

@@ -25,12 +25,12 @@ class RawClient:
         self._heard: asyncio.Queue[m.Message] = asyncio.Queue()
         self._link = ClientLink(self._heard.put_nowait, self._heard.put_nowait)  # type: ignore[arg-type]
         self._link.connect(address)
-        self.say(m.Hello(protocol=m.PROTOCOL, worker=name, role="raw", host="host", pid=1, lanes=("gloo",)))
+        self.send(m.Hello(protocol=m.PROTOCOL, worker=name, role="raw", host="host", pid=1, lanes=("gloo",)))
 
-    def say(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
         self._link.send(message)
 
-    async def hear(self, kind: type[Any]) -> Any:
+    async def answer(self, kind: type[Any]) -> Any:
         async with asyncio.timeout(10):
             while not isinstance(message := await self._heard.get(), kind):
                 continue
@@ -50,29 +50,29 @@ def commit(slots: tuple[int, ...], lease: int, parts: tuple[Part, ...], *inline:
     ("wrong", "says"), [("double", r"1-D torch.float32, not 1-D torch.float64"), ("row2d", "not 2-D torch.float32")]
 )
 async def test_a_wrong_dtype_or_shape_is_refused_to_its_writer_alone(
-    run: Run, puppet: Start, wrong: str, says: str
+    run: Run, session_peer: Start, wrong: str, says: str
 ) -> None:
     async with run(FLOW) as stream:
-        maker, writer, reader = [await puppet(stream.address, name) for name in ("maker", "writer", "reader")]
+        maker, writer, reader = [await session_peer(stream.address, name) for name in ("maker", "writer", "reader")]
         await maker.do("offer", prompts=[1, 2, 3, 4])
         await maker.do("pull", stage="make", slots=2)
         await writer.do("pull", stage="make", slots=2)
         await maker.do("commit", stage="make", makes={"text": 3}, inline=["score"])
-        stream.heard.clear()
+        stream.received.clear()
         before = await writer.do("measure")
-        writer.tell("commit", stage="make", makes={"text": 3}, inline=["score"], wrong=wrong)
-        answer = await writer.hear()
+        writer.command("commit", stage="make", makes={"text": 3}, inline=["score"], wrong=wrong)
+        answer = await writer.answer()
         assert answer["error"] == "LocalProtocolError"
         assert "column 'text'" in answer["text"]
         assert says in answer["text"]
-        writer.tell("offer", prompts=[9], wrong=wrong)
-        answer = await writer.hear()
+        writer.command("offer", prompts=[9], wrong=wrong)
+        answer = await writer.answer()
         assert answer["error"] == "LocalProtocolError"
         assert "column 'data'" in answer["text"]
         assert says in answer["text"]
         after = await writer.do("measure")
         assert (after["tensors"], after["bytes"]) == (before["tensors"], before["bytes"])
-        assert not [message for _, message in stream.heard if isinstance(message, m.Commit | m.Offer)]
+        assert not [message for _, message in stream.received if isinstance(message, m.Commit | m.Offer)]
         # What was there stays right (the reader compares every number), and the writer may do better.
         assert (await reader.do("pull", slots=4))["prompts"] == [1, 2]
         await writer.do("commit", stage="make", makes={"text": 3}, inline=["score"])
@@ -106,24 +106,24 @@ async def test_a_tag_reaches_the_stages_that_need_it_and_others_are_told_how_to_
         await session.close()
 
 
-async def test_commit_under_another_workers_lease_dismisses_its_sender_only(run: Run, puppet: Start) -> None:
+async def test_commit_under_another_workers_lease_dismisses_its_sender_only(run: Run, session_peer: Start) -> None:
     async with run(FLOW) as stream:
-        maker, reader = await puppet(stream.address, "maker"), await puppet(stream.address, "reader")
+        maker, reader = await session_peer(stream.address, "maker"), await session_peer(stream.address, "reader")
         await maker.do("offer", prompts=[5, 6])
         held = await maker.do("pull", stage="make", slots=2)
         thief = RawClient(stream.address, "thief")
         slots = tuple(held["slots"])
         parts = (Part("text", slots, (1, 1)),)
-        thief.say(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
-        stop = await thief.hear(m.Stop)
+        thief.send(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
+        stop = await thief.answer(m.Stop)
         assert f"thief uses lease {held['lease']} for stage 'make', which is of maker" in stop.reason
         assert stop.code == EXIT_DISMISSED
         thief.close()
         assert (await maker.do("commit", stage="make", makes={"text": 3}, inline=["score"]))["refused"] == []
         # A second time, now that it is done: whose the lease was is not known any more.
         thief = RawClient(stream.address, "second")
-        thief.say(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
-        late = await thief.hear(m.Committed)
+        thief.send(commit(slots, held["lease"], parts, Values("score", (0.0, 0.0))))
+        late = await thief.answer(m.Committed)
         assert (late.refused, late.reason) == (slots, "the lease on stage make had ended")
         assert (await maker.do("commit", stage="make", makes={"text": 7}, inline=["score"]))["refused"] == list(slots)
         assert (await reader.do("pull", slots=4))["prompts"] == [5, 6]
@@ -144,7 +144,7 @@ async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
 ) -> None:
     async with run(FLOW) as stream:
         raw = RawClient(stream.address, "raw")
-        raw.say(
+        raw.send(
             m.Offer(
                 request=1,
                 flow="rows",
@@ -156,11 +156,11 @@ async def test_a_commit_with_wrong_columns_dismisses_its_worker_by_name(
                 tags=(Values("tag", (1.0,)),),
             )
         )
-        await raw.hear(m.OfferAccepted)
-        raw.say(m.Pull(request=2, stage="make", slots=1, tokens=0, step=-1))
-        grant = await raw.hear(m.Grant)
-        raw.say(commit(grant.slots, grant.lease, parts, *inline))
-        stop = await raw.hear(m.Stop)
+        await raw.answer(m.OfferAccepted)
+        raw.send(m.Pull(request=2, stage="make", slots=1, tokens=0, step=-1))
+        grant = await raw.answer(m.Grant)
+        raw.send(commit(grant.slots, grant.lease, parts, *inline))
+        stop = await raw.answer(m.Stop)
         assert "protocol violation: commit of stage 'make' by raw: it" in stop.reason
         assert stop.code == EXIT_DISMISSED
         assert "raw" not in stream.core.state.membership

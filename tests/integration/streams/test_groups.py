@@ -33,9 +33,9 @@ def history(stream: Stream, prompt: int) -> list[str]:
     return [f"{one.state}: {one.reason}" if one.reason else one.state for one in events]
 
 
-async def people(stream: Stream, puppet: Start, *names: str) -> list[Peer]:
+async def people(stream: Stream, session_peer: Start, *names: str) -> list[Peer]:
     """Processes by name; makers have the first weights."""
-    peers = [await puppet(stream.address, name) for name in names]
+    peers = [await session_peer(stream.address, name) for name in names]
     for name, peer in zip(names, peers, strict=True):
         if name.startswith("maker"):
             await peer.do("applied")
@@ -53,46 +53,48 @@ async def end_step(stream: Stream, trainer: Peer) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-async def test_groups_are_trained_whole_and_unmixed_in_any_order(run: Run, puppet: Start, order: list[int]) -> None:
+async def test_groups_are_trained_whole_and_unmixed_in_any_order(
+    run: Run, session_peer: Start, order: list[int]
+) -> None:
     async with run(FLOW, steps=1, groups_per_step=PROMPTS) as stream:
-        source, maker, judge, trainer = await people(stream, puppet, "source", "maker", "judge", "trainer")
+        source, maker, judge, trainer = await people(stream, session_peer, "source", "maker", "judge", "trainer")
         await source.do("offer", prompts=[10, 11, 12], members=MEMBERS, flow="train", tags=[])
         held = await maker.do("pull", stage="make", slots=12)
         assert held["prompts"] == [10] * 4 + [11] * 4 + [12] * 4
         done: dict[int, set[int]] = {10: set(), 11: set(), 12: set()}
         trained: list[int] = []
-        trainer.tell("pull", stage="train", slots=0, step=0)
+        trainer.command("pull", stage="train", slots=0, step=0)
         for place in order:
             await maker.do("commit", stage="make", only=[place], makes={"text": 2}, spans=True)
             await judge_all(judge, 1)
             done[10 + place // MEMBERS].add(place % MEMBERS)
             whole = {prompt for prompt, members in done.items() if len(members) == MEMBERS}
             while whole != set(trained):
-                batch = await trainer.hear()
+                batch = await trainer.answer()
                 assert batch["members"] == [0, 1, 2, 3]
                 [prompt] = set(batch["prompts"])
                 trained.append(prompt)
                 assert prompt in whole
-                trainer.tell("pull", stage="train", slots=0, step=0)
+                trainer.command("pull", stage="train", slots=0, step=0)
             waits = stream.waits.get("trainer")
             assert waits is None or waits.startswith("a full micro-batch of step 0: 0 of")
-        assert (await trainer.hear())["closed"]
+        assert (await trainer.answer())["closed"]
         await end_step(stream, trainer)
         stream.assert_empty()
         for prompt in (10, 11, 12):
             assert history(stream, prompt) == ["in_flight", "ready", "leased", "trained"]
 
 
-async def with_one_lost(stream: Stream, puppet: Start, how: str) -> tuple[Peer, Peer, Peer, Peer]:
+async def with_one_lost(stream: Stream, session_peer: Start, how: str) -> tuple[Peer, Peer, Peer, Peer]:
     """Group 10 of four, whose first member is lost: said to be, or with the only process that held it."""
     names = ("source", "maker", "maker-2", "judge", "trainer")
-    source, maker, second, judge, trainer = await people(stream, puppet, *names)
+    source, maker, second, judge, trainer = await people(stream, session_peer, *names)
     await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
     await maker.do("pull", stage="make", slots=1)
     await second.do("pull", stage="make", slots=3)
     await second.do("commit", stage="make", makes={"text": 2}, spans=True)
     await judge_all(judge, 3)
-    trainer.tell("pull", stage="train", slots=0, step=0)
+    trainer.command("pull", stage="train", slots=0, step=0)
     # Processes are heard of in any order: only from here on is the trainer known to wait.
     await stream.until(lambda: "trainer" in stream.waits)
     if how == "said":
@@ -108,25 +110,27 @@ REASONS = {"said": "make failed: the environment broke", "killed": "its holder l
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_lost_member_is_regenerated(run: Run, puppet: Start, how: str) -> None:
+async def test_lost_member_is_regenerated(run: Run, session_peer: Start, how: str) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.REGENERATE) as stream:
-        _, maker, judge, trainer = await with_one_lost(stream, puppet, how)
+        _, maker, judge, trainer = await with_one_lost(stream, session_peer, how)
         again = await maker.do("pull", stage="make", slots=4)
         assert (again["prompts"], again["members"]) == ([10], [0])
         assert again["attempts"] == [1 if how == "said" else 0]
         assert stream.waits["trainer"] == "a full micro-batch of step 0: 0 of 1 groups complete"
         await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
         await judge_all(judge, 4)
-        assert (await trainer.hear())["members"] == [0, 1, 2, 3]
+        assert (await trainer.answer())["members"] == [0, 1, 2, 3]
         await end_step(stream, trainer)
         lost = [f"dropped: {REASONS[how]}", "in_flight: offered again"] if how == "said" else []
         assert history(stream, 10) == ["in_flight", *lost, "ready", "leased", "trained"]
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run: Run, puppet: Start, how: str) -> None:
+async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(
+    run: Run, session_peer: Start, how: str
+) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.DROP_GROUP) as stream:
-        source, maker, judge, trainer = await with_one_lost(stream, puppet, how)
+        source, maker, judge, trainer = await with_one_lost(stream, session_peer, how)
         await stream.until(lambda: not stream.table.slots)
         assert (await maker.do("measure"))["tensors"] == 0
         reason = f"dropped: {REASONS[how]}; that was attempt 1 at sample 0"
@@ -135,26 +139,26 @@ async def test_a_group_that_lost_a_member_is_dropped_whole_and_replaced(run: Run
         await maker.do("pull", stage="make", slots=4)
         await maker.do("commit", stage="make", makes={"text": 2}, spans=True)
         await judge_all(judge, 4)
-        assert (await trainer.hear())["prompts"] == [11] * 4
+        assert (await trainer.answer())["prompts"] == [11] * 4
         await end_step(stream, trainer)
         assert history(stream, 11)[-1] == "trained"
         assert stream.server.status()["dropped"] == {REASONS[how]: 1}
 
 
 @pytest.mark.parametrize("how", REASONS)
-async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run: Run, puppet: Start, how: str) -> None:
+async def test_the_rest_of_a_group_that_lost_a_member_is_trained(run: Run, session_peer: Start, how: str) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, on_lost_sample=api.OnLostSample.TRAIN_REMAINING) as stream:
-        _, _, _, trainer = await with_one_lost(stream, puppet, how)
-        batch = await trainer.hear()
+        _, _, _, trainer = await with_one_lost(stream, session_peer, how)
+        batch = await trainer.answer()
         assert (batch["prompts"], batch["members"]) == ([10, 10, 10], [1, 2, 3])
         await end_step(stream, trainer)
         assert history(stream, 10) == ["in_flight", "ready: without a lost sample", "leased", "trained"]
         assert stream.server.status()["dropped"] == {REASONS[how]: 1}
 
 
-async def test_sample_that_keeps_failing_is_dropped_after_the_attempt_limit(run: Run, puppet: Start) -> None:
+async def test_sample_that_keeps_failing_is_dropped_after_the_attempt_limit(run: Run, session_peer: Start) -> None:
     async with run(FLOW, steps=1, groups_per_step=1, attempts=3) as stream:
-        source, maker = await people(stream, puppet, "source", "maker")
+        source, maker = await people(stream, session_peer, "source", "maker")
         await source.do("offer", prompts=[10], members=MEMBERS, flow="train", tags=[])
         for attempt in range(3):
             held = await maker.do("pull", stage="make", slots=1)

@@ -9,31 +9,31 @@ BACK_S = 1.0
 STOPPED_LEASE_S = 0.6
 
 
-async def held_by_first(stream: Stream, puppet: Start) -> tuple[Peer, Peer, list[int]]:
+async def held_by_first(stream: Stream, session_peer: Start) -> tuple[Peer, Peer, list[int]]:
     """Eight rows, five of them leased by ``first``; ``second`` has read the others and waits for more."""
-    producer, first, second = [await puppet(stream.address, name) for name in ("producer", "first", "second")]
+    producer, first, second = [await session_peer(stream.address, name) for name in ("producer", "first", "second")]
     await producer.do("offer", prompts=list(range(8)), length=4)
     held = await first.do("pull", slots=5)
     assert held["prompts"] == [0, 1, 2, 3, 4]
     assert (await second.do("pull", slots=8))["prompts"] == [5, 6, 7]
     assert (await second.do("commit"))["refused"] == []
-    second.tell("pull", slots=8)
+    second.command("pull", slots=8)
     await stream.until(lambda: "second" in stream.waits)
     return first, second, held["slots"]
 
 
 async def read_by(stream: Stream, second: Peer) -> None:
     """The five rows come to ``second``, and are the last."""
-    again = await second.hear()
+    again = await second.answer()
     assert again["prompts"] == [0, 1, 2, 3, 4]
     assert (await second.do("commit"))["refused"] == []
     await stream.until(lambda: not stream.table.slots)
     stream.assert_empty()
 
 
-async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, puppet: Start) -> None:
+async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        first, second, _ = await held_by_first(stream, puppet)
+        first, second, _ = await held_by_first(stream, session_peer)
         killed_s = time.monotonic()
         first.signal(signal.SIGKILL)
         await stream.until(lambda: not stream.waits, BACK_S)
@@ -41,9 +41,9 @@ async def test_rows_of_a_killed_consumer_are_requeued_immediately(run: Run, pupp
         assert time.monotonic() - killed_s < BACK_S
 
 
-async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, puppet: Start) -> None:
+async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(run: Run, session_peer: Start) -> None:
     async with run(lease_s=STOPPED_LEASE_S) as stream:
-        first, second, slots = await held_by_first(stream, puppet)
+        first, second, slots = await held_by_first(stream, session_peer)
         first.signal(signal.SIGSTOP)
         await read_by(stream, second)
         first.signal(signal.SIGCONT)
@@ -52,11 +52,11 @@ async def test_rows_of_a_stopped_consumer_are_requeued_when_its_lease_expires(ru
         assert list(stream.server.status()["workers"]) == ["producer", "first", "second"]
 
 
-async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, puppet: Start) -> None:
+async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, session_peer: Start) -> None:
     async with run(lease_s=STOPPED_LEASE_S) as stream:
-        first, second, slots = await held_by_first(stream, puppet)
+        first, second, slots = await held_by_first(stream, session_peer)
         first.signal(signal.SIGSTOP)
-        assert (await second.hear())["slots"] == slots
+        assert (await second.answer())["slots"] == slots
         first.signal(signal.SIGCONT)
         assert (await first.do("commit"))["refused"] == slots
         assert {lease.worker for lease in stream.table.leases.values()} == {"second"}
@@ -64,29 +64,29 @@ async def test_late_commit_does_not_affect_the_current_leaseholder(run: Run, pup
         await stream.until(lambda: not stream.table.slots)
 
 
-async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(run: Run, puppet: Start) -> None:
+async def test_silent_consumer_loses_its_leases_and_receives_the_reason_later(run: Run, session_peer: Start) -> None:
     async with run(worker_timeout_s=2.0) as stream:
-        first, second, _ = await held_by_first(stream, puppet)
+        first, second, _ = await held_by_first(stream, session_peer)
         first.signal(signal.SIGSTOP)
         await read_by(stream, second)
         first.signal(signal.SIGCONT)
-        first.tell("commit")
-        answer = await first.hear()
+        first.command("commit")
+        answer = await first.answer()
         assert answer["error"] == "Stopped"
         assert "you were dismissed: not heard of for" in answer["text"]
         assert "leases were given back" in answer["text"]
         assert stream.server.ended is None
-        await puppet(stream.address, "first")  # its name is free again
+        await session_peer(stream.address, "first")  # its name is free again
 
 
-async def test_consumer_whose_connection_was_closed_as_lost_receives_the_reason(run: Run, puppet: Start) -> None:
+async def test_consumer_whose_connection_was_closed_as_lost_receives_the_reason(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        first, second, _ = await held_by_first(stream, puppet)
+        first, second, _ = await held_by_first(stream, session_peer)
         first.signal(signal.SIGSTOP)
         await read_by(stream, second)  # after about 5 s: long before its lease ends or it counts as silent
         first.signal(signal.SIGCONT)
-        first.tell("commit")
-        answer = await first.hear()
+        first.command("commit")
+        answer = await first.answer()
         assert answer["error"] == "Stopped"
         assert "counts as gone" in answer["text"]
         assert stream.server.ended is None

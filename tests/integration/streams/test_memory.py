@@ -27,9 +27,9 @@ async def falls_below(peer: Peer, rss: int, within_s: float) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True], ids=["tensors of their own", "views of one tensor"])
-async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, puppet: Start, shared: bool) -> None:
+async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, session_peer: Start, shared: bool) -> None:
     async with run() as stream:
-        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+        producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
         # The first transfer sets up what every later one uses.
         await producer.do("offer", prompts=[0], length=8)
         await reader.do("pull")
@@ -54,20 +54,20 @@ async def test_freeing_nearly_all_rows_frees_their_memory(run: Run, puppet: Star
         assert stream.table.bytes.total() == KEPT * ROW_BYTES
 
 
-async def test_an_endless_stream_leaves_memory_flat(start: Start, puppet: Start, tmp_path: Path) -> None:
+async def test_an_endless_stream_leaves_memory_flat(start: Start, session_peer: Start, tmp_path: Path) -> None:
     controller = await start("controller", run_dir=str(tmp_path), stages=["read"], budget_rows=20_000)
-    address = (await controller.hear())["address"]
-    producer, reader = await puppet(address, "producer"), await puppet(address, "reader")
-    reader.tell("consume", slots=1000, mark_at=MARK)
-    producer.tell("produce", rows=LONG, at_once=1000, length=4, mark_at=MARK)
-    early = {reader: (await reader.hear())["marked"], producer: (await producer.hear())["marked"]}
-    controller.tell("measure")
-    early[controller] = (await controller.hear())["rss"]
-    late = {producer: (await producer.hear())["rss"]}
-    answer = await reader.hear()
+    address = (await controller.answer())["address"]
+    producer, reader = await session_peer(address, "producer"), await session_peer(address, "reader")
+    reader.command("consume", slots=1000, mark_at=MARK)
+    producer.command("produce", rows=LONG, at_once=1000, length=4, mark_at=MARK)
+    early = {reader: (await reader.answer())["marked"], producer: (await producer.answer())["marked"]}
+    controller.command("measure")
+    early[controller] = (await controller.answer())["rss"]
+    late = {producer: (await producer.answer())["rss"]}
+    answer = await reader.answer()
     late[reader] = answer["rss"]
-    controller.tell("measure")
-    table = await controller.hear()
+    controller.command("measure")
+    table = await controller.answer()
     late[controller] = table["rss"]
     assert answer["rows"] == LONG
     assert answer["tensors"] == 0

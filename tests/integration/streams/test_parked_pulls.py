@@ -27,18 +27,18 @@ TWO_FLOWS = api.Dataflow(
 )
 
 
-async def parked(stream: Stream, puppet: Start, **pull: Any) -> Peer:
+async def parked(stream: Stream, session_peer: Start, **pull: Any) -> Peer:
     """A process whose pull is parked, and what it has said until then."""
-    reader = await puppet(stream.address, "reader")
-    reader.tell("pull", **pull)
+    reader = await session_peer(stream.address, "reader")
+    reader.command("pull", **pull)
     await stream.until(lambda: "reader" in stream.waits)
     return reader
 
 
-async def test_parked_pull_is_woken_without_polling(run: Run, puppet: Start) -> None:
+async def test_parked_pull_is_woken_without_polling(run: Run, session_peer: Start) -> None:
     async with run(TWO_FLOWS) as stream:
-        reader, other = await parked(stream, puppet, slots=8), await puppet(stream.address, "other")
-        stream.heard.clear()
+        reader, other = await parked(stream, session_peer, slots=8), await session_peer(stream.address, "other")
+        stream.received.clear()
         longest_s = 0.0
         for prompt in range(20):
             began_s = time.monotonic()
@@ -46,48 +46,49 @@ async def test_parked_pull_is_woken_without_polling(run: Run, puppet: Start) -> 
             assert (await other.do("pull", stage="look"))["prompts"] == [prompt]
             await other.do("commit", stage="look")
             longest_s = max(longest_s, time.monotonic() - began_s)
-        await stream.until(lambda: len([who for who, _ in stream.heard if who == "reader"]) > 1)
-        assert {type(message) for who, message in stream.heard if who == "reader"} == {m.Heartbeat}
+        await stream.until(lambda: len([who for who, _ in stream.received if who == "reader"]) > 1)
+        assert {type(message) for who, message in stream.received if who == "reader"} == {m.Heartbeat}
         assert (
-            len([who for who, message in stream.heard if who == "other" and not isinstance(message, m.Heartbeat)]) == 60
+            len([who for who, message in stream.received if who == "other" and not isinstance(message, m.Heartbeat)])
+            == 60
         )
         assert longest_s < ROUND_TRIP_S
         began_s = time.monotonic()
         await other.do("offer", prompts=[7, 8])
-        assert (await reader.hear())["prompts"] == [7, 8]
+        assert (await reader.answer())["prompts"] == [7, 8]
         assert time.monotonic() - began_s < WOKEN_S
 
 
-async def test_a_parked_pull_is_woken_by_the_commit_that_makes_its_column(run: Run, puppet: Start) -> None:
+async def test_a_parked_pull_is_woken_by_the_commit_that_makes_its_column(run: Run, session_peer: Start) -> None:
     async with run(JUDGED) as stream:
-        reader, judge = await parked(stream, puppet, slots=8), await puppet(stream.address, "judge")
+        reader, judge = await parked(stream, session_peer, slots=8), await session_peer(stream.address, "judge")
         await judge.do("offer", prompts=[1, 2, 3])
         await judge.do("pull", stage="judge", slots=3)
         assert stream.waits == {"reader": "slots ready for read"}
         await judge.do("commit", stage="judge", only=[1], inline=["score"])
-        assert (await reader.hear())["prompts"] == [2]
-        reader.tell("pull", slots=8)
+        assert (await reader.answer())["prompts"] == [2]
+        reader.command("pull", slots=8)
         await judge.do("commit", stage="judge", only=[0, 2], inline=["score"])
-        assert (await reader.hear())["prompts"] == [1, 3]
+        assert (await reader.answer())["prompts"] == [1, 3]
 
 
-async def test_a_deadline_ends_a_pull_and_leaves_nothing_behind(run: Run, puppet: Start) -> None:
+async def test_a_deadline_ends_a_pull_and_leaves_nothing_behind(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        reader = await parked(stream, puppet, slots=8, deadline_s=0.4)
-        answer = await reader.hear()
+        reader = await parked(stream, session_peer, slots=8, deadline_s=0.4)
+        answer = await reader.answer()
         assert answer["error"] == "WaitExpired"
         assert "Pull withdrawn after 0.4 s of waiting for slots ready for read" in answer["text"]
         assert stream.server.status()["waits"] == []
-        other = await puppet(stream.address, "other")
+        other = await session_peer(stream.address, "other")
         await other.do("offer", prompts=[1])
         assert stream.table.leases == {}
         assert (await other.do("pull", slots=8))["prompts"] == [1]
 
 
-async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, puppet: Start) -> None:
+async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        producer = await puppet(stream.address, "producer")
-        reader = await parked(stream, puppet, slots=8, deadline_s=0.5)
+        producer = await session_peer(stream.address, "producer")
+        reader = await parked(stream, session_peer, slots=8, deadline_s=0.5)
         async with asyncio.timeout(5):
             # It polls for a short while before it sleeps.
             while psutil.Process(reader.pid).status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110 (another process)
@@ -96,20 +97,25 @@ async def test_a_grant_that_crosses_the_withdrawal_is_not_lost(run: Run, puppet:
         await producer.do("offer", prompts=[1, 2])
         await stream.until(lambda: stream.table.leases)
         # While it stands still its deadline passes and the grant arrives: when it goes on, it has both.
-        producer.tell("pull", slots=1, deadline_s=0.7)
-        assert (await producer.hear())["error"] == "WaitExpired"
+        producer.command("pull", slots=1, deadline_s=0.7)
+        assert (await producer.answer())["error"] == "WaitExpired"
         reader.signal(signal.SIGCONT)
-        assert (await reader.hear())["prompts"] == [1, 2]
-        assert ("reader", m.CancelRequest) in [(who, type(message)) for who, message in stream.heard]
+        assert (await reader.answer())["prompts"] == [1, 2]
+        assert ("reader", m.CancelRequest) in [(who, type(message)) for who, message in stream.received]
         assert (await reader.do("commit"))["refused"] == []
         await stream.until(lambda: not stream.table.slots)
         stream.assert_empty()
 
 
 @pytest.mark.parametrize("rounds", [-1, 0, 1, 2, 3])
-async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(run: Run, puppet: Start, rounds: int) -> None:
+async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(
+    run: Run, session_peer: Start, rounds: int
+) -> None:
     async with run() as stream:
-        producer, session = await puppet(stream.address, "producer"), await api.connect(stream.address, "s", "s", 5)
+        producer, session = (
+            await session_peer(stream.address, "producer"),
+            await api.connect(stream.address, "s", "s", 5),
+        )
         pulling = asyncio.create_task(session.pull("read", slots=8))
         await stream.until(lambda: "s" in stream.waits)
         plain, given_up = session._handle, asyncio.Event()
@@ -140,9 +146,9 @@ async def test_pull_cancelled_at_the_moment_of_its_grant_leaves_no_lease(run: Ru
         await session.close()
 
 
-async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run: Run, puppet: Start) -> None:
+async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run: Run, session_peer: Start) -> None:
     async with run() as stream:
-        reader, session = await parked(stream, puppet, slots=8), await api.connect(stream.address, "s", "s", 5)
+        reader, session = await parked(stream, session_peer, slots=8), await api.connect(stream.address, "s", "s", 5)
         plain = session._handle
 
         def receive(event: Event) -> None:
@@ -153,6 +159,6 @@ async def test_an_offer_given_up_at_the_moment_it_opened_can_still_be_read(run: 
         session._handle = receive  # type: ignore[method-assign]
         data = {"data": [torch.full((4,), 3.0)]}
         offering = asyncio.create_task(session.offer_many("rows", [3], tensors=data, tags={"tag": [3.0]}))
-        assert (await reader.hear())["prompts"] == [3]
+        assert (await reader.answer())["prompts"] == [3]
         assert offering.cancelled()
         await session.close()

@@ -30,80 +30,82 @@ def rows_of(*answers: dict[str, Any]) -> list[int]:
     return sorted(prompt for answer in answers for prompt in answer["prompts"])
 
 
-async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run: Run, puppet: Start) -> None:
+async def test_a_row_is_never_seen_without_its_tags_columns_and_versions(run: Run, session_peer: Start) -> None:
     """Readers compare each tensor, tag, number and version span of every row with its prompt, while it is written."""
     async with run(MADE, budget_rows=4000) as stream:
         names = ("producer", "maker", "reader", "second", "peeker")
-        producer, maker, reader, second, peeker = [await puppet(stream.address, name) for name in names]
-        reader.tell("consume", slots=100, spans=True)
-        second.tell("consume", slots=100, spans=True)
-        peeker.tell("consume", stage="peek", slots=100, spans=True)
-        maker.tell("make", stage="make", slots=100, makes={"text": 2}, inline=["score"], spans=True)
-        producer.tell("produce", rows=ROWS, at_once=100, length=2)
-        read, rest, peeked, made = [await one.hear() for one in (reader, second, peeker, maker)]
+        producer, maker, reader, second, peeker = [await session_peer(stream.address, name) for name in names]
+        reader.command("consume", slots=100, spans=True)
+        second.command("consume", slots=100, spans=True)
+        peeker.command("consume", stage="peek", slots=100, spans=True)
+        maker.command("make", stage="make", slots=100, makes={"text": 2}, inline=["score"], spans=True)
+        producer.command("produce", rows=ROWS, at_once=100, length=2)
+        read, rest, peeked, made = [await one.answer() for one in (reader, second, peeker, maker)]
         assert rows_of(read, rest) == rows_of(peeked) == list(range(ROWS))
         assert made["rows"] == ROWS
         stream.assert_empty()
 
 
-async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run: Run, puppet: Start) -> None:
+async def test_every_stage_sees_every_row_once_and_its_consumers_share_them(run: Run, session_peer: Start) -> None:
     async with run(BESIDE, sources=2) as stream:
-        producers = [await puppet(stream.address, f"producer-{one}") for one in range(2)]
+        producers = [await session_peer(stream.address, f"producer-{one}") for one in range(2)]
         consumers = {}
         for stage in STAGES:
-            consumers[stage] = [await puppet(stream.address, f"{stage}-{one}") for one in range(2)]
+            consumers[stage] = [await session_peer(stream.address, f"{stage}-{one}") for one in range(2)]
             for one in consumers[stage]:
-                one.tell("consume", stage=stage, slots=7)
+                one.command("consume", stage=stage, slots=7)
         for number, producer in enumerate(producers):
-            producer.tell("produce", rows=500, at_once=9, first=500 * number)
+            producer.command("produce", rows=500, at_once=9, first=500 * number)
         for stage in STAGES:
-            seen = [await one.hear() for one in consumers[stage]]
+            seen = [await one.answer() for one in consumers[stage]]
             assert rows_of(*seen) == list(range(1000)), f"stage {stage}"
             assert all(one["prompts"] for one in seen), f"stage {stage} was not shared"
         stream.assert_empty()
 
 
-async def test_stream_closes_only_after_every_source_completed(run: Run, puppet: Start) -> None:
+async def test_stream_closes_only_after_every_source_completed(run: Run, session_peer: Start) -> None:
     async with run(sources=2) as stream:
-        first, second, reader = [await puppet(stream.address, name) for name in ("first", "second", "reader")]
+        first, second, reader = [await session_peer(stream.address, name) for name in ("first", "second", "reader")]
         await first.do("offer", prompts=[1])
         await first.do("exhausted")
         assert (await reader.do("pull"))["prompts"] == [1]
         await reader.do("commit")
-        reader.tell("pull")
+        reader.command("pull")
         await stream.until(lambda: stream.waits == {"reader": "slots ready for read"})
         await second.do("offer", prompts=[2])
-        assert (await reader.hear())["prompts"] == [2]
+        assert (await reader.answer())["prompts"] == [2]
         await second.do("exhausted")
         await reader.do("commit")
         assert (await reader.do("pull"))["closed"]
 
 
 async def test_rows_of_a_consumer_killed_near_the_end_are_served_before_the_stream_closes(
-    run: Run, puppet: Start
+    run: Run, session_peer: Start
 ) -> None:
     async with run(sources=2) as stream:
         names = ("p", "q", "dying", "reader", "second")
-        first, other, dying, reader, second = [await puppet(stream.address, name) for name in names]
+        first, other, dying, reader, second = [await session_peer(stream.address, name) for name in names]
         await first.do("offer", prompts=list(range(40)))
         assert (await dying.do("pull", slots=10))["prompts"] == list(range(10))
         await other.do("offer", prompts=list(range(40, 80)))
-        reader.tell("consume", slots=8)
-        second.tell("consume", slots=8)
+        reader.command("consume", slots=8)
+        second.command("consume", slots=8)
         await first.do("exhausted")
         await other.do("exhausted")
         # All but the ten are read, and both readers wait: nobody may be told the end yet.
         await stream.until(lambda: len(stream.table.slots) == 10 and len(stream.waits) == 2)
         dying.signal(signal.SIGKILL)
-        seen = [await reader.hear(), await second.hear()]
+        seen = [await reader.answer(), await second.answer()]
         assert rows_of(*seen) == list(range(80))
         stream.assert_empty()
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-async def test_closing_a_stream_returns_unprocessed_rows(run: Run, puppet: Start, ahead: bool) -> None:
+async def test_closing_a_stream_returns_unprocessed_rows(run: Run, session_peer: Start, ahead: bool) -> None:
     async with run() as stream:
-        producer, leaver, reader = [await puppet(stream.address, name) for name in ("producer", "leaver", "reader")]
+        producer, leaver, reader = [
+            await session_peer(stream.address, name) for name in ("producer", "leaver", "reader")
+        ]
         await producer.do("produce", rows=50, at_once=50)
         left = await leaver.do("consume", slots=10, ahead=ahead, leave_after=3)
         assert left["prompts"] == list(range(30))
@@ -114,11 +116,11 @@ async def test_closing_a_stream_returns_unprocessed_rows(run: Run, puppet: Start
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-async def test_a_stream_whose_process_is_killed_loses_no_row(run: Run, puppet: Start, ahead: bool) -> None:
+async def test_a_stream_whose_process_is_killed_loses_no_row(run: Run, session_peer: Start, ahead: bool) -> None:
     async with run() as stream:
-        producer, dying, reader = [await puppet(stream.address, name) for name in ("producer", "dying", "reader")]
+        producer, dying, reader = [await session_peer(stream.address, name) for name in ("producer", "dying", "reader")]
         await producer.do("produce", rows=500, at_once=50)
-        dying.tell("consume", slots=10, ahead=ahead)
+        dying.command("consume", slots=10, ahead=ahead)
         await stream.until(lambda: len(stream.table.slots) < 400)
         dying.signal(signal.SIGKILL)
         await stream.until(lambda: "dying" not in stream.core.state.membership)
@@ -131,13 +133,13 @@ async def test_a_stream_whose_process_is_killed_loses_no_row(run: Run, puppet: S
 
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(
-    run: Run, puppet: Start, start: Start, workers: int
+    run: Run, session_peer: Start, start: Start, workers: int
 ) -> None:
     async with run() as stream:
-        producer = await puppet(stream.address, "producer")
+        producer = await session_peer(stream.address, "producer")
         loader = await start("dataset", address=stream.address, workers=workers, slots=16)
         await producer.do("produce", rows=400, at_once=32)
-        answer = await loader.hear()
+        answer = await loader.answer()
         assert sorted(answer["prompts"]) == list(range(400))
         assert answer["children"] == []
         assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own
@@ -146,12 +148,14 @@ async def test_a_dataset_gives_every_row_once_and_leaves_nothing_running(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_dataset_that_is_left_gives_its_rows_back(run: Run, puppet: Start, start: Start, workers: int) -> None:
+async def test_a_dataset_that_is_left_gives_its_rows_back(
+    run: Run, session_peer: Start, start: Start, workers: int
+) -> None:
     async with run() as stream:
-        producer, reader = await puppet(stream.address, "producer"), await puppet(stream.address, "reader")
+        producer, reader = await session_peer(stream.address, "producer"), await session_peer(stream.address, "reader")
         await producer.do("produce", rows=100, at_once=100)
         loader = await start("dataset", address=stream.address, workers=workers, slots=10, leave_after=25)
-        answer = await loader.hear()
+        answer = await loader.answer()
         assert len(answer["prompts"]) == 25
         assert answer["children"] == []
         assert set(answer["threads"]) <= {"MainThread", "QueueFeederThread"}  # that one is multiprocessing's own

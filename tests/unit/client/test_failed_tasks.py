@@ -185,14 +185,14 @@ async def test_a_delta_that_cannot_be_applied_is_reported_to_the_controller(monk
 
 
 def test_a_stall_names_the_last_failed_transfer() -> None:
-    talk = CoreDriver()
-    talk.configure(no_progress_timeout_s=10.0)
+    driver = CoreDriver()
+    driver.configure(no_progress_timeout_s=10.0)
     weights = Weights(model=MODEL, version=1, base=NO_BASE, bucket_bytes=(100,), checksum=5)
-    commands = talk.say("trainer0", Publish((weights,), ()))
-    order = next(fetch for who, fetch in talk.heard(commands, ReceiveWeights) if who == "rollout0")
-    talk.say("rollout0", FetchFailed(order.turn, order.weights, "lane trainer0 > rollout0: no route to host"))
-    talk.now += 11.0
-    (ended,) = [command for command in talk.event(Tick()) if isinstance(command, EndRun)]
+    commands = driver.send("trainer0", Publish((weights,), ()))
+    order = next(fetch for who, fetch in driver.sent(commands, ReceiveWeights) if who == "rollout0")
+    driver.send("rollout0", FetchFailed(order.turn, order.weights, "lane trainer0 > rollout0: no route to host"))
+    driver.now += 11.0
+    (ended,) = [command for command in driver.event(Tick()) if isinstance(command, EndRun)]
     assert ended.code == EXIT_STALLED
     assert "the last transfer that failed: version 1 did not reach rollout0" in ended.reason
     assert "no route to host" in ended.reason

@@ -18,30 +18,30 @@ WORKERS = 1000
 
 def crowd(name: str = "more") -> CoreDriver:
     """A run that a thousand further workers have joined, and wait in."""
-    talk = CoreDriver()
-    talk.offer()
+    driver = CoreDriver()
+    driver.offer()
     for number in range(WORKERS):
         worker = f"{name}-{number}"
-        talk.event(WorkerConnected(WorkerId(worker), "reward", "host"))
-        talk.now += 0.001
-        talk.say(worker, m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
-    return talk
+        driver.event(WorkerConnected(WorkerId(worker), "reward", "host"))
+        driver.now += 0.001
+        driver.send(worker, m.Pull(request=1, stage="reward", slots=1, tokens=0, step=-1))
+    return driver
 
 
-def brief(talk: CoreDriver, **cut_off: float) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(brief_text(status(talk.core, talk.now, 600.0, {}, {}, cut_off, brief=True)))
+def brief(driver: CoreDriver, **cut_off: float) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(brief_text(status(driver.core, driver.now, 600.0, {}, {}, cut_off, brief=True)))
     return found
 
 
 @pytest.mark.slow
 def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
-    talk = crowd()
+    driver = crowd()
     lost = f"more-{WORKERS - 1}"
-    found = brief(talk, **{lost: 9.5})
+    found = brief(driver, **{lost: 9.5})
     assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
     assert len(found["workers"]) <= MAX_WORKERS
     assert next(iter(found["workers"])) == lost
-    whole = status(talk.core, talk.now, 600.0, {}, {}, {})
+    whole = status(driver.core, driver.now, 600.0, {}, {}, {})
     assert len(found["workers"]) + found["others"] == len(whole["workers"])
     assert found["counts"]["states"]["reward"]["waiting"] == WORKERS
     assert sum(sum(of.values()) for of in found["counts"]["states"].values()) == len(whole["workers"])
@@ -51,37 +51,37 @@ def test_many_workers_are_counted_and_those_with_an_alarm_are_listed() -> None:
 
 @pytest.mark.slow
 def test_long_names_make_it_list_fewer() -> None:
-    talk = crowd("é" * 150)
-    found = brief(talk)
+    driver = crowd("é" * 150)
+    found = brief(driver)
     assert len(json.dumps(found)) <= MAX_BRIEF_BYTES
     assert 0 < len(found["workers"]) < MAX_WORKERS
-    assert len(found["workers"]) + found["others"] == len(talk.core.state.membership.members())
+    assert len(found["workers"]) + found["others"] == len(driver.core.state.membership.members())
 
 
 def test_reasons_and_numbers_that_workers_choose_are_bounded() -> None:
-    talk = CoreDriver()
+    driver = CoreDriver()
     for at in range(300):
-        talk.core.state.dropped.count(f"{at} {'x' * 500}")
+        driver.core.state.dropped.count(f"{at} {'x' * 500}")
     numbers = {f"{at} {'y' * 490}": 1.0 for at in range(256)}
-    text = brief_text(status(talk.core, talk.now, 600.0, {}, numbers, {}, brief=True))
+    text = brief_text(status(driver.core, driver.now, 600.0, {}, numbers, {}, brief=True))
     assert len(text) <= MAX_BRIEF_BYTES
 
 
 def test_an_observer_is_told_of_all_that_it_follows() -> None:
-    talk = crowd()
+    driver = crowd()
     names = [f"more-{WORKERS - 2}", "nobody", "rollout0"]
-    assert followed(talk.core, names) == {"present": [names[0], "rollout0"], "with_results": [], "drained": []}
-    talk.event(WorkerConnected(WorkerId("watcher"), OBSERVER, "host"))
-    talk.say("watcher", m.Drain(1, "rollout0"))
-    assert followed(talk.core, names)["drained"] == ["rollout0"]
+    assert followed(driver.core, names) == {"present": [names[0], "rollout0"], "with_results": [], "drained": []}
+    driver.event(WorkerConnected(WorkerId("watcher"), OBSERVER, "host"))
+    driver.send("watcher", m.Drain(1, "rollout0"))
+    assert followed(driver.core, names)["drained"] == ["rollout0"]
 
 
 def test_the_oldest_waits_come_first_and_offers_count_as_waits() -> None:
-    talk = CoreDriver()
+    driver = CoreDriver()
     for number in range(3 * MAX_WAITS):
-        talk.now = float(number)
-        talk.say("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
-        talk.say("source0", offer_one(request=500 + number, prompt=number, members=1))
-    ages = [age_s for _, _, age_s in brief(talk)["waits"]]
+        driver.now = float(number)
+        driver.send("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
+        driver.send("source0", offer_one(request=500 + number, prompt=number, members=1))
+    ages = [age_s for _, _, age_s in brief(driver)["waits"]]
     assert ages == sorted(ages, reverse=True)
-    assert ages[0] == talk.now
+    assert ages[0] == driver.now

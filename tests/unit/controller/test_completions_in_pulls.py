@@ -43,7 +43,7 @@ class Desk:
         self.core.check()
         return [(one.worker, one.message) for one in commands if isinstance(one, Send)]
 
-    def say(self, worker: WorkerId, message: m.Message) -> Any:
+    def send(self, worker: WorkerId, message: m.Message) -> Any:
         """The one answer to it; None while it is parked."""
         answers = self.event(MessageReceived(worker, message))
         return answers[0][1] if answers else None
@@ -51,7 +51,7 @@ class Desk:
     def offer(self, rows: int) -> None:
         values = (Values("x", tuple(map(float, range(rows)))),)
         assert isinstance(
-            self.say(
+            self.send(
                 MAKER,
                 m.Offer(
                     request=1,
@@ -68,7 +68,7 @@ class Desk:
         )
 
     def pull(self, worker: WorkerId, stage: str, slots: int, *done: int) -> Any:
-        return self.say(worker, m.Pull(request=2, stage=stage, slots=slots, tokens=0, step=-1, done=done))
+        return self.send(worker, m.Pull(request=2, stage=stage, slots=slots, tokens=0, step=-1, done=done))
 
 
 def test_a_pull_says_that_an_earlier_batch_is_done() -> None:
@@ -96,7 +96,7 @@ def test_rows_of_which_everything_is_done_leave_the_board() -> None:
         inline=(Values("y", (0.0,) * 3),),
         spans=(),
     )
-    assert desk.say(OTHER, commit).refused == ()
+    assert desk.send(OTHER, commit).refused == ()
     assert desk.pull(READER, "read", 3, read.lease) is None  # parked: there is nothing more
     table = desk.core.state.table
     assert (table.groups, table.slots, table.leases, table.rows["rows"]) == ({}, {}, {}, 0)
@@ -149,9 +149,9 @@ def test_a_withdrawn_pull_too() -> None:
     desk.offer(1)
     first = desk.pull(READER, "read", 1)
     assert desk.pull(READER, "read", 1, first.lease) is None
-    desk.say(READER, m.CancelRequest(2))
+    desk.send(READER, m.CancelRequest(2))
     assert desk.pull(READER, "read", 1, first.lease) is None
-    assert f"the leases ({first.lease},)" in desk.say(READER, m.CancelRequest(2)).reason
+    assert f"the leases ({first.lease},)" in desk.send(READER, m.CancelRequest(2)).reason
 
 
 def test_what_makes_columns_is_not_done_by_a_pull() -> None:

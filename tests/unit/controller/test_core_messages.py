@@ -15,27 +15,27 @@ from tests.simulation.scenario import LEASE_S, MODEL, leases_of, offer_one, whol
 
 
 def granted_talk() -> tuple[CoreDriver, m.Grant]:
-    talk = CoreDriver()
-    talk.offer()
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver()
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    return talk, grant
+    return driver, grant
 
 
 def test_a_late_commit_is_refused() -> None:
-    talk, grant = granted_talk()
-    talk.now += LEASE_S + 1
-    talk.event(Tick())
-    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    driver, grant = granted_talk()
+    driver.now += LEASE_S + 1
+    driver.event(Tick())
+    ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
     assert answer.refused == grant.slots
-    assert talk.pull("rollout1", "rollout") is not None
+    assert driver.pull("rollout1", "rollout") is not None
 
 
 def test_a_commit_of_another_workers_lease_dismisses_who_said_it_and_the_lease_goes_on() -> None:
-    talk, grant = granted_talk()
-    reason, _ = talk.dismissed("rollout1", talk.generated(grant))
+    driver, grant = granted_talk()
+    reason, _ = driver.dismissed("rollout1", driver.generated(grant))
     assert f"rollout1 uses lease {grant.lease} for stage 'rollout', which is of rollout0" in reason
-    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
     assert answer.refused == ()
 
 
@@ -67,19 +67,19 @@ MALFORMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_commit_is_illegal_and_changes_nothing(name: str) -> None:
-    talk, grant = granted_talk()
-    talk.assert_illegal("rollout0", changed(talk.generated(grant), **MALFORMED[name]))
-    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    driver, grant = granted_talk()
+    driver.assert_illegal("rollout0", changed(driver.generated(grant), **MALFORMED[name]))
+    ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
     assert answer.refused == ()
 
 
 def test_spans_come_from_the_stage_that_generates_only() -> None:
-    talk, grant = granted_talk()
-    talk.say("rollout0", talk.generated(grant))
-    score = talk.pull("reward0", "reward")
+    driver, grant = granted_talk()
+    driver.send("rollout0", driver.generated(grant))
+    score = driver.pull("reward0", "reward")
     assert score is not None
     values = (Values("reward", (1.0,)),)
-    talk.assert_illegal(
+    driver.assert_illegal(
         "reward0",
         m.Commit(
             request=3,
@@ -94,24 +94,24 @@ def test_spans_come_from_the_stage_that_generates_only() -> None:
 
 
 def test_training_is_ended_by_the_step_not_by_a_commit() -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    grant = talk.pull("trainer0", "train", 0)
+    driver = CoreDriver()
+    driver.ready_to_train()
+    grant = driver.pull("trainer0", "train", 0)
     assert grant is not None
-    talk.assert_illegal(
+    driver.assert_illegal(
         "trainer0",
         m.Commit(request=5, stage="train", slots=grant.slots, leases=leases_of(grant), parts=(), inline=(), spans=()),
     )
 
 
 def test_a_step_ends_once_and_only_when_it_is_full() -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    talk.assert_illegal("trainer0", m.StepCompleted(0, ()))
-    assert talk.pull("trainer0", "train", 0) is not None
-    talk.assert_illegal("trainer0", m.StepCompleted(1, ()))
-    assert [c.step for c in talk.say("trainer0", m.StepCompleted(0, ())) if isinstance(c, StepClosed)] == [0]
-    talk.assert_illegal("trainer0", m.StepCompleted(0, ()))
+    driver = CoreDriver()
+    driver.ready_to_train()
+    driver.assert_illegal("trainer0", m.StepCompleted(0, ()))
+    assert driver.pull("trainer0", "train", 0) is not None
+    driver.assert_illegal("trainer0", m.StepCompleted(1, ()))
+    assert [c.step for c in driver.send("trainer0", m.StepCompleted(0, ())) if isinstance(c, StepClosed)] == [0]
+    driver.assert_illegal("trainer0", m.StepCompleted(0, ()))
 
 
 TURN = LaneTurn(sender="trainer0", receiver="rollout1", kind="weights", incarnation=0, sequence=0, transport="gloo")
@@ -123,17 +123,17 @@ TURN = LaneTurn(sender="trainer0", receiver="rollout1", kind="weights", incarnat
 )
 @pytest.mark.parametrize("worker", ["reward0"])
 def test_weights_that_nobody_asked_for_are_illegal_or_nothing(worker: str, message: m.Message) -> None:
-    talk = CoreDriver()
-    before = talk.snapshot()
+    driver = CoreDriver()
+    before = driver.snapshot()
     with contextlib.suppress(RemoteProtocolError):
-        assert talk.say(worker, message) == []
-    assert talk.snapshot() == before
+        assert driver.send(worker, message) == []
+    assert driver.snapshot() == before
 
 
 def test_what_only_the_controller_says_is_illegal() -> None:
-    talk = CoreDriver()
-    talk.assert_illegal("rollout0", m.OfferAccepted(1, 1))
-    talk.assert_illegal("rollout0", m.WeightsActivated("another model", 1))
+    driver = CoreDriver()
+    driver.assert_illegal("rollout0", m.OfferAccepted(1, 1))
+    driver.assert_illegal("rollout0", m.WeightsActivated("another model", 1))
 
 
 @pytest.mark.parametrize(
@@ -148,167 +148,171 @@ def test_what_only_the_controller_says_is_illegal() -> None:
     ],
 )
 def test_an_offer_that_can_never_be_worked_on_is_not_opened(columns: tuple[str, ...], lengths: tuple[int, ...]) -> None:
-    talk = CoreDriver()
+    driver = CoreDriver()
     try:
         offered = tuple(ColumnLengths(column, (length,)) for column, length in zip(columns, lengths, strict=True))
-        commands = talk.say(
+        commands = driver.send(
             "source0",
             m.Offer(request=1, flow="train", prompts=(0,), epoch=0, members=1, at_least=0, lengths=offered, tags=()),
         )
     except RemoteProtocolError:
         commands = []
-    assert talk.heard(commands, m.OfferAccepted) == []
-    assert talk.core.state.table.groups == {}
+    assert driver.sent(commands, m.OfferAccepted) == []
+    assert driver.core.state.table.groups == {}
 
 
 def test_an_owner_is_only_asked_for_what_has_reached_it() -> None:
     # rollout0 is to receive the prompt but has not said anything since: rollout1 must not be sent to it.
-    talk = CoreDriver()
-    talk.say(
+    driver = CoreDriver()
+    driver.send(
         "source0",
         offer_one(request=0, members=2),
     )
-    assert talk.pull("rollout0", "rollout") is not None
-    second = talk.pull("rollout1", "rollout")
+    assert driver.pull("rollout0", "rollout") is not None
+    second = driver.pull("rollout1", "rollout")
     assert second is not None
     assert [one.turn.sender for one in second.incoming] == ["source0"]
 
 
 def test_tensors_that_died_on_their_way_are_made_again() -> None:
     # The only owner dies while it sends; the receiver, who counts as a holder, then says that nothing came.
-    talk = CoreDriver()
-    talk.offer()
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver()
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    talk.say("rollout0", talk.generated(grant))
-    score = talk.pull("reward0", "reward")
+    driver.send("rollout0", driver.generated(grant))
+    score = driver.pull("reward0", "reward")
     assert score is not None
-    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
-    talk.undelivered("reward0", "reward", score)
-    again = talk.pull("rollout1", "rollout")
+    driver.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    driver.undelivered("reward0", "reward", score)
+    again = driver.pull("rollout1", "rollout")
     assert again is not None
     assert again.slots == grant.slots
 
 
 def test_a_failed_transfer_is_believed_even_when_its_lease_has_ended() -> None:
-    talk = CoreDriver()
-    talk.offer()
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver()
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    talk.now += LEASE_S + 1
-    talk.event(Tick())
-    talk.undelivered("rollout0", "rollout", grant)
-    again = talk.pull("rollout0", "rollout")
+    driver.now += LEASE_S + 1
+    driver.event(Tick())
+    driver.undelivered("rollout0", "rollout", grant)
+    again = driver.pull("rollout0", "rollout")
     assert again is not None
     assert [one.turn.sender for one in again.incoming] == ["source0"]
 
 
 def test_a_failed_transfer_counts_for_all_slots_of_a_group() -> None:
-    talk = CoreDriver(members=2)
-    talk.say(
+    driver = CoreDriver(members=2)
+    driver.send(
         "source0",
         offer_one(request=0, members=2),
     )
     for _ in range(2):
-        grant = talk.pull("rollout0", "rollout")
+        grant = driver.pull("rollout0", "rollout")
         assert grant is not None
-        talk.say("rollout0", talk.generated(grant))
-    talk.score()
-    talk.score()
-    first = talk.pull("trainer0", "train", 0)
+        driver.send("rollout0", driver.generated(grant))
+    driver.score()
+    driver.score()
+    first = driver.pull("trainer0", "train", 0)
     assert first is not None
-    talk.undelivered("trainer0", "train", first)
-    second = talk.pull("trainer0", "train", 0)
+    driver.undelivered("trainer0", "train", first)
+    second = driver.pull("trainer0", "train", 0)
     assert second is not None
     coming = {(p.column, item) for one in second.incoming for p in one.parts for item in p.ids}
     assert {("response", slot) for slot in first.slots} <= coming
 
 
 def test_a_dead_rollout_shows_in_the_ledger() -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    records = [c.state for c in talk.event(WorkerDisconnected(WorkerId("rollout0"), "")) if isinstance(c, AppendLedger)]
+    driver = CoreDriver()
+    driver.ready_to_train()
+    records = [
+        c.state for c in driver.event(WorkerDisconnected(WorkerId("rollout0"), "")) if isinstance(c, AppendLedger)
+    ]
     assert records[-1:] == ["in_flight"]
 
 
 def test_a_source_that_leaves_takes_its_prompts_along_without_a_crash() -> None:
-    talk = CoreDriver()
-    talk.offer()
-    talk.event(WorkerDisconnected(WorkerId("source0"), ""))
-    talk.pull("rollout0", "rollout")
+    driver = CoreDriver()
+    driver.offer()
+    driver.event(WorkerDisconnected(WorkerId("source0"), ""))
+    driver.pull("rollout0", "rollout")
 
 
 def test_an_evaluation_that_waits_for_new_weights_holds_up_nobody() -> None:
-    talk = CoreDriver(bound=1)
-    talk.offer("eval", at_least=1)
-    talk.offer("train", prompt=1)
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver(bound=1)
+    driver.offer("eval", at_least=1)
+    driver.offer("train", prompt=1)
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
     assert grant.prompts == (1,)
 
 
 def test_an_evaluation_is_opened_past_training_prompts_that_wait_for_admission() -> None:
-    talk = CoreDriver(bound=0)
-    talk.offer("train", prompt=0)
-    talk.offer("train", prompt=1)
-    assert len(talk.heard(talk.offer("eval", prompt=2), m.OfferAccepted)) == 1
+    driver = CoreDriver(bound=0)
+    driver.offer("train", prompt=0)
+    driver.offer("train", prompt=1)
+    assert len(driver.sent(driver.offer("eval", prompt=2), m.OfferAccepted)) == 1
 
 
 def test_a_stall_is_seen_on_a_clock_that_starts_at_zero() -> None:
-    talk = CoreDriver()
-    talk.configure(no_progress_timeout_s=10.0)
-    talk.offer()
-    talk.now = 11.0
-    assert [type(command) for command in talk.event(Tick())] == [EndRun]
+    driver = CoreDriver()
+    driver.configure(no_progress_timeout_s=10.0)
+    driver.offer()
+    driver.now = 11.0
+    assert [type(command) for command in driver.event(Tick())] == [EndRun]
 
 
 def test_illegal_talk_is_no_progress() -> None:
-    talk, grant = granted_talk()
-    talk.now = 5.0
-    talk.assert_illegal("rollout0", changed(talk.generated(grant), parts=()))
+    driver, grant = granted_talk()
+    driver.now = 5.0
+    driver.assert_illegal("rollout0", changed(driver.generated(grant), parts=()))
 
 
-def publish(talk: CoreDriver, version: int) -> list[Command]:
-    return talk.say("trainer0", m.Publish((whole(version),), ()))
+def publish(driver: CoreDriver, version: int) -> list[Command]:
+    return driver.send("trainer0", m.Publish((whole(version),), ()))
 
 
 def test_a_version_is_fetched_by_each_receiver_and_the_old_one_retired() -> None:
-    talk = CoreDriver()
-    fetched = talk.heard(publish(talk, 1), m.ReceiveWeights)
+    driver = CoreDriver()
+    fetched = driver.sent(publish(driver, 1), m.ReceiveWeights)
     assert [(who, fetch.weights.version, fetch.turn.sender) for who, fetch in fetched] == [
         ("rollout0", 1, "trainer0"),
         ("rollout1", 1, "rollout0"),  # passed on while it arrives
     ]
-    assert talk.heard(publish(talk, 2), m.ReceiveWeights) == []
-    first = talk.say("rollout0", m.WeightsStaged(MODEL, 1))
-    assert talk.heard(first, m.ReceiveWeights)[0][1].weights.version == 2
+    assert driver.sent(publish(driver, 2), m.ReceiveWeights) == []
+    first = driver.send("rollout0", m.WeightsStaged(MODEL, 1))
+    assert driver.sent(first, m.ReceiveWeights)[0][1].weights.version == 2
     # Each drops the old version when it has the new one and nobody fetches the old one from it.
-    assert [(who, retire.version) for who, retire in talk.heard(first, m.EvictVersion)] == [("trainer0", 1)]
-    last = talk.say("rollout1", m.WeightsStaged(MODEL, 1))
-    assert talk.heard(last, m.ReceiveWeights)[0][1].weights.version == 2
-    staged = talk.say("rollout0", m.WeightsStaged(MODEL, 2)) + talk.say("rollout1", m.WeightsStaged(MODEL, 2))
-    assert [(who, retire.version) for who, retire in talk.heard(staged, m.EvictVersion)] == [
+    assert [(who, retire.version) for who, retire in driver.sent(first, m.EvictVersion)] == [("trainer0", 1)]
+    last = driver.send("rollout1", m.WeightsStaged(MODEL, 1))
+    assert driver.sent(last, m.ReceiveWeights)[0][1].weights.version == 2
+    staged = driver.send("rollout0", m.WeightsStaged(MODEL, 2)) + driver.send("rollout1", m.WeightsStaged(MODEL, 2))
+    assert [(who, retire.version) for who, retire in driver.sent(staged, m.EvictVersion)] == [
         ("rollout0", 1),
         ("rollout1", 1),
     ]
 
 
 def test_nobody_fetches_from_a_holder_that_is_gone() -> None:
-    talk = CoreDriver()
-    publish(talk, 1)
-    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
-    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
-    assert "rollout0" not in {fetch.holder for fetch in talk.core.state.models.policy.fetching.values()}
-    assert {holder for holders in talk.core.state.models.policy.holders.values() for holder in holders} == {"trainer0"}
+    driver = CoreDriver()
+    publish(driver, 1)
+    driver.send("rollout0", m.WeightsStaged(MODEL, 1))
+    driver.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    assert "rollout0" not in {fetch.holder for fetch in driver.core.state.models.policy.fetching.values()}
+    assert {holder for holders in driver.core.state.models.policy.holders.values() for holder in holders} == {
+        "trainer0"
+    }
 
 
 def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
     # The holder dies, the controller orders another fetch, and only then the receiver says that the first one failed.
-    talk = CoreDriver()
-    talk.say("rollout1", m.WeightsActivated(MODEL, 0))
-    publish(talk, 1)
-    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
-    talk.say(
+    driver = CoreDriver()
+    driver.send("rollout1", m.WeightsActivated(MODEL, 0))
+    publish(driver, 1)
+    driver.send("rollout0", m.WeightsStaged(MODEL, 1))
+    driver.send(
         "rollout1",
         m.FetchFailed(
             LaneTurn(
@@ -318,13 +322,13 @@ def test_word_of_an_old_fetch_does_not_end_the_new_one() -> None:
             "lane broke",
         ),
     )
-    holder = talk.core.state.models.policy.fetching[WorkerId("rollout1")].holder
+    holder = driver.core.state.models.policy.fetching[WorkerId("rollout1")].holder
     assert holder == "rollout0"
-    talk.event(WorkerDisconnected(WorkerId("rollout0"), ""))
-    assert talk.core.state.models.policy.fetching[WorkerId("rollout1")].holder == "trainer0"
-    publish(talk, 2)
-    again = talk.heard(
-        talk.say(
+    driver.event(WorkerDisconnected(WorkerId("rollout0"), ""))
+    assert driver.core.state.models.policy.fetching[WorkerId("rollout1")].holder == "trainer0"
+    publish(driver, 2)
+    again = driver.sent(
+        driver.send(
             "rollout1",
             m.FetchFailed(
                 LaneTurn(

@@ -42,18 +42,18 @@ def test_a_long_reason_is_cut() -> None:
 
 
 def test_samples_that_are_lost_for_ever_new_reasons_do_not_fill_the_memory() -> None:
-    talk = CoreDriver(bound=0, groups_per_step=1, steps=3, members=1)
-    talk.offer(prompt=0)
+    driver = CoreDriver(bound=0, groups_per_step=1, steps=3, members=1)
+    driver.offer(prompt=0)
     for number in range(3):
-        grant = talk.pull("rollout0", "rollout")
+        grant = driver.pull("rollout0", "rollout")
         assert grant is not None
-        talk.say(
+        driver.send(
             "rollout0",
             m.ReleaseLease(
                 stage="rollout", slots=grant.slots, leases=leases_of(grant), lost=True, reason=f"{number}" + "x" * 10**6
             ),
         )
-    dropped = talk.core.state.dropped
+    dropped = driver.core.state.dropped
     assert sum(dropped.values()) == 3
     assert all(len(reason) <= MAX_NAME_CHARS for reason in dropped)
 
@@ -85,9 +85,9 @@ def test_what_is_left_out_of_a_report_is_its_numbers_only(tmp_path: Path, caplog
 
 
 def test_a_step_with_too_many_numbers_is_refused_and_changes_nothing() -> None:
-    talk = CoreDriver(bound=0, groups_per_step=1, steps=3)
-    talk.ready_to_train()
-    assert talk.pull("trainer0", "train", 0) is not None
+    driver = CoreDriver(bound=0, groups_per_step=1, steps=3)
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", 0) is not None
     with pytest.raises(RemoteProtocolError, match=r"trainer0 ended step 0, and 257 numbers .* name fewer"):
-        talk.say("trainer0", m.StepCompleted(0, tuple((f"{number}", 1.0) for number in range(MAX_NAMES + 1))))
-    assert talk.core.state.window.step == 0
+        driver.send("trainer0", m.StepCompleted(0, tuple((f"{number}", 1.0) for number in range(MAX_NAMES + 1))))
+    assert driver.core.state.window.step == 0

@@ -14,24 +14,24 @@ from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import MODEL, whole
 
 
-def driver(*rules: GuardRule, steps: int = 200, bound: int = 1) -> CoreDriver:
+def guarded_driver(*rules: GuardRule, steps: int = 200, bound: int = 1) -> CoreDriver:
     return CoreDriver(guards=rules, steps=steps, bound=bound)
 
 
-def train(talk: CoreDriver, step: int, **metrics: float) -> list[Command]:
+def train(driver: CoreDriver, step: int, **metrics: float) -> list[Command]:
     """One step of one group, with the newest weights and these metrics."""
     if step:
-        talk.say("trainer0", m.Publish((whole(step),), ()))
-        talk.say("rollout0", m.WeightsStaged(MODEL, step))
-        talk.say("rollout0", m.WeightsActivated(MODEL, step))
-    talk.offer(prompt=step)
-    grant = talk.pull("rollout0", "rollout")
+        driver.send("trainer0", m.Publish((whole(step),), ()))
+        driver.send("rollout0", m.WeightsStaged(MODEL, step))
+        driver.send("rollout0", m.WeightsActivated(MODEL, step))
+    driver.offer(prompt=step)
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    commit = dataclasses.replace(talk.generated(grant), spans=((step, 3),))
-    talk.say("rollout0", commit)
-    talk.score()
-    assert talk.pull("trainer0", "train", step) is not None
-    return talk.say("trainer0", m.StepCompleted(step, tuple(metrics.items())))
+    commit = dataclasses.replace(driver.generated(grant), spans=((step, 3),))
+    driver.send("rollout0", commit)
+    driver.score()
+    assert driver.pull("trainer0", "train", step) is not None
+    return driver.send("trainer0", m.StepCompleted(step, tuple(metrics.items())))
 
 
 def closed(commands: list[Command]) -> StepClosed:
@@ -43,8 +43,8 @@ def logged(commands: list[Command]) -> list[str]:
 
 
 def test_a_rule_warns_once_in_fifty_steps() -> None:
-    talk = driver(GuardRule("loss", above=1.0, steps=2))
-    found = [train(talk, step, loss=2.0) for step in range(104)]
+    driver = guarded_driver(GuardRule("loss", above=1.0, steps=2))
+    found = [train(driver, step, loss=2.0) for step in range(104)]
     assert [step for step, commands in enumerate(found) if logged(commands)] == [1, 51, 101]
     assert logged(found[1]) == [
         "guard loss above 1 for 2 steps (warn): loss is 2, outside its limit for 2 consecutive steps"
@@ -53,69 +53,69 @@ def test_a_rule_warns_once_in_fifty_steps() -> None:
 
 
 def test_a_limit_is_relative_to_the_median_of_the_steps_before() -> None:
-    talk = driver(GuardRule("grad_norm", above=3.0, median_of=4))
+    driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=4))
     norms = [1.0, 100.0, 2.0, float("nan"), 2.0, 6.0, 6.1, 7.0]
-    found = [train(talk, step, grad_norm=norm) for step, norm in enumerate(norms)]
+    found = [train(driver, step, grad_norm=norm) for step, norm in enumerate(norms)]
     # The median of 1, 100, 2 and 2 is 2, so 6 is inside the limit; of 100, 2, 2 and 6 it is 4, and of 2, 2, 6, 6.1 too.
     assert [step for step, commands in enumerate(found) if closed(commands).fired] == [3]
-    last = train(talk, len(norms), grad_norm=19.7)
+    last = train(driver, len(norms), grad_norm=19.7)
     assert closed(last).fired == (("grad_norm", 1),)
     text = "guard grad_norm above 3 times the median of 4 steps for 1 step (warn): grad_norm is 19.7"
-    assert talk.core.state.guards.firing == [f"{text}, outside its limit of 18.15 for 1 step"]
-    assert train(talk, len(norms) + 1, grad_norm=1.0)
-    assert talk.core.state.guards.firing == []
+    assert driver.core.state.guards.firing == [f"{text}, outside its limit of 18.15 for 1 step"]
+    assert train(driver, len(norms) + 1, grad_norm=1.0)
+    assert driver.core.state.guards.firing == []
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0])
 def test_a_median_that_is_not_positive_is_no_limit(norm: float) -> None:
-    talk = driver(GuardRule("grad_norm", above=3.0, median_of=2))
-    found = [train(talk, step, grad_norm=one) for step, one in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
+    driver = guarded_driver(GuardRule("grad_norm", above=3.0, median_of=2))
+    found = [train(driver, step, grad_norm=one) for step, one in enumerate([norm, norm, 5.0, 5.0, 5.0, 16.0])]
     assert [step for step, commands in enumerate(found) if closed(commands).fired] == [5]
 
 
 def test_the_status_has_what_fires_and_what_was_logged() -> None:
-    talk = driver(GuardRule("loss", above=1.0))
+    driver = guarded_driver(GuardRule("loss", above=1.0))
     for step, loss in enumerate([0.0, 2.0, 2.0]):
-        train(talk, step, loss=loss)
-    said = status(talk.core, 0.0, 60.0, {}, {}, {})["guards"]
+        train(driver, step, loss=loss)
+    said = status(driver.core, 0.0, 60.0, {}, {}, {})["guards"]
     text = "guard loss above 1 for 1 step (warn): loss is 2, outside its limit for"
     assert said == {"firing": [f"{text} 2 consecutive steps"], "log": [[1, f"{text} 1 step"]]}
 
 
 def test_a_hold_is_recorded_and_ends_by_itself() -> None:
-    talk = driver(GuardRule("loss", above=1.0, action="hold", hold_steps=2))
-    assert talk.core.state.admission(talk.core.env).may_train(5, 4)
-    commands = train(talk, 0, loss=2.0)
+    driver = guarded_driver(GuardRule("loss", above=1.0, action="hold", hold_steps=2))
+    assert driver.core.state.admission(driver.core.env).may_train(5, 4)
+    commands = train(driver, 0, loss=2.0)
     assert AppendReplay(CounterSet(HELD_UNTIL, 3)) in commands
     assert "the staleness bound is 0 for 2 steps" in logged(commands)[0]
-    held = talk.core.state.admission(talk.core.env)
+    held = driver.core.state.admission(driver.core.env)
     assert (held.may_train(1, 0), held.may_train(2, 1), held.may_train(3, 2)) == (False, False, True)
     assert (held.may_start(2, 1), held.may_start(3, 2), held.may_open(1, 1)) == (False, True, False)
-    train(talk, 1, loss=0.0)
-    train(talk, 2, loss=0.0)
-    assert talk.core.state.admission(talk.core.env) is talk.core.env.policies.admission
+    train(driver, 1, loss=0.0)
+    train(driver, 2, loss=0.0)
+    assert driver.core.state.admission(driver.core.env) is driver.core.env.policies.admission
 
 
 def test_a_finished_sample_of_older_weights_is_generated_again() -> None:
-    talk = driver(GuardRule("loss", above=1.0, action="hold"))
-    talk.ready_to_train()
-    assert talk.pull("trainer0", "train", 0) is not None
-    talk.offer(prompt=1)
-    grant = talk.pull("rollout0", "rollout")
+    driver = guarded_driver(GuardRule("loss", above=1.0, action="hold"))
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", 0) is not None
+    driver.offer(prompt=1)
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    talk.say("rollout0", talk.generated(grant))
-    talk.say("trainer0", m.StepCompleted(0, (("loss", 2.0),)))
-    assert dict(talk.core.state.dropped) == {"over-age": 1}
+    driver.send("rollout0", driver.generated(grant))
+    driver.send("trainer0", m.StepCompleted(0, (("loss", 2.0),)))
+    assert dict(driver.core.state.dropped) == {"over-age": 1}
 
 
 @pytest.mark.parametrize("value", [2.0, float("nan"), float("inf")])
 def test_a_stop_ends_the_run_after_a_checkpoint(value: float) -> None:
-    talk = driver(GuardRule("loss", above=1.0, action="stop"))
-    commands = train(talk, 0, loss=value)
+    driver = guarded_driver(GuardRule("loss", above=1.0, action="stop"))
+    commands = train(driver, 0, loss=value)
     assert [one for one in commands if isinstance(one, EndRun)] == []
-    assert talk.heard(commands, m.Drain) == [("trainer0", m.Drain(0, "trainer0"))]
-    talk.say("trainer0", m.CheckpointWritten(9, 1))
-    [end] = [one for one in talk.say("trainer0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    assert driver.sent(commands, m.Drain) == [("trainer0", m.Drain(0, "trainer0"))]
+    driver.send("trainer0", m.CheckpointWritten(9, 1))
+    [end] = [one for one in driver.send("trainer0", m.RoleCompleted()) if isinstance(one, EndRun)]
     assert end == EndRun(
         f"guard loss above 1 for 1 step (stop): loss is {value:g}, outside its limit for 1 step; saved after 1 steps",
         EXIT_GUARD,
@@ -123,21 +123,21 @@ def test_a_stop_ends_the_run_after_a_checkpoint(value: float) -> None:
 
 
 def test_a_trainer_that_does_not_save_is_not_waited_for_forever() -> None:
-    talk = driver(GuardRule("loss", above=1.0, action="stop"))
-    train(talk, 0, loss=2.0)
-    talk.now = 1000.0
-    [end] = [one for one in talk.event(Tick()) if isinstance(one, EndRun)]
+    driver = guarded_driver(GuardRule("loss", above=1.0, action="stop"))
+    train(driver, 0, loss=2.0)
+    driver.now = 1000.0
+    [end] = [one for one in driver.event(Tick()) if isinstance(one, EndRun)]
     assert end.code == EXIT_GUARD
     assert "trainer0 has not saved" in end.reason
 
 
 def test_a_stop_in_the_last_step_lets_the_run_complete() -> None:
-    talk = driver(GuardRule("loss", above=1.0, action="stop"), steps=1)
-    commands = train(talk, 0, loss=2.0)
+    driver = guarded_driver(GuardRule("loss", above=1.0, action="stop"), steps=1)
+    commands = train(driver, 0, loss=2.0)
     assert logged(commands)
-    assert talk.heard(commands, m.Drain) == []
-    talk.say("trainer0", m.RoleCompleted())
-    [end] = [one for one in talk.say("source0", m.RoleCompleted()) if isinstance(one, EndRun)]
+    assert driver.sent(commands, m.Drain) == []
+    driver.send("trainer0", m.RoleCompleted())
+    [end] = [one for one in driver.send("source0", m.RoleCompleted()) if isinstance(one, EndRun)]
     assert end.code == 0
 
 

@@ -8,14 +8,14 @@ from tests.simulation.core_driver import CoreDriver
 
 def test_a_lease_of_before_has_a_number_of_before() -> None:
     """Else the same number would be given to somebody else one day, and take the first one's slots out of the world."""
-    talk = CoreDriver()
-    talk.offer()
-    (slot,) = talk.core.state.table.slots.values()
-    for number in (talk.core.state.table.first_lease, talk.core.state.table.first_lease + 5):
-        talk.assert_illegal(
+    driver = CoreDriver()
+    driver.offer()
+    (slot,) = driver.core.state.table.slots.values()
+    for number in (driver.core.state.table.first_lease, driver.core.state.table.first_lease + 5):
+        driver.assert_illegal(
             "rollout0", m.RenewLease(lease=number, stage="rollout", step=-1, slots=(slot.id,), attempts=(slot.attempt,))
         )
-    grant = talk.pull("rollout1", "rollout")
+    grant = driver.pull("rollout1", "rollout")
     assert grant is not None
     assert grant.slots == (slot.id,)
 

@@ -95,23 +95,23 @@ class Stage:
         self.pull("reward0", "reward", 64)
         self.pull("trainer0", "train", 0, position.step)
         if position.step:
-            self.say("trainer0", m.Publish((whole(position.step),), ()))
+            self.send("trainer0", m.Publish((whole(position.step),), ()))
         for _ in range(WORKERS):
             self.rise()
         self.listen()
 
-    def say(self, name: str, message: m.Message) -> None:
+    def send(self, name: str, message: m.Message) -> None:
         self.said.append(MessageReceived(WorkerId(name), message))
 
     def pull(self, name: str, stage: str, slots: int, step: int = -1) -> None:
         self.requests += 1
-        self.say(name, m.Pull(request=self.requests, stage=stage, slots=slots, tokens=0, step=step))
+        self.send(name, m.Pull(request=self.requests, stage=stage, slots=slots, tokens=0, step=step))
 
     def rise(self) -> None:
         name = f"rollout{next(self.names)}"
         self.engines[name] = SimulatedRollout(GenerationCost(1.0), LENGTHS, self.pace, rows=ROWS)
         self.said.append(WorkerConnected(WorkerId(name), "rollout", "host"))
-        self.say(name, m.WeightsActivated(MODEL, 0))
+        self.send(name, m.WeightsActivated(MODEL, 0))
         self.pull(name, "rollout", ROWS)
 
     def listen(self) -> None:
@@ -127,15 +127,15 @@ class Stage:
             return
         name, message = command.worker, command.message
         if isinstance(message, m.ReceiveWeights) and name in self.engines:
-            self.say(name, m.WeightsStaged(MODEL, message.weights.version))
-            self.say(name, m.WeightsActivated(MODEL, message.weights.version))
+            self.send(name, m.WeightsStaged(MODEL, message.weights.version))
+            self.send(name, m.WeightsActivated(MODEL, message.weights.version))
             self.engines[name].version = message.weights.version
         elif isinstance(message, m.Grant) and name in self.engines:
             self.begin(name, message)
         elif isinstance(message, m.Grant) and name == "reward0":
             values = (Values("reward", (1.0,) * len(message.slots)),)
             self.requests += 1
-            self.say(
+            self.send(
                 name,
                 m.Commit(
                     request=self.requests,
@@ -170,8 +170,8 @@ class Stage:
             for row, slot in enumerate(grant.slots):
                 self.trained[grant.prompts[row], grant.members[row]] = lengths[slot], step
         else:
-            self.say("trainer0", m.StepCompleted(step, ()))
-            self.say("trainer0", m.Publish((whole(step + 1),), ()))
+            self.send("trainer0", m.StepCompleted(step, ()))
+            self.send("trainer0", m.Publish((whole(step + 1),), ()))
             step += 1
         if step < SCENARIO.steps:
             self.pull("trainer0", "train", 0, step)
@@ -200,7 +200,7 @@ class Stage:
             self.requests += 1
             slot, lease = self.running.pop(done.key)
             parts = tuple(Part(column, (slot,), (len(done.tokens),)) for column in ("response", "logprobs"))
-            self.say(
+            self.send(
                 name,
                 m.Commit(
                     request=self.requests,

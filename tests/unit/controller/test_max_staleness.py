@@ -13,81 +13,81 @@ from tests.simulation.scenario import MODEL, offer_one, offered_lengths, whole
 
 
 def test_an_over_age_sample_is_refused_dropped_and_offered_again() -> None:
-    talk = CoreDriver(bound=0, groups_per_step=1, steps=3)
-    talk.ready_to_train()
-    assert talk.pull("trainer0", "train", 0) is not None
-    talk.say("trainer0", m.StepCompleted(0, ()))
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    talk.say("rollout0", m.WeightsActivated(MODEL, 1))
-    talk.offer(prompt=5)
-    first = talk.pull("rollout0", "rollout")
+    driver = CoreDriver(bound=0, groups_per_step=1, steps=3)
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", 0) is not None
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    driver.send("rollout0", m.WeightsActivated(MODEL, 1))
+    driver.offer(prompt=5)
+    first = driver.pull("rollout0", "rollout")
     assert first is not None
     assert first.attempts == (0,)
     # It says that old weights made the tokens, although it had newer ones: one version too many for bound 0.
-    heard = talk.say("rollout0", talk.generated(first))
-    [(_, answer)] = talk.heard(heard, m.Committed)
+    heard = driver.send("rollout0", driver.generated(first))
+    [(_, answer)] = driver.sent(heard, m.Committed)
     assert answer.refused == first.slots
     assert answer.reason == "older than the staleness bound"
     states = [(record.state, record.reason) for record in heard if isinstance(record, AppendLedger)]
     assert states == [("dropped", "over-age"), ("in_flight", "offered again")]
-    assert talk.core.state.dropped == {"over-age": 1}
-    again = talk.pull("rollout0", "rollout")
+    assert driver.core.state.dropped == {"over-age": 1}
+    again = driver.pull("rollout0", "rollout")
     assert again is not None
     assert (again.slots, again.prompts, again.attempts) == (first.slots, (5,), (1,))
 
 
 def test_generation_waits_for_the_newest_weights_at_bound_zero() -> None:
-    talk = CoreDriver(bound=0, groups_per_step=1, steps=3)
-    talk.ready_to_train()
-    assert talk.pull("trainer0", "train", 0) is not None
-    talk.say("trainer0", m.StepCompleted(0, ()))
-    talk.offer(prompt=5)
-    assert talk.pull("rollout1", "rollout") is None
-    [(_, reason, _)] = [one for one in talk.core.waiting() if one[0] == "rollout1"]
+    driver = CoreDriver(bound=0, groups_per_step=1, steps=3)
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", 0) is not None
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    driver.offer(prompt=5)
+    assert driver.pull("rollout1", "rollout") is None
+    [(_, reason, _)] = [one for one in driver.core.waiting() if one[0] == "rollout1"]
     assert reason == "newer weights: 1 slots ready for rollout, but version 0 would be too old"
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    granted = talk.heard(talk.say("rollout1", m.WeightsActivated(MODEL, 1)), m.Grant)
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    granted = driver.sent(driver.send("rollout1", m.WeightsActivated(MODEL, 1)), m.Grant)
     assert [grant.prompts for _, grant in granted] == [(5,)]
 
 
 @pytest.mark.parametrize("policy", OnLostSample)
 def test_an_over_age_member_follows_the_policy(policy: OnLostSample) -> None:
-    talk = CoreDriver(bound=0, groups_per_step=1, steps=3, members=3, on_lost_sample=policy)
-    talk.ready_to_train()
-    assert talk.pull("trainer0", "train", 0) is not None
-    talk.say("trainer0", m.StepCompleted(0, ()))
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    talk.say("rollout0", m.WeightsActivated(MODEL, 1))
-    talk.say(
+    driver = CoreDriver(bound=0, groups_per_step=1, steps=3, members=3, on_lost_sample=policy)
+    driver.ready_to_train()
+    assert driver.pull("trainer0", "train", 0) is not None
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    driver.send("rollout0", m.WeightsActivated(MODEL, 1))
+    driver.send(
         "source0",
         offer_one(request=9, prompt=5, members=3),
     )
-    grants = [talk.pull("rollout0", "rollout") for _ in range(3)]
+    grants = [driver.pull("rollout0", "rollout") for _ in range(3)]
     granted = [grant for grant in grants if grant is not None]
     # The first member says that old weights made it, the others were made with the new ones.
     answers = [
         answer
         for grant, version in zip(granted, (0, 1, 1), strict=True)
-        for _, answer in talk.heard(
-            talk.say("rollout0", dataclasses.replace(talk.generated(grant), spans=((version, 3),))), m.Committed
+        for _, answer in driver.sent(
+            driver.send("rollout0", dataclasses.replace(driver.generated(grant), spans=((version, 3),))), m.Committed
         )
     ]
     alive = 2 if policy is not OnLostSample.DROP_GROUP else 0
     assert [len(answer.refused) for answer in answers] == [1, *[0 if alive else 1] * 2]
     for _ in range(alive):
-        talk.score()
-    trained = talk.pull("trainer0", "train", 1)
+        driver.score()
+    trained = driver.pull("trainer0", "train", 1)
     members = {OnLostSample.REGENERATE: None, OnLostSample.DROP_GROUP: None, OnLostSample.TRAIN_REMAINING: (1, 2)}[
         policy
     ]
     assert (trained and trained.members) == members
-    again = talk.pull("rollout0", "rollout")
+    again = driver.pull("rollout0", "rollout")
     assert (again and (again.members, again.attempts)) == (((0,), (1,)) if policy is OnLostSample.REGENERATE else None)
-    assert talk.core.state.dropped == {"over-age": 1}
+    assert driver.core.state.dropped == {"over-age": 1}
 
 
 def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> None:
-    talk = CoreDriver(bound=0, groups_per_step=3, steps=1)
+    driver = CoreDriver(bound=0, groups_per_step=3, steps=1)
     for number, prompts in enumerate([(0, 1), (2, 3)]):
         offer = m.Offer(
             request=number,
@@ -99,17 +99,17 @@ def test_an_offer_of_several_prompts_cannot_hold_up_the_step_that_needs_it() -> 
             lengths=offered_lengths(4, 1, prompts=2),
             tags=(),
         )
-        assert len(talk.heard(talk.say("source0", offer), m.OfferAccepted)) == 1
-    assert talk.heard(talk.offer(prompt=5), m.OfferAccepted) == []
+        assert len(driver.sent(driver.send("source0", offer), m.OfferAccepted)) == 1
+    assert driver.sent(driver.offer(prompt=5), m.OfferAccepted) == []
 
 
 def test_a_prompt_that_nobody_can_send_any_more_is_dropped_when_the_trainer_gives_it_back() -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    grant = talk.pull("trainer0", "train", 0)
+    driver = CoreDriver()
+    driver.ready_to_train()
+    grant = driver.pull("trainer0", "train", 0)
     assert grant is not None
     for holder in ("source0", "rollout0"):
-        talk.event(WorkerDisconnected(WorkerId(holder), ""))
-    talk.undelivered("trainer0", "train", grant)
-    assert talk.core.state.table.groups == {}
-    assert talk.core.state.dropped == {"its source left": 1}
+        driver.event(WorkerDisconnected(WorkerId(holder), ""))
+    driver.undelivered("trainer0", "train", grant)
+    assert driver.core.state.table.groups == {}
+    assert driver.core.state.dropped == {"its source left": 1}

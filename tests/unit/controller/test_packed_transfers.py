@@ -8,17 +8,17 @@ from tests.simulation.core_driver import CoreDriver
 from tests.simulation.scenario import offer_one
 
 
-def forget_copies(talk: CoreDriver) -> None:
+def forget_copies(driver: CoreDriver) -> None:
     """The reward worker leaves: what it was sent to score has one owner again, whoever made it."""
-    talk.event(WorkerDisconnected(WorkerId("reward0"), ""))
+    driver.event(WorkerDisconnected(WorkerId("reward0"), ""))
 
 
 def test_all_columns_of_one_owner_come_together() -> None:
     """Two columns that rollout0 made, in one transfer, though reward0 has a copy of one; the prompt comes along."""
-    talk = CoreDriver()
-    talk.ready_to_train()
-    commands = talk.say("trainer0", m.Pull(request=1, stage="train", slots=1, tokens=0, step=0))
-    ((who, grant),) = talk.heard(commands, m.Grant)
+    driver = CoreDriver()
+    driver.ready_to_train()
+    commands = driver.send("trainer0", m.Pull(request=1, stage="train", slots=1, tokens=0, step=0))
+    ((who, grant),) = driver.sent(commands, m.Grant)
     assert who == "trainer0"
     (incoming,) = grant.incoming
     assert incoming.turn.sender == "rollout0"
@@ -27,26 +27,26 @@ def test_all_columns_of_one_owner_come_together() -> None:
         Part("prompt", grant.groups, (4,)),
         Part("response", grant.slots, (3,)),
     ]
-    ((sender, order),) = talk.heard(commands, m.SendSamples)
+    ((sender, order),) = driver.sent(commands, m.SendSamples)
     assert (sender, order.turn, order.parts) == ("rollout0", incoming.turn, incoming.parts)
 
 
 def test_rows_of_one_owner_come_together_and_those_of_another_in_a_transfer_of_their_own() -> None:
-    talk = CoreDriver(members=3)
-    talk.say(
+    driver = CoreDriver(members=3)
+    driver.send(
         "source0",
         offer_one(request=0, members=3),
     )
     made: dict[str, list[int]] = {"rollout0": [], "rollout1": []}
     for worker in ("rollout0", "rollout1", "rollout0"):
-        generate = talk.pull(worker, "rollout")
+        generate = driver.pull(worker, "rollout")
         assert generate is not None
-        talk.say(worker, talk.generated(generate))
+        driver.send(worker, driver.generated(generate))
         made[worker] += generate.slots
     for _ in range(3):
-        talk.score()
-    forget_copies(talk)
-    grant = talk.pull("trainer0", "train", 0)
+        driver.score()
+    forget_copies(driver)
+    grant = driver.pull("trainer0", "train", 0)
     assert grant is not None
     assert len(grant.slots) == 3
     assert len(grant.incoming) == 2

@@ -22,11 +22,11 @@ from tests.simulation.scenario import MODEL, Scenario, offer_one, whole
 
 
 def granted_talk(**scenario: Any) -> tuple[CoreDriver, m.Grant]:
-    talk = CoreDriver(**scenario)
-    talk.offer()
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver(**scenario)
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    return talk, grant
+    return driver, grant
 
 
 def changed(commit: m.Commit, **fields: Any) -> m.Commit:
@@ -45,23 +45,23 @@ WRONG_COMMITS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", WRONG_COMMITS)
 def test_a_wrong_commit_dismisses_its_worker_and_the_sample_goes_to_another(kind: str) -> None:
     fields, words = WRONG_COMMITS[kind]
-    talk, grant = granted_talk()
-    reason, commands = talk.dismissed("rollout0", changed(talk.generated(grant), **fields))
+    driver, grant = granted_talk()
+    reason, commands = driver.dismissed("rollout0", changed(driver.generated(grant), **fields))
     assert reason.startswith("protocol violation: ")
     assert "rollout0" in reason
     assert words in reason
     assert not [one for one in commands if isinstance(one, EndRun)]
-    again = talk.pull("rollout1", "rollout")
+    again = driver.pull("rollout1", "rollout")
     assert again is not None
     assert again.slots == grant.slots
-    ((_, answer),) = talk.heard(talk.say("rollout1", talk.generated(again)), m.Committed)
+    ((_, answer),) = driver.sent(driver.send("rollout1", driver.generated(again)), m.Committed)
     assert answer.refused == ()
 
 
 def test_a_trainer_that_breaks_the_protocol_ends_a_run_that_cannot_go_on_without_it() -> None:
-    talk = CoreDriver()
-    talk.configure(critical_roles=("trainer",))
-    _, commands = talk.dismissed("trainer0", m.StepCompleted(7, ()))
+    driver = CoreDriver()
+    driver.configure(critical_roles=("trainer",))
+    _, commands = driver.dismissed("trainer0", m.StepCompleted(7, ()))
     (end,) = [one for one in commands if isinstance(one, EndRun)]
     assert end.code == 1
     assert end.reason.startswith("trainer0: protocol violation: trainer0 ended step 7")
@@ -69,28 +69,28 @@ def test_a_trainer_that_breaks_the_protocol_ends_a_run_that_cannot_go_on_without
 
 @pytest.mark.parametrize("divergence", [math.nan, math.inf, -1.0])
 def test_a_divergence_that_is_no_number_ends_the_run_of_the_trainer_that_says_it(divergence: float) -> None:
-    talk = CoreDriver()
-    talk.configure(critical_roles=("trainer",))
-    reason, _ = talk.dismissed("trainer0", m.Publish((whole(1),), ((0, divergence),)))
+    driver = CoreDriver()
+    driver.configure(critical_roles=("trainer",))
+    reason, _ = driver.dismissed("trainer0", m.Publish((whole(1),), ((0, divergence),)))
     assert "a divergence that is no number of at least 0" in reason
-    assert talk.core.state.models.policy.newest == 0
+    assert driver.core.state.models.policy.newest == 0
 
 
 def test_after_the_end_of_the_run_violations_change_nothing() -> None:
-    talk = CoreDriver()
-    talk.core.state.end("the run is complete", 0)
-    before = talk.snapshot()
-    assert talk.core.handle(MessageReceived(WorkerId("rollout0"), m.OfferAccepted(1, 1)), 0.0) == []
-    assert talk.snapshot() == before
+    driver = CoreDriver()
+    driver.core.state.end("the run is complete", 0)
+    before = driver.snapshot()
+    assert driver.core.handle(MessageReceived(WorkerId("rollout0"), m.OfferAccepted(1, 1)), 0.0) == []
+    assert driver.snapshot() == before
 
 
 def test_a_worker_that_is_not_in_the_run_is_told_so_and_changes_nothing() -> None:
-    talk = CoreDriver()
-    before = talk.snapshot()
-    (command,) = talk.core.handle(MessageReceived(WorkerId("stranger"), m.WeightsActivated(MODEL, 0)), 0.0)
+    driver = CoreDriver()
+    before = driver.snapshot()
+    (command,) = driver.core.handle(MessageReceived(WorkerId("stranger"), m.WeightsActivated(MODEL, 0)), 0.0)
     assert isinstance(command, Dismiss)
     assert "stranger" in command.reason
-    assert talk.snapshot() == before
+    assert driver.snapshot() == before
 
 
 # ---- roles
@@ -117,34 +117,34 @@ WITHOUT_THE_RIGHT: dict[str, tuple[str, m.Message, str]] = {
 @pytest.mark.parametrize("kind", WITHOUT_THE_RIGHT)
 def test_what_a_role_has_no_right_to_say_dismisses_the_speaker_alone(kind: str) -> None:
     worker, message, words = WITHOUT_THE_RIGHT[kind]
-    talk = CoreDriver()
-    talk.configure(critical_roles=("trainer",))
-    talk.assert_illegal(worker, message)
-    reason, commands = talk.dismissed(worker, message)
+    driver = CoreDriver()
+    driver.configure(critical_roles=("trainer",))
+    driver.assert_illegal(worker, message)
+    reason, commands = driver.dismissed(worker, message)
     assert reason.startswith(f"protocol violation: {worker} ")
     assert words in reason
-    assert talk.core.ended is None
+    assert driver.core.ended is None
     assert not [one for one in commands if isinstance(one, EndRun)]
 
 
 def test_a_version_of_a_stranger_does_not_make_the_trainers_next_one_illegal() -> None:
-    talk = CoreDriver()
-    talk.configure(critical_roles=("trainer",))
-    talk.dismissed("reward0", m.Publish((whole(10**9),), ()))
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    assert talk.core.state.models.policy.newest == 1
-    assert talk.core.ended is None
+    driver = CoreDriver()
+    driver.configure(critical_roles=("trainer",))
+    driver.dismissed("reward0", m.Publish((whole(10**9),), ()))
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    assert driver.core.state.models.policy.newest == 1
+    assert driver.core.ended is None
 
 
 def test_an_observer_cancels_the_run_but_not_with_success() -> None:
-    talk = CoreDriver()
+    driver = CoreDriver()
     for name in ("observer-1", "observer-2"):
-        talk.event(WorkerConnected(WorkerId(name), "observer", "host"))
-    reason, _ = talk.dismissed("observer-1", m.Stop("complete", 0))
+        driver.event(WorkerConnected(WorkerId(name), "observer", "host"))
+    reason, _ = driver.dismissed("observer-1", m.Stop("complete", 0))
     assert "exit code 0" in reason
-    assert talk.core.ended is None
-    talk.say("observer-2", m.Stop("cancelled", 130))
-    assert talk.core.ended == EndRun("cancelled", 130)
+    assert driver.core.ended is None
+    driver.send("observer-2", m.Stop("cancelled", 130))
+    assert driver.core.ended == EndRun("cancelled", 130)
 
 
 @pytest.mark.parametrize(
@@ -166,22 +166,22 @@ def test_an_observer_cancels_the_run_but_not_with_success() -> None:
 def test_a_request_without_the_right_to_it_is_refused_and_changes_nothing(
     worker: str, request_: m.Message, words: str
 ) -> None:
-    talk = CoreDriver()
-    talk.ready_to_train()
-    before = talk.snapshot()
-    ((_, refused),) = talk.heard(talk.say(worker, request_), m.Rejected)
+    driver = CoreDriver()
+    driver.ready_to_train()
+    before = driver.snapshot()
+    ((_, refused),) = driver.sent(driver.send(worker, request_), m.Rejected)
     assert re.search(words, refused.reason)
-    assert talk.snapshot() == before
+    assert driver.snapshot() == before
 
 
 def test_a_prompt_number_out_of_range_is_refused_and_a_large_one_is_a_prompt_like_any_other() -> None:
-    talk = CoreDriver()
-    before = talk.snapshot()
-    ((_, refused),) = talk.heard(talk.offer(prompt=-1), m.Rejected)
+    driver = CoreDriver()
+    before = driver.snapshot()
+    ((_, refused),) = driver.sent(driver.offer(prompt=-1), m.Rejected)
     assert "prompt -1 is not a number from 0 to 2^63 - 1" in refused.reason
-    assert talk.snapshot() == before
-    assert talk.heard(talk.say("source0", offer_of(2**62)), m.OfferAccepted)
-    grant = talk.pull("rollout0", "rollout")
+    assert driver.snapshot() == before
+    assert driver.sent(driver.send("source0", offer_of(2**62)), m.OfferAccepted)
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
     assert grant.prompts == (2**62,)
 
@@ -192,12 +192,12 @@ def offer_of(prompt: int) -> m.Offer:
 
 def test_a_step_is_ended_only_by_a_worker_that_trains_where_no_role_is_named_for_it() -> None:
     core = make_core(Scenario(members=1, groups_per_step=1, references=0), checkpointing_roles=(), source_roles=())
-    talk = CoreDriver.__new__(CoreDriver)
-    talk.core, talk.now = core, 0.0
+    driver = CoreDriver.__new__(CoreDriver)
+    driver.core, driver.now = core, 0.0
     for worker in ("one", "other"):
-        talk.event(WorkerConnected(WorkerId(worker), "any", "host"))
-    talk.pull("one", "train", 0)
-    reason, _ = talk.dismissed("other", m.StepCompleted(0, ()))
+        driver.event(WorkerConnected(WorkerId(worker), "any", "host"))
+    driver.pull("one", "train", 0)
+    reason, _ = driver.dismissed("other", m.StepCompleted(0, ()))
     assert "has never pulled 'train'" in reason
 
 
@@ -205,18 +205,18 @@ def test_a_step_is_ended_only_by_a_worker_that_trains_where_no_role_is_named_for
 
 
 def test_a_lease_that_is_another_workers_or_was_never_given_dismisses_who_uses_it() -> None:
-    talk, grant = granted_talk()
+    driver, grant = granted_talk()
     foreign = m.ReleaseLease(stage="rollout", slots=grant.slots, leases=(grant.lease,), lost=True, reason="")
-    reason, _ = talk.dismissed("reward0", foreign)
+    reason, _ = driver.dismissed("reward0", foreign)
     assert f"reward0 uses lease {grant.lease}, which is of rollout0" in reason
-    reason, _ = talk.dismissed("rollout1", changed(talk.generated(grant), leases=(10**15,)))
+    reason, _ = driver.dismissed("rollout1", changed(driver.generated(grant), leases=(10**15,)))
     assert f"uses lease {10**15} for stage 'rollout', which was never given" in reason
-    ((_, answer),) = talk.heard(talk.say("rollout0", talk.generated(grant)), m.Committed)
+    ((_, answer),) = driver.sent(driver.send("rollout0", driver.generated(grant)), m.Committed)
     assert answer.refused == ()
 
 
 def test_a_lease_on_another_stage_dismisses_who_uses_it() -> None:
-    talk, grant = granted_talk()
+    driver, grant = granted_talk()
     commit = m.Commit(
         request=9,
         stage="reward",
@@ -226,15 +226,15 @@ def test_a_lease_on_another_stage_dismisses_who_uses_it() -> None:
         inline=(Values("reward", (1.0,)),),
         spans=(),
     )
-    reason, _ = talk.dismissed("rollout0", commit)
+    reason, _ = driver.dismissed("rollout0", commit)
     assert f"uses lease {grant.lease} for stage 'reward', which is on stage 'rollout'" in reason
 
 
 def test_a_pull_with_a_foreign_lease_dismisses_who_sends_it_and_registers_nothing() -> None:
-    talk, grant = granted_talk()
+    driver, grant = granted_talk()
     pull = m.Pull(request=9, stage="evaluate", slots=1, tokens=0, step=-1, done=(grant.lease,))
-    talk.assert_illegal("evaluate0", pull)
-    reason, _ = talk.dismissed("evaluate0", pull)
+    driver.assert_illegal("evaluate0", pull)
+    reason, _ = driver.dismissed("evaluate0", pull)
     assert "which is of rollout0" in reason
 
 
@@ -243,9 +243,9 @@ def test_a_pull_with_a_foreign_lease_dismisses_who_sends_it_and_registers_nothin
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e308])
 def test_a_reward_that_no_trainer_can_use_dismisses_who_commits_it(reward: float) -> None:
-    talk, generated = granted_talk()
-    talk.say("rollout0", talk.generated(generated))
-    grant = talk.pull("reward0", "reward")
+    driver, generated = granted_talk()
+    driver.send("rollout0", driver.generated(generated))
+    grant = driver.pull("reward0", "reward")
     assert grant is not None
     commit = m.Commit(
         request=3,
@@ -256,32 +256,32 @@ def test_a_reward_that_no_trainer_can_use_dismisses_who_commits_it(reward: float
         inline=(Values("reward", (reward,)),),
         spans=(),
     )
-    reason, _ = talk.dismissed("reward0", commit)
+    reason, _ = driver.dismissed("reward0", commit)
     assert f"by reward0: column 'reward' has {reward} at row 0; a number must be finite and at most 3e38" in reason
-    talk.event(WorkerConnected(WorkerId("reward1"), "reward", "host"))
-    assert talk.pull("reward1", "reward") is not None
+    driver.event(WorkerConnected(WorkerId("reward1"), "reward", "host"))
+    assert driver.pull("reward1", "reward") is not None
 
 
 def test_a_span_with_a_negative_number_of_tokens_dismisses_who_commits_it() -> None:
-    talk, grant = granted_talk()
-    reason, _ = talk.dismissed("rollout0", changed(talk.generated(grant), spans=((0, -3),)))
+    driver, grant = granted_talk()
+    reason, _ = driver.dismissed("rollout0", changed(driver.generated(grant), spans=((0, -3),)))
     assert "pairs of a published version" in reason
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(150), deadline=None)
 def test_whatever_is_illegal_costs_the_run_what_a_crash_of_its_speaker_costs(seed: int) -> None:
-    noise, talk = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
-    talk.offer()
+    noise, driver = MessageFuzzer(seed), CoreDriver(members=2, groups_per_step=2)
+    driver.offer()
     for _ in range(12):
         speaker, message = noise.random.choice(NAMES[:6]), noise.message()
-        if isinstance(message, m.Offer) or speaker not in talk.core.state.membership:
+        if isinstance(message, m.Offer) or speaker not in driver.core.state.membership:
             continue
         try:
-            copy.deepcopy(talk.core, dict(SHARED)).transition(MessageReceived(WorkerId(speaker), message), talk.now)
+            copy.deepcopy(driver.core, dict(SHARED)).transition(MessageReceived(WorkerId(speaker), message), driver.now)
         except RemoteProtocolError:
-            talk.dismissed(speaker, message)
+            driver.dismissed(speaker, message)
         else:
-            talk.say(speaker, message)
-        if talk.core.ended is not None:
+            driver.send(speaker, message)
+        if driver.core.ended is not None:
             return

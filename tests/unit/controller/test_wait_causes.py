@@ -63,16 +63,16 @@ def test_behind_a_slow_link_they_wait_for_weights() -> None:
 
 
 def test_the_root_of_weights_is_the_worker_that_has_them_not_a_relay_that_waits_too() -> None:
-    talk = CoreDriver(refresh=DelayedUpdate(), bound=0, steps=9)
+    driver = CoreDriver(refresh=DelayedUpdate(), bound=0, steps=9)
     for worker in ("rollout0", "rollout1"):
-        assert talk.pull(worker, "rollout") is None
-    talk.offer(at_least=1)
-    talk.now = 1.0
-    sending = talk.heard(talk.say("trainer0", m.Publish((whole(1),), ())), m.SendWeights)
+        assert driver.pull(worker, "rollout") is None
+    driver.offer(at_least=1)
+    driver.now = 1.0
+    sending = driver.sent(driver.send("trainer0", m.Publish((whole(1),), ())), m.SendWeights)
     assert [worker for worker, _ in sending] == ["trainer0", "rollout0"], "the second one gets them through the first"
-    talk.now = 2.0
-    talk.event(Tick())
-    roots = {str(one.worker): (one.cause, one.root) for one in talk.core.waits.open_waits(2.0)}
+    driver.now = 2.0
+    driver.event(Tick())
+    roots = {str(one.worker): (one.cause, one.root) for one in driver.core.waits.open_waits(2.0)}
     assert roots["rollout0"] == roots["rollout1"] == (Cause.WEIGHTS, "trainer0")
 
 

@@ -19,153 +19,153 @@ from tests.simulation.scenario import MODEL, offer_one, whole
 NOBODY: Mapping[str, float] = {}
 
 
-def graph(talk: CoreDriver) -> WaitGraph:
-    return talk.core.wait_graph(talk.now, request_timeout_s=600.0)
+def graph(driver: CoreDriver) -> WaitGraph:
+    return driver.core.wait_graph(driver.now, request_timeout_s=600.0)
 
 
-def wait_of(talk: CoreDriver, worker: str) -> Edge:
-    [edge] = [edge for edge in graph(talk).waits if edge.who == worker]
+def wait_of(driver: CoreDriver, worker: str) -> Edge:
+    [edge] = [edge for edge in graph(driver).waits if edge.who == worker]
     return edge
 
 
 def test_a_reward_worker_waits_for_whoever_generates() -> None:
-    talk = CoreDriver()
-    talk.offer()
-    assert talk.pull("rollout0", "rollout") is not None
-    assert talk.pull("reward0", "reward") is None
-    talk.now = 7.0
-    edge = wait_of(talk, "reward0")
+    driver = CoreDriver()
+    driver.offer()
+    assert driver.pull("rollout0", "rollout") is not None
+    assert driver.pull("reward0", "reward") is None
+    driver.now = 7.0
+    edge = wait_of(driver, "reward0")
     assert (edge.what, edge.blocked_on, edge.age_s, edge.limit_s) == (
         "slots ready for reward",
         ("rollout0",),
         7.0,
         600.0,
     )
-    states = {one.worker: (one.state, one.holds) for one in graph(talk).workers}
+    states = {one.worker: (one.state, one.holds) for one in graph(driver).workers}
     assert states["rollout0"] == ("at work", "1 slots of rollout (a lease ends in 93 s)")
     assert states["reward0"][0] == "waiting"
     assert states["trainer0"][0] == "idle"
 
 
 def test_a_trainer_waits_for_the_last_stage_that_is_missing() -> None:
-    talk = CoreDriver()
-    talk.offer()
-    grant = talk.pull("rollout0", "rollout")
+    driver = CoreDriver()
+    driver.offer()
+    grant = driver.pull("rollout0", "rollout")
     assert grant is not None
-    assert talk.pull("trainer0", "train", step=0) is None
-    assert wait_of(talk, "trainer0").blocked_on == ("rollout0",)
-    talk.say("rollout0", talk.generated(grant))
+    assert driver.pull("trainer0", "train", step=0) is None
+    assert wait_of(driver, "trainer0").blocked_on == ("rollout0",)
+    driver.send("rollout0", driver.generated(grant))
     # It could be scored, and nobody has ever asked for that.
-    edge = wait_of(talk, "trainer0")
+    edge = wait_of(driver, "trainer0")
     assert edge.blocked_on == ()
     assert "no worker can satisfy this" in str(edge)
     assert "and no worker pulls what is ready for reward" in str(edge)
-    assert talk.pull("reward0", "reward") is not None
-    assert wait_of(talk, "trainer0").blocked_on == ("reward0",)
+    assert driver.pull("reward0", "reward") is not None
+    assert wait_of(driver, "trainer0").blocked_on == ("reward0",)
 
 
 def test_an_offer_waits_for_the_trainer_and_a_rollout_for_the_source() -> None:
-    talk = CoreDriver(bound=0)
-    assert talk.pull("trainer0", "train", step=0) is None
-    talk.offer(prompt=0)
-    assert talk.pull("rollout0", "rollout") is not None
-    talk.offer(prompt=1)
-    assert talk.pull("rollout1", "rollout") is None
-    assert wait_of(talk, "source0").blocked_on == ("trainer0",)
-    assert wait_of(talk, "rollout1").blocked_on == ("source0",)
+    driver = CoreDriver(bound=0)
+    assert driver.pull("trainer0", "train", step=0) is None
+    driver.offer(prompt=0)
+    assert driver.pull("rollout0", "rollout") is not None
+    driver.offer(prompt=1)
+    assert driver.pull("rollout1", "rollout") is None
+    assert wait_of(driver, "source0").blocked_on == ("trainer0",)
+    assert wait_of(driver, "rollout1").blocked_on == ("source0",)
     # Everybody waits, and all for rollout0, which is at work.
-    assert graph(talk).deadlocks == ()
+    assert graph(driver).deadlocks == ()
 
 
 def gated_talk() -> CoreDriver:
     """Step 0 is trained, and its weights were never published: nobody may generate for step 1."""
-    talk = CoreDriver(bound=0, steps=3)
-    talk.ready_to_train()
-    grant = talk.pull("trainer0", "train", step=0)
+    driver = CoreDriver(bound=0, steps=3)
+    driver.ready_to_train()
+    grant = driver.pull("trainer0", "train", step=0)
     assert grant is not None
-    talk.say("trainer0", m.StepCompleted(0, ()))
-    talk.offer(prompt=1)
-    talk.say("rollout0", m.Pull(request=5, stage="rollout", slots=1, tokens=0, step=-1))
-    return talk
+    driver.send("trainer0", m.StepCompleted(0, ()))
+    driver.offer(prompt=1)
+    driver.send("rollout0", m.Pull(request=5, stage="rollout", slots=1, tokens=0, step=-1))
+    return driver
 
 
 def test_a_rollout_that_may_not_start_waits_for_newer_weights() -> None:
-    talk = gated_talk()
-    edge = wait_of(talk, "rollout0")
+    driver = gated_talk()
+    edge = wait_of(driver, "rollout0")
     assert edge.what.startswith("newer weights: 1 slots ready for rollout, but version 0")
     assert edge.blocked_on == ("trainer0",)
     # It is published: from now on it is on its way, and then the worker's own turn.
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    talk.now = 3.0
-    [fetch] = [edge for edge in graph(talk).waits if edge.what == f"version 1 of {MODEL}" and edge.who == "rollout0"]
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    driver.now = 3.0
+    [fetch] = [edge for edge in graph(driver).waits if edge.what == f"version 1 of {MODEL}" and edge.who == "rollout0"]
     assert (fetch.blocked_on, fetch.age_s) == (("trainer0",), 3.0)
-    talk.say("rollout0", m.WeightsStaged(MODEL, 1))
-    assert wait_of(talk, "rollout0").blocked_on == ("rollout0",)
+    driver.send("rollout0", m.WeightsStaged(MODEL, 1))
+    assert wait_of(driver, "rollout0").blocked_on == ("rollout0",)
 
 
 def test_each_waiting_for_the_others_next_version_is_a_deadlock() -> None:
     """Trainer waits for samples, generation waits for weights: nobody will act, and the status says so."""
-    talk = gated_talk()
-    assert graph(talk).deadlocks == ()  # the trainer may be about to publish
-    talk.say("trainer0", m.Pull(request=6, stage="train", slots=1, tokens=0, step=1))
-    assert graph(talk).deadlocks == (("rollout0", "trainer0"),)
-    assert "deadlock: rollout0, trainer0" in graph(talk).sentences(10)
-    assert "deadlock: rollout0, trainer0" in printed(talk)
-    talk.say("trainer0", m.Publish((whole(1),), ()))
-    assert graph(talk).deadlocks == ()
-    assert "deadlock" not in printed(talk)
+    driver = gated_talk()
+    assert graph(driver).deadlocks == ()  # the trainer may be about to publish
+    driver.send("trainer0", m.Pull(request=6, stage="train", slots=1, tokens=0, step=1))
+    assert graph(driver).deadlocks == (("rollout0", "trainer0"),)
+    assert "deadlock: rollout0, trainer0" in graph(driver).sentences(10)
+    assert "deadlock: rollout0, trainer0" in printed(driver)
+    driver.send("trainer0", m.Publish((whole(1),), ()))
+    assert graph(driver).deadlocks == ()
+    assert "deadlock" not in printed(driver)
 
 
-def printed(talk: CoreDriver, cut_off: Mapping[str, float] = NOBODY) -> str:
+def printed(driver: CoreDriver, cut_off: Mapping[str, float] = NOBODY) -> str:
     """What ``flowrt status`` shows of it where there are no colours, every stretch of white space made one space."""
     console = Console(width=200, file=StringIO(), color_system=None)
-    console.print(draw(json.loads(json.dumps(status(talk.core, talk.now, 600.0, {}, {}, cut_off)))))
+    console.print(draw(json.loads(json.dumps(status(driver.core, driver.now, 600.0, {}, {}, cut_off)))))
     assert isinstance(console.file, StringIO)
     return " ".join(console.file.getvalue().replace("│", " ").split())
 
 
 def test_what_a_worker_says_that_it_waits_for_is_listed_with_its_deadline() -> None:
-    talk = CoreDriver()
-    talk.say("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
-    assert not wait_of(talk, "trainer0").overdue
-    assert "over its" not in printed(talk)
-    talk.now = 2.0
-    edge = wait_of(talk, "trainer0")
+    driver = CoreDriver()
+    driver.send("trainer0", m.Report((), (), (("a piece over lane rollout0>trainer0", "rollout0", 9.0, 10.0),)))
+    assert not wait_of(driver, "trainer0").overdue
+    assert "over its" not in printed(driver)
+    driver.now = 2.0
+    edge = wait_of(driver, "trainer0")
     assert (edge.blocked_on, edge.age_s, edge.overdue) == (("rollout0",), 11.0, True)
     overdue = "trainer0 waits 11 s for a piece over lane rollout0>trainer0, over its 10 s: blocked on rollout0"
-    assert printed(talk).startswith(overdue)
-    assert "trainer0 a piece over lane rollout0>trainer0 11.0 s 10 s rollout0" in printed(talk)
-    talk.say("trainer0", m.Report((), (), ()))
-    assert not [edge for edge in graph(talk).waits if edge.who == "trainer0"]
-    talk.say("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))
-    assert len(str(graph(talk).as_json())) < 10_000
+    assert printed(driver).startswith(overdue)
+    assert "trainer0 a piece over lane rollout0>trainer0 11.0 s 10 s rollout0" in printed(driver)
+    driver.send("trainer0", m.Report((), (), ()))
+    assert not [edge for edge in graph(driver).waits if edge.who == "trainer0"]
+    driver.send("trainer0", m.Report((), (), (("x" * 9999, "y", float("nan"), 1.0), ("x" * 9999, "y", 1.0, 1.0)) * 99))
+    assert len(str(graph(driver).as_json())) < 10_000
 
 
 def test_who_is_cut_off_is_named_first() -> None:
-    talk = CoreDriver()
-    assert "nothing has come" not in printed(talk)
-    said = printed(talk, {"rollout0": 6.4})
+    driver = CoreDriver()
+    assert "nothing has come" not in printed(driver)
+    said = printed(driver, {"rollout0": 6.4})
     assert said.startswith("no network traffic from rollout0 for 6 s: its link or its machine is down")
 
 
 def test_a_source_that_died_is_nobody() -> None:
-    talk = CoreDriver()
-    assert talk.pull("rollout0", "rollout") is None
-    talk.offer()
-    assert talk.pull("rollout1", "rollout") is None
-    assert wait_of(talk, "rollout1").blocked_on == ("source0",)
-    talk.event(WorkerDisconnected(WorkerId("source0"), ""))
-    assert wait_of(talk, "rollout1").blocked_on == ()
+    driver = CoreDriver()
+    assert driver.pull("rollout0", "rollout") is None
+    driver.offer()
+    assert driver.pull("rollout1", "rollout") is None
+    assert wait_of(driver, "rollout1").blocked_on == ("source0",)
+    driver.event(WorkerDisconnected(WorkerId("source0"), ""))
+    assert wait_of(driver, "rollout1").blocked_on == ()
 
 
 def test_a_stall_says_who_waited_for_whom() -> None:
-    talk = CoreDriver()
-    talk.configure(no_progress_timeout_s=10.0)
-    talk.offer()
-    assert talk.pull("rollout0", "rollout") is not None
-    assert talk.pull("reward0", "reward") is None
-    talk.now = 11.0
-    [end] = talk.event(Tick())
+    driver = CoreDriver()
+    driver.configure(no_progress_timeout_s=10.0)
+    driver.offer()
+    assert driver.pull("rollout0", "rollout") is not None
+    assert driver.pull("reward0", "reward") is None
+    driver.now = 11.0
+    [end] = driver.event(Tick())
     assert isinstance(end, EndRun)
     assert end.code == 3
     assert "no progress for 11 s" in end.reason
@@ -174,21 +174,21 @@ def test_a_stall_says_who_waited_for_whom() -> None:
 
 
 def test_the_status_is_bounded_and_lists_the_oldest_waits_first() -> None:
-    talk = CoreDriver()
+    driver = CoreDriver()
     for number in range(3 * MAX_WAITS):
-        talk.now = float(number)
-        talk.say("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
-        talk.say(
+        driver.now = float(number)
+        driver.send("reward0", m.Pull(request=100 + number, stage="reward", slots=1, tokens=0, step=-1))
+        driver.send(
             "source0",
             offer_one(request=500 + number, prompt=number, members=1),
         )
-    told = status(talk.core, talk.now, 600.0, {}, {}, {})
+    told = status(driver.core, driver.now, 600.0, {}, {}, {})
     assert len(told["waits"]) == MAX_WAITS
     waits = told["graph"]["waits"]
     assert len(waits) == MAX_WAITS
     ages = [wait["age_s"] for wait in waits]
     assert ages == sorted(ages, reverse=True)
-    assert ages[0] == talk.now
+    assert ages[0] == driver.now
     assert told["graph"]["more"] > 3 * MAX_WAITS
     assert len(json.dumps(told)) < 40_000
 

@@ -50,11 +50,11 @@ class Session:
         self.recording.add(event, self.now, commands, encoded)
         return [one.message for one in commands if isinstance(one, Send)]
 
-    def say(self, worker: str, message: m.Message) -> list[m.Message]:
+    def send(self, worker: str, message: m.Message) -> list[m.Message]:
         return self.event(MessageReceived(WorkerId(worker), message))
 
     def pull(self, worker: str, stage: str) -> m.Grant:
-        answers = self.say(worker, m.Pull(request=7, stage=stage, slots=MEMBERS, tokens=0, step=-1))
+        answers = self.send(worker, m.Pull(request=7, stage=stage, slots=MEMBERS, tokens=0, step=-1))
         grant = next(one for one in answers if isinstance(one, m.Grant))
         for incoming in grant.incoming:
             assert incoming.turn.receiver == worker
@@ -68,9 +68,9 @@ def record(run_dir: Path) -> Core:
     for worker in ("source", "rollout-0", "rollout-1", "trainer"):
         session.event(WorkerConnected(WorkerId(worker), worker.partition("-")[0], "host", ("gloo",)))
         if worker.startswith("rollout"):
-            session.say(worker, m.WeightsActivated("policy", 0))
+            session.send(worker, m.WeightsActivated("policy", 0))
     lengths = tuple(ColumnLengths(name, (4,)) for name in ("prompt", "answer"))
-    session.say(
+    session.send(
         "source",
         m.Offer(
             request=1,
@@ -87,7 +87,7 @@ def record(run_dir: Path) -> Core:
     session.event(WorkerDisconnected(WorkerId("rollout-0"), KILLED))
     grant = session.pull("rollout-1", "rollout")
     parts = tuple(Part(column, grant.slots, (3,) * MEMBERS) for column in ("response", "logprobs"))
-    session.say(
+    session.send(
         "rollout-1",
         m.Commit(
             request=8,

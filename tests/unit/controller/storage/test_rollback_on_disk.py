@@ -181,22 +181,22 @@ def test_the_journal_is_cut_and_counts_the_whole_run(tmp_path: Path) -> None:
 
 
 def test_what_the_run_is_done_with_is_refused() -> None:
-    talk = CoreDriver()
-    assert talk.core.env.passed == {}
+    driver = CoreDriver()
+    assert driver.core.env.passed == {}
     resumed = CoreDriver(position=Position(3, pack([(0, 5)])), steps=6)
     offer = offer_one(request=1, prompt=5, members=1)
-    [(_, refused)] = resumed.heard(resumed.say("source0", offer), m.Rejected)
+    [(_, refused)] = resumed.sent(resumed.send("source0", offer), m.Rejected)
     assert "which the run is done with" in refused.reason
-    assert resumed.heard(resumed.offer(prompt=6), m.OfferAccepted)
+    assert resumed.sent(resumed.offer(prompt=6), m.OfferAccepted)
     assert resumed.core.state.window.step == 3
 
 
 def test_a_checkpoint_of_another_step_is_illegal() -> None:
-    talk = CoreDriver()
-    logged, persist = talk.say("trainer0", m.CheckpointWritten(1, 0))
+    driver = CoreDriver()
+    logged, persist = driver.send("trainer0", m.CheckpointWritten(1, 0))
     assert isinstance(logged, LogEvent)
     assert (logged.kind, persist) == ("checkpoint", Persist(WorkerId("trainer0"), 1))
-    talk.assert_illegal("trainer0", m.CheckpointWritten(2, 1))
+    driver.assert_illegal("trainer0", m.CheckpointWritten(2, 1))
 
 
 # ---- checkpoints, the lock, restarts
