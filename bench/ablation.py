@@ -7,13 +7,13 @@ the engines are simulated (flowrt/engines/simulated/engine.py): they take their 
 
     sync        staleness 0, a barrier after every task of a step: generation, scores, training, weights
     streaming   staleness 0, samples go on one by one and the trainer takes micro-batches as they become complete
-    delayed     staleness bound 1, and new weights travel beside the generation (delayed parameter update)
+    delayed     staleness bound 1, and new weights are sent during generation (delayed parameter update)
     rolling     and at most two workers at a time take new weights, and put them into use between two tokens
     tail        and prompts that were long before go to reserved workers (tail lanes)
 
 Throughput is samples trained per simulated second, from the first opened prompt to the end of the last step: filling
-the pipeline counts against whoever fills it. (workload, mode) pairs take turns, with a new seed each round; the figures
-are medians over rounds. `theory` is bench/end_to_end/simulated/theory.py: the same costs without a runtime.
+the pipeline counts against the mode that fills it. (workload, mode) pairs take turns, with a new seed each round; the
+figures are medians over rounds. `theory` is bench/end_to_end/simulated/theory.py: the same costs without a runtime.
 """
 
 import argparse

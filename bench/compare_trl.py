@@ -5,7 +5,7 @@
 A Qwen2 of a million parameters learns to write the kind of characters that its prompt asks for
 (`end_to_end/task.py`). It cannot end early, so every response has ``--new-tokens`` tokens. Both start from the same
 random weights. TRL generates and trains in turns, in one process with as many threads as there are cores; flowrt runs
-one rollout worker and two trainer ranks beside each other, with a thread each, at staleness 1. Samples per second
+one rollout worker and two trainer ranks in parallel, with a thread each, at staleness 1. Samples per second
 count from the end of the first step.
 
 ``bound_samples_per_s`` is what flowrt could reach at most: 1 / max(generation, training), from the seconds a sample
@@ -95,10 +95,10 @@ def config(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> RunConf
 
 def flowrt(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
     """A run of the command that a user types, and the bound that follows from its own rates."""
-    made = config(folder, arguments, dtype)
-    run_dir = Path(made.run_dir)
+    run_config = config(folder, arguments, dtype)
+    run_dir = Path(run_config.run_dir)
     file = folder / "run.toml"
-    file.write_text(to_toml(made))
+    file.write_text(to_toml(run_config))
     command = [sys.executable, "-m", "flowrt.cli", "run", "--config", str(file)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -125,11 +125,11 @@ def busiest_s(timeline: Sequence[Mapping[str, Any]]) -> float:
 
 def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, float]:
     """The same steps by TRL, in an environment of its own, with passes of this type."""
-    made = config(folder, arguments, dtype)
-    problems = task_of(made).training_problems()[: made.steps * made.prompts_per_step]
+    run_config = config(folder, arguments, dtype)
+    problems = task_of(run_config).training_problems()[: run_config.steps * run_config.prompts_per_step]
     orders = {
-        "model": made.model,
-        "reward": made.reward.functions[0],
+        "model": run_config.model,
+        "reward": run_config.reward.functions[0],
         "out": str(folder / "trl"),
         "problems": [
             {"prompt": problem.prompt, "answer": json.loads(problem.answer)["answer"]} for problem in problems
@@ -138,9 +138,9 @@ def trl(folder: Path, arguments: argparse.Namespace, dtype: Dtype) -> dict[str, 
         "compile": arguments.compile,
         "dtype": dtype,
         "window": WINDOW,
-        "max_new_tokens": made.rollout.max_new_tokens,
-        **{name: getattr(made, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
-        **{name: getattr(made.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
+        "max_new_tokens": run_config.rollout.max_new_tokens,
+        **{name: getattr(run_config, name) for name in ("steps", "prompts_per_step", "group_size", "seed")},
+        **{name: getattr(run_config.trainer, name) for name in ("lr", "beta2", "warmup_steps")},
         **{name: getattr(PRESETS["dapo"].loss, name) for name in ("clip_low", "clip_high")},
     }
     path = folder / "orders.json"

@@ -13,10 +13,10 @@ import os
 import time
 from pathlib import Path
 
-from common.children import obey, obey_on_loop
+from common.children import serve_commands, serve_commands_on_loop
 from common.report import Samples, write
 from control_plane import controllers
-from control_plane.servers import POLICIES, STREAM, patient
+from control_plane.servers import POLICIES, STREAM, long_timeouts
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +47,7 @@ def offer(core: Core, rows: int) -> None:
 
 
 def measure(core: Core, cycles: int) -> float:
-    """Events a second over so many offers, pulls and commits; as many slots live after as before."""
+    """Events a second over ``cycles`` offers, pulls and commits; as many slots live after as before."""
     start_s = time.perf_counter()
     for _ in range(cycles):
         offer(core, 1)
@@ -99,13 +99,13 @@ def sample_us(workers: int, steps: int) -> float:
     return 1e6 * fleet.core.spent_s / sum(closed.samples for _, closed in fleet.steps)
 
 
-async def obey_with_live_slots(live: int) -> None:
-    core = Core(patient(), STREAM, POLICIES)
+async def serve_with_live_slots(live: int) -> None:
+    core = Core(long_timeouts(), STREAM, POLICIES)
     core.handle(WorkerConnected(WORKER, "bench", "host"), 0.0)
     for _ in range(0, live, PORTION):
         offer(core, min(live, PORTION))
     measure(core, 1000)
-    await obey_on_loop({"measure": lambda cycles: measure(core, cycles)}, live)
+    await serve_commands_on_loop({"measure": lambda cycles: measure(core, cycles)}, live)
 
 
 def main() -> None:
@@ -115,11 +115,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write {metrics, machine} here")
     arguments = parser.parse_args()
     if arguments.serve == "workers":
-        obey({"measure": sample_us})
+        serve_commands({"measure": sample_us})
         return
     if arguments.serve:
         # The loop of the controller's process, with its settings of the cyclic garbage collector.
-        serve_loop(obey_with_live_slots(int(float(arguments.serve))))
+        serve_loop(serve_with_live_slots(int(float(arguments.serve))))
         return
     samples = Samples()
     controllers.core(*((1, 4) if arguments.quick else (REPEATS, 1)), samples)

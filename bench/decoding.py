@@ -67,13 +67,13 @@ def main() -> None:
         for rows in numbers:
             engines = {way: engine(folder, rows, way) for way in WAYS}
             for each in range(rounds + 1):
-                made = {way: generate(one, rows, each) for way, one in engines.items()}
+                results = {way: generate(one, rows, each) for way, one in engines.items()}
                 if not each:  # the first round warms up
                     continue
-                for way, (spent_s, _) in made.items():
+                for way, (spent_s, _) in results.items():
                     samples.add(f"{way}_ms_{rows}", 1e3 * spent_s / rows)
-                samples.add(f"ratio_{rows}", made["plain"][0] / made["compiled"][0])
-                plain, compiled = (made[way][1] for way in WAYS)
+                samples.add(f"ratio_{rows}", results["plain"][0] / results["compiled"][0])
+                plain, compiled = (results[way][1] for way in WAYS)
                 differ = sum(not torch.equal(one.tokens, compiled[key].tokens) for key, one in plain.items())
                 samples.add(f"differ_fraction_{rows}", differ / rows)
     metrics = samples.medians()

@@ -26,14 +26,14 @@ from flowrt.transport.weights.snapshot import BUCKET_BYTES, Snapshot
 
 STD = 0.02
 # Mean size of Adam's update in learning rates: simulated, gradients with a tenth of signal, after a hundred steps.
-SETTLED = 0.2
+STEADY_STATE = 0.2
 REPEATS = 5
 PLAIN = "settled, 1e-6"
 STEPS = {
-    PLAIN: (1e-6, SETTLED),
+    PLAIN: (1e-6, STEADY_STATE),
     "first, 1e-6": (1e-6, None),
-    "settled, 3e-6": (3e-6, SETTLED),
-    "settled, 1e-5": (1e-5, SETTLED),
+    "settled, 3e-6": (3e-6, STEADY_STATE),
+    "settled, 1e-5": (1e-5, STEADY_STATE),
 }
 
 

@@ -48,7 +48,7 @@ from fault_injection.trial import STEPS, Outcome, Trial
 from rich.console import Console
 from rich.table import Table
 
-LOOK_EVERY_S = 0.01
+POLL_S = 0.01
 COUNTED = ("trials", "lost", "doubled", "hung", "wrong", "resumed", "refused")
 TIMED = ("detect_s", "recover_s", "resume_s", "replaced_s")
 HEADINGS = ("detected s", "recovered s", "worst", "resumed s", "worst", "replaced s", "worst")
@@ -83,7 +83,7 @@ def main() -> int:
                 keys=folder / KEYS,
             )
             courses.append((trial, trial.course()))
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
         for trial, course in list(courses):
             outcome = _advance(course)
             if outcome is None:

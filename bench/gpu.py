@@ -8,7 +8,7 @@ one that fails or hangs costs no other. NOT RUN ON A GPU YET; ``--device cpu --q
 - tests: the tests marked gpu.
 - weights: snapshot and swap of the weights of a 7B model.
 - generation: decoding as it is and in CUDA graphs, a model of 0.6B.
-- training: steps of that model with shared and padded prompts, memory beside the estimate, a checkpoint.
+- training: steps of that model with shared and padded prompts, memory relative to the estimate, a checkpoint.
 - overlap: both at a time.
 - job: the default job, trainer and rollout workers on the device.
 """

@@ -70,7 +70,7 @@ def row_of(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def made_it(result: dict[str, Any]) -> bool:
+def reached_target(result: dict[str, Any]) -> bool:
     """From at most 0.4 to at least 0.8 within four minutes of the command."""
     reached_s = result["reached"][0.8]
     return result["reward_first"] <= 0.4 and result["reward_last"] >= 0.8 and reached_s is not None and reached_s <= 240
@@ -83,7 +83,7 @@ def metrics_of(results: list[dict[str, Any]], bound: int) -> dict[str, float]:
     reached = [r["reached"][0.8] for r in some if r["reached"][0.8] is not None]
     metrics = {
         f"{key}_seeds": len(some),
-        f"{key}_seeds_from_0.4_to_0.8_in_240_s": sum(made_it(r) for r in some),
+        f"{key}_seeds_from_0.4_to_0.8_in_240_s": sum(reached_target(r) for r in some),
         f"{key}_seeds_to_0.9": sum(r["reward_last"] >= 0.9 for r in some),
         f"{key}_first_step_total_s": statistics.median(r["first_step_total_s"] for r in some),
         f"{key}_prompts_lost": sum(r["prompts_lost"] for r in some),

@@ -10,7 +10,7 @@ Rows, all of them without names (`bench/objectives_rows/`, a module each; docs/o
 - invariance: the gradient of a whole model, however a step is cut into passes, packed, or spread over ranks;
 - trl: values and gradients against TRL's own loss, in an environment that has TRL (``--trl-python``);
 - bandit: fixed points of training with a divergence, through the rollout and the training engine;
-- lm_head: memory and time of the fused LM head beside whole logits;
+- lm_head: memory and time of the fused LM head and of whole logits;
 - token_budget: the spread and the lengths of what is trained with a token budget;
 - staleness: what is learned from samples that are 0 to 16 versions old;
 - retention: what is learned if one generation gives the samples of 64 updates;

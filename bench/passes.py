@@ -110,16 +110,16 @@ def main() -> None:
             samples = batch(length, groups, arguments.members)
             times: dict[str, list[float]] = {way: [] for way in ways}
             for each in range(rounds + 1):
-                for way, made in engines.items():
-                    spent_s = seconds(made, samples)
+                for way, trainer in engines.items():
+                    spent_s = seconds(trainer, samples)
                     if each:  # the first round warms up
                         times[way].append(1e3 * spent_s / (groups * arguments.members))
-            made_ms = {way: statistics.median(values) for way, values in times.items()}
-            metrics |= {f"{way}_ms_{length}": value for way, value in made_ms.items()}
-            metrics[f"ratio_{length}"] = made_ms["padded"] / made_ms["folded"]
+            median_ms = {way: statistics.median(values) for way, values in times.items()}
+            metrics |= {f"{way}_ms_{length}": value for way, value in median_ms.items()}
+            metrics[f"ratio_{length}"] = median_ms["padded"] / median_ms["folded"]
             peaks = {way: memory(folder, way, samples) for way in ("padded", "folded")}
             metrics[f"memory_ratio_{length}"] = peaks["folded"] / peaks["padded"]
-            cells = [*(f"{value:.2f}" for value in made_ms.values()), f"{metrics[f'ratio_{length}']:.2f}"]
+            cells = [*(f"{value:.2f}" for value in median_ms.values()), f"{metrics[f'ratio_{length}']:.2f}"]
             table.add_row(str(length), *cells, f"{metrics[f'memory_ratio_{length}']:.2f}")
     Console().print(table)
     write(arguments.json, metrics, members=arguments.members, response_tokens=RESPONSE)

@@ -2,7 +2,7 @@
 
     python bench/sglang_updates.py --sglang-python PYTHON [--json PATH] [--quick]     # scripts/install_sglang makes one
 
-One server on this machine's cores, with sequences under way at each change. Staging goes on beside them; the server
+One server on this machine's cores, with sequences under way at each change. Staging runs in parallel; the server
 stands from the request for its pause to the answer of the one that ends it, and is asked for its checksums in between.
 """
 
@@ -68,10 +68,10 @@ class Clock:
         spans = [span for span in self._spans if span[0] != "/generate"]
         begin = next(begun_s for route, begun_s, _ in spans if route == "/pause_generation")
         end = next(done_s for route, _, done_s in spans if route == "/continue_generation")
-        told = {"stand": end - begin, "load": 0.0} | dict.fromkeys(PARTS.values(), 0.0)
+        times_ms = {"stand": end - begin, "load": 0.0} | dict.fromkeys(PARTS.values(), 0.0)
         for route, begun_s, done_s in spans:
-            told[PARTS.get(route, "load")] += done_s - begun_s
-        return {f"{name}_ms": 1e3 * spent_s for name, spent_s in told.items()}
+            times_ms[PARTS.get(route, "load")] += done_s - begun_s
+        return {f"{name}_ms": 1e3 * spent_s for name, spent_s in times_ms.items()}
 
 
 def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
@@ -90,7 +90,7 @@ def engine(options: SglangOptions, folder: Path, tokens: int) -> SglangRollout:
 
 @contextmanager
 def served(python: str, folder: Path) -> Iterator[str]:
-    """The address of a server, for which everybody here has the key."""
+    """The address of a server, for which this process has the key."""
     options = SglangOptions(
         python=python, device="cpu", dtype="float32", arguments="--max-total-tokens 8192", start_s=900.0
     )
@@ -113,20 +113,20 @@ def drain(one: SglangRollout) -> list[Any]:
     return done
 
 
-def change(one: SglangRollout, beside: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
+def change(one: SglangRollout, warm: SglangRollout, snapshot: Snapshot, clock: Clock) -> dict[str, float]:
     """Weights change under sequences that run: one that was sent after them has ended."""
     one.add(prompts(snapshot.version))
-    beside.add(prompts(snapshot.version)[:1])
-    drain(beside)
+    warm.add(prompts(snapshot.version)[:1])
+    drain(warm)
     clock.forget()
     work, begun_s = one.prepare(snapshot), time.monotonic()
     assert work is not None
     work()
-    told = {"stage_ms": 1e3 * (time.monotonic() - begun_s)}
+    times_ms = {"stage_ms": 1e3 * (time.monotonic() - begun_s)}
     one.swap(snapshot)
-    told |= clock.parts()
+    times_ms |= clock.parts()
     across = sum(len(set(response.spans[::2])) > 1 for response in drain(one))
-    return told | {"across_fraction": across / ROWS}
+    return times_ms | {"across_fraction": across / ROWS}
 
 
 def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
@@ -137,13 +137,13 @@ def measure(python: str, folder: Path, rounds: int, samples: Samples) -> None:
             ways[weights, pause] = one = engine(SglangOptions(url=url, weights=weights, pause=pause), folder, TOKENS)
             kept.enter_context(closing(one))
             one.start()
-        beside = kept.enter_context(closing(engine(SglangOptions(url=url), folder, WARM)))
-        beside.start()
+        warm = kept.enter_context(closing(engine(SglangOptions(url=url), folder, WARM)))
+        warm.start()
         parameters = named_parameters(load_model(folder / "model"))
         for each in range(rounds + 1):
             for (weights, pause), one in ways.items():
-                told = change(one, beside, Snapshot.take(next(versions), parameters), clock)
-                for name, value in told.items():
+                times_ms = change(one, warm, Snapshot.take(next(versions), parameters), clock)
+                for name, value in times_ms.items():
                     if each:  # the first round warms up, and meets the group
                         samples.add(f"{name}_{weights}_{pause}", value)
 
@@ -174,7 +174,9 @@ def main() -> None:
     metrics = samples.medians() | {"weight_mb": round(weight_mb, 1)}
     parts = ("stage", "stand", "pause", "load", "check", "continue")
     title = f"a change of {weight_mb:.0f} MB of weights in SGLang, ms"
-    table = Table("weights", "what runs", "staged beside", "stands", *parts[2:], "sequences across", title=title)
+    table = Table(
+        "weights", "what runs", "staged during decoding", "stands", *parts[2:], "sequences across", title=title
+    )
     for weights, pause in WAYS:
         values = (f"{metrics[f'{part}_ms_{weights}_{pause}']:.0f}" for part in parts)
         table.add_row(weights, pause, *values, f"{metrics[f'across_fraction_{weights}_{pause}']:.2f}")

@@ -138,7 +138,7 @@ def rows(quick: bool) -> dict[str, float]:
 
 
 def write_rows(path: Path, count: int) -> Path:
-    """A data set of so many conversations."""
+    """A data set of ``count`` conversations."""
     with path.open("w") as file:
         for n in range(count):
             prompt = [{"role": "user", "content": f"What is {n} plus one? Answer with the number alone, please."}]

@@ -1,4 +1,4 @@
-"""The tensor plane: put, then get in another process, on shared memory and on gloo, beside what the machine can do.
+"""The tensor plane: put, then get in another process, on shared memory and on gloo, over what the machine can do.
 
     python bench/tensors.py [--quick] [--json PATH] [--baseline-python PYTHON]
 
@@ -70,7 +70,7 @@ class Child:
         )
         self.pid = self._popen.pid
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self._popen.stdout is not None
         line = self._popen.stdout.readline()
         if not line:
@@ -81,7 +81,7 @@ class Child:
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps([order, arguments]) + "\n")
         self._popen.stdin.flush()
-        return self.hear()
+        return self.receive()
 
     def close(self) -> None:
         assert self._popen.stdin is not None
@@ -157,10 +157,10 @@ class Baseline:
     def __init__(self, python: str) -> None:
         script = str(FOLDER / "data_plane" / "baseline.py")
         self._queue = Child(python, script, "queue")
-        address = self._queue.hear()
+        address = self._queue.receive()
         self._producer, self._consumer = (Child(python, script, "client", address) for _ in range(2))
         for client in (self._producer, self._consumer):
-            client.hear()
+            client.receive()
         self._part = 0
 
     def make(self, sizes: list[int]) -> None:
@@ -228,7 +228,7 @@ async def two_ends() -> AsyncIterator[Ours]:
         ends = [Child(sys.executable, script, desk.address, name) for name in (PRODUCER, CONSUMER)]
         for end in ends:
             stack.callback(end.close)
-        await asyncio.wait_for(desk.everybody.wait(), 30)
+        await asyncio.wait_for(desk.all_joined.wait(), 30)
         yield Ours(desk, *ends)
     desk.close()
 

@@ -123,13 +123,13 @@ def main_job(metrics: dict[str, Any], where: str) -> list[str]:
             f"| {one['samples_per_s']:.0f} | {one['busy_rollout']:.0%}, {one['busy_trainer']:.0%} "
             f"| {one['staleness_max']} | {one['prompts_lost']}, {one['prompts_trained_twice']} |"
         )
-    made, seeds = metrics["staleness_1_seeds_from_0.4_to_0.8_in_240_s"], metrics["staleness_1_seeds"]
+    reached, seeds = metrics["staleness_1_seeds_from_0.4_to_0.8_in_240_s"], metrics["staleness_1_seeds"]
     return [
         *lines,
         "",
-        f"At bound 1, {made} of {seeds} seeds rose from at most 0.4 to at least 0.8 within four minutes of the start "
-        f"of the command, and {metrics['staleness_1_seeds_to_0.9']} ended at 0.9 or more. The first training step was "
-        f"done after {metrics['staleness_1_first_step_total_s']:.0f} s, which includes building the model and its "
+        f"At bound 1, {reached} of {seeds} seeds rose from at most 0.4 to at least 0.8 within four minutes of "
+        f"the start of the command, and {metrics['staleness_1_seeds_to_0.9']} ended at 0.9 or more. The first training "
+        f"step was done after {metrics['staleness_1_first_step_total_s']:.0f} s, which includes building the model and its "
         "supervised training.",
         "",
     ]

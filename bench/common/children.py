@@ -121,7 +121,7 @@ def reply(value: Any) -> None:
     sys.stdout.flush()
 
 
-def obey(orders: Mapping[str, Order], ready: Any = None) -> None:
+def serve_commands(orders: Mapping[str, Order], ready: Any = None) -> None:
     """In the child: carry out orders until the parent has no more."""
     reply(ready)
     for line in sys.stdin:
@@ -129,7 +129,7 @@ def obey(orders: Mapping[str, Order], ready: Any = None) -> None:
         reply(orders[values.pop("order")](**values))
 
 
-async def obey_on_loop(orders: Mapping[str, Order], ready: Any = None) -> None:
+async def serve_commands_on_loop(orders: Mapping[str, Order], ready: Any = None) -> None:
     """Like `obey`, on an event loop that goes on running between orders."""
     reply(ready)
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -232,9 +232,9 @@ class DrawnRun:
         reason, first = query.get("reason", ""), int(query.get("offset", 0))
         ledger = self.answer("api/ledger", {})
         total = ledger["dropped"][reason] if reason else ledger["states"][query["state"]]
-        said = self.texts[0] if self.texts else reason
+        shown = self.texts[0] if self.texts else reason
         found = [
-            {"epoch": 0, "prompt": number, "step": number // 4, "reason": said, "reward": None}
+            {"epoch": 0, "prompt": number, "step": number // 4, "reason": shown, "reward": None}
             for number in range(first, min(total, first + int(query.get("limit", 50))))
         ]
         return {"prompts": found, "total": total}

@@ -77,7 +77,7 @@ def sent_bytes(number: int) -> int:
         name, _, counters = line.partition(":")
         if name.strip() == f"port{number}":
             return int(counters.split()[0])  # what the switch has received from it
-    raise ValueError(f"nobody has number {number}")
+    raise ValueError(f"no worker has number {number}")
 
 
 class LinkedProcess:
@@ -120,18 +120,18 @@ class LinkedProcess:
         self._process.join()
 
 
-def _live(make_orders: Callable[[], Orders], pipe: Connection, alone: bool) -> None:
+def _live(make_orders: Callable[[], Orders], pipe: Connection, isolated: bool) -> None:
     die_with_parent()
-    if alone:
+    if isolated:
         _leave_network()
     try:
-        run_loop(_obey({"plug_in": _plug_in, **make_orders()}, pipe))
+        run_loop(_serve_commands({"plug_in": _plug_in, **make_orders()}, pipe))
     except Exception:
         log.exception("a process of the bench failed")
     os._exit(0)  # threads of lanes may wait for a peer that has left
 
 
-async def _obey(orders: Orders, pipe: Connection) -> None:
+async def _serve_commands(orders: Orders, pipe: Connection) -> None:
     pipe.send(None)
     while (message := await asyncio.to_thread(pipe.recv)) is not None:
         order, values = message

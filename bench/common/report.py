@@ -29,9 +29,11 @@ def processor() -> str:
 def commit() -> str:
     """The tree that is measured; with "-dirty" where it is not quite that. Empty outside a checkout."""
     here = ["git", "-C", str(Path(__file__).parents[2])]
-    looks = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"]
+    commands = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"]
     with suppress(OSError):
-        runs = (subprocess.run([*here, *look], capture_output=True, text=True, timeout=GIT_S) for look in looks)
+        runs = (
+            subprocess.run([*here, *command], capture_output=True, text=True, timeout=GIT_S) for command in commands
+        )
         tree, changes = (run.stdout.strip() for run in runs)
         return f"{tree}-dirty" if tree and changes else tree
     return ""

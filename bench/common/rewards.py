@@ -119,8 +119,8 @@ async def _judge(count: int) -> dict[str, float]:
         text = (await request.json())["messages"][0]["content"]
         if requests % 8 in (1, 5):
             return web.Response(status=429 if requests % 8 == 1 else 500)
-        said = "it is hard to say" if int(text.rpartition(" ")[2]) % 50 == 49 else "the reward is 0.5"
-        return web.json_response({"choices": [{"message": {"content": said}}]})
+        content = "it is hard to say" if int(text.rpartition(" ")[2]) % 50 == 49 else "the reward is 0.5"
+        return web.json_response({"choices": [{"message": {"content": content}}]})
 
     application = web.Application()
     application.router.add_post("/v1/chat/completions", answer)

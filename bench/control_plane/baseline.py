@@ -19,7 +19,7 @@ from typing import Any
 os.environ.update(TQ_LOGGING_LEVEL="ERROR", TQ_NUM_THREADS="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
 os.environ.update(PYTHONWARNINGS="ignore")
 
-from common.children import obey, reply
+from common.children import reply, serve_commands
 
 FIELD, TASK = "value", "consume"
 UNITS = 2
@@ -163,5 +163,5 @@ if __name__ == "__main__":
     else:
         client = Client()
         orders = ("join", "put", "get", "drain", "fill", "pull_times", "clear", "first_row")
-        obey({order: getattr(client, order) for order in orders}, os.getpid())
+        serve_commands({order: getattr(client, order) for order in orders}, os.getpid())
         os._exit(0)  # its client's threads have no end

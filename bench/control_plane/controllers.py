@@ -32,16 +32,16 @@ def start(client: Child, folder: Path, samples: Samples) -> None:
     folder.mkdir()
     config = folder / "config.toml"
     config.write_text(to_toml(replace(defaults("arithmetic"), run_dir=str(folder))))
-    hear, say = os.pipe()
+    read_end, write_end = os.pipe()
     command = [sys.executable, str(ROOT / "launch" / "controller.py"), "--config", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start_s = time.monotonic()
     with subprocess.Popen(
-        [*command, "--ready-fd", str(say)], pass_fds=(say,), stderr=subprocess.DEVNULL, env=environment
+        [*command, "--ready-fd", str(write_end)], pass_fds=(write_end,), stderr=subprocess.DEVNULL, env=environment
     ) as process:
         try:
-            os.close(say)
-            with os.fdopen(hear) as ready:
+            os.close(write_end)
+            with os.fdopen(read_end) as ready:
                 address = ready.readline().strip()
             if not address:
                 raise RuntimeError(f"the controller did not start: {' '.join(command)}")

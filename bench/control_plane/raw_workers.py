@@ -11,7 +11,7 @@ import time
 from heapq import heappop, heappush
 
 import zmq
-from common.children import obey, raise_open_files
+from common.children import raise_open_files, serve_commands
 
 from flowrt.net.link import client_options
 from flowrt.protocol import messages as m
@@ -63,7 +63,7 @@ class Workers:
                 )
             )
         )
-        self._look(descriptor)
+        self._check_readable(descriptor)
 
     def _wait(self, request_timeout_s: float) -> list[int]:
         """Sockets that may have something to read."""
@@ -77,11 +77,11 @@ class Workers:
             message = decode(zmq.backend.Socket.recv(self._sockets[descriptor], NOBLOCK))
         except zmq.Again:
             return None
-        self._look(descriptor)
+        self._check_readable(descriptor)
         return message
 
-    def _look(self, descriptor: int) -> None:
-        """The descriptor wakes a poll only for what comes after somebody has looked and found nothing."""
+    def _check_readable(self, descriptor: int) -> None:
+        """The descriptor wakes a poll only for what arrives after a check that found nothing."""
         if zmq.backend.zmq_poll([(self._sockets[descriptor], POLLIN)], 0):
             self._ready.append(descriptor)
 
@@ -92,7 +92,7 @@ class Workers:
         if not one.poll(int(1000 * DEADLINE_S)):
             raise TimeoutError("a pull was never answered: was the queue filled?")
         grant = zmq.backend.Socket.recv(one, NOBLOCK)
-        self._look(descriptor)
+        self._check_readable(descriptor)
         return grant.hex()
 
     def pull(self, at_s: float, warm_s: float, window_s: float, pause_s: float = 0.0) -> dict[str, object]:
@@ -114,7 +114,7 @@ class Workers:
                 descriptor = heappop(due)[1]
                 sent_s[descriptor] = clock()
                 send(self._sockets[descriptor], PULL, NOBLOCK)
-                self._look(descriptor)
+                self._check_readable(descriptor)
             for descriptor in self._wait(min(due[0][0] - now, 0.1) if due else 0.1):
                 grant = self._receive(descriptor)
                 if grant is None or isinstance(grant, m.Heartbeat):
@@ -131,7 +131,7 @@ class Workers:
                 elif now < end_s:
                     sent_s[descriptor] = now
                     send(self._sockets[descriptor], PULL, NOBLOCK)
-                    self._look(descriptor)
+                    self._check_readable(descriptor)
         return {"trips": trips, "served": served}
 
     def part(self) -> int:
@@ -148,4 +148,4 @@ class Workers:
 if __name__ == "__main__":
     raise_open_files()
     workers = Workers()
-    obey({order: getattr(workers, order) for order in ("join", "sample", "pull", "part")}, os.getpid())
+    serve_commands({order: getattr(workers, order) for order in ("join", "sample", "pull", "part")}, os.getpid())

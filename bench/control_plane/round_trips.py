@@ -1,10 +1,10 @@
 """Round trips: how many pulls of one slot a controller answers, next to a bare echo of the same size.
 
 The clients are real sockets, one a worker, in a few processes; every worker has one request outstanding. In a closed
-loop everybody pulls again at once: that is the most that can be served (``rtt_per_s_*``), and the time of a trip is
+loop every worker pulls again at once: that is the most that can be served (``rtt_per_s_*``), and the time of a trip is
 then, by Little's law, the workers divided by the rate. At 4,096 workers that says nothing of what a worker waits;
 there ``rtt_p50_ms`` and ``rtt_p99_ms`` are those of a paced load, each worker pulls once a second, and the closed
-loop's stand beside them as ``rtt_closed_*``.
+loop's are reported as ``rtt_closed_*``.
 """
 
 import time
@@ -56,7 +56,7 @@ class Crowd:
 
 
 class Queue:
-    """The controller under test, and somebody who keeps its queue filled."""
+    """The controller under test, and a source that keeps its queue filled."""
 
     def __init__(self, feeder: Child, run_dir: Path) -> None:
         run_dir.mkdir()

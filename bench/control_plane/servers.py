@@ -47,7 +47,7 @@ TRAINING = Dataflow(
 
 @dataclass(frozen=True, slots=True)
 class TwoSteps:
-    """Two steps' worth of groups at a time, of whatever age: nobody here makes new weights."""
+    """Two steps' worth of groups at a time, of whatever age: no trainer here publishes weights."""
 
     def may_open(self, live_groups: int, groups_per_step: int) -> bool:
         return live_groups < 2 * groups_per_step
@@ -94,7 +94,7 @@ async def serve(flow: Dataflow, settings: Settings, run_dir: Path, ledger: bool)
 
 
 async def input_ended() -> None:
-    """Wait until whoever started this process closes its input."""
+    """Wait until the parent of this process closes its input."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin, ended.set)
@@ -102,8 +102,8 @@ async def input_ended() -> None:
     loop.remove_reader(sys.stdin)
 
 
-def patient(**numbers: int) -> Settings:
-    """Settings under which nobody counts as dead because the machine is busy."""
+def long_timeouts(**numbers: int) -> Settings:
+    """Settings under which no worker counts as dead because the machine is busy."""
     return Settings(
         **numbers,  # type: ignore[arg-type]
         budget_rows=10_000_000,
@@ -130,9 +130,9 @@ def main() -> None:
     if arguments.role == "echo":
         work = echo(arguments.reply)
     elif arguments.role == "stream":
-        work = serve(STREAM, patient(sources=arguments.sources), arguments.run_dir, not arguments.no_ledger)
+        work = serve(STREAM, long_timeouts(sources=arguments.sources), arguments.run_dir, not arguments.no_ledger)
     else:
-        settings = patient(steps=arguments.steps, groups_per_step=arguments.groups)
+        settings = long_timeouts(steps=arguments.steps, groups_per_step=arguments.groups)
         work = serve(TRAINING, settings, arguments.run_dir, not arguments.no_ledger)
     if arguments.profile is None:
         serve_loop(work)

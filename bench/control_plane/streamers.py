@@ -9,7 +9,7 @@ import os
 import time
 
 import torch
-from common.children import obey_on_loop
+from common.children import serve_commands_on_loop
 
 from flowrt.client.samples import Batch
 from flowrt.client.session import Session, connect
@@ -90,7 +90,7 @@ async def fill(part: str, rows: int, queue: int = -1) -> None:
 async def pull_times(parts: list[str], rows: int, count: int, warm: int) -> list[list[float]]:
     """Seconds of each of ``count`` pulls of ``rows`` rows from as many of the last queues as there are parts, in turns.
 
-    ``warm`` pulls of one row come first: whoever has slept through the filling is slow to wake.
+    ``warm`` pulls of one row come first: a process that slept through the filling is slow to wake.
     """
     queues = sessions[-len(parts) :]
     times: list[list[float]] = [[] for _ in queues]
@@ -130,4 +130,4 @@ async def first_sample(address: str) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     orders = (join, leave, put, get, drain, fill, pull_times, clear, first_sample)
-    run_loop(obey_on_loop({order.__name__: order for order in orders}, os.getpid()))
+    run_loop(serve_commands_on_loop({order.__name__: order for order in orders}, os.getpid()))

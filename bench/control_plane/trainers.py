@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 
-from common.children import obey_on_loop
+from common.children import serve_commands_on_loop
 
 from flowrt.client.session import Session, connect
 from flowrt.runtime.event_loop import run_loop
@@ -29,8 +29,8 @@ async def generate(rollout: Session) -> None:
     while True:
         batch = await rollout.pull("rollout", ROOM)
         spans = [(0, TOKENS)] * len(batch)
-        made = {"response": batch.inline["prompt"]}
-        await rollout.commit("rollout", batch.slots, batch.leases, inline=made, spans=spans)
+        outputs = {"response": batch.inline["prompt"]}
+        await rollout.commit("rollout", batch.slots, batch.leases, inline=outputs, spans=spans)
 
 
 async def score(reward: Session) -> None:
@@ -69,4 +69,4 @@ async def run(address: str, steps: int, groups: int, members: int) -> float:
 
 
 if __name__ == "__main__":
-    run_loop(obey_on_loop({"run": run}, os.getpid()))
+    run_loop(serve_commands_on_loop({"run": run}, os.getpid()))

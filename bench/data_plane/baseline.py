@@ -19,7 +19,7 @@ os.environ.update(PYTHONWARNINGS="ignore")
 UNITS, FIELD = 2, "x"
 
 
-def say(answer: object) -> None:
+def reply(answer: object) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -41,7 +41,7 @@ def serve() -> None:
     storage = {"SimpleStorage": {"num_data_storage_units": UNITS}}
     wanted = {"controller": {"polling_mode": True}, "backend": storage}
     reached = transfer_queue.init(OmegaConf.create(wanted, flags={"allow_objects": True}))
-    say(base64.b64encode(pickle.dumps(reached)).decode())
+    reply(base64.b64encode(pickle.dumps(reached)).decode())
     sys.stdin.read()
     transfer_queue.close()
     ray.shutdown()
@@ -99,8 +99,8 @@ if __name__ == "__main__":
         serve()
     else:
         client = Client(sys.argv[2])
-        say("ready")
+        reply("ready")
         for line in sys.stdin:
             order, arguments = json.loads(line)
-            say(getattr(client, order)(*arguments))
+            reply(getattr(client, order)(*arguments))
         os._exit(0)  # its threads have no end

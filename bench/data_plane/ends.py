@@ -29,7 +29,7 @@ LANE_S = 60.0
 
 
 def payload_of(sizes: list[int], first: int) -> Packed:
-    """Rows of bytes; each begins with its own id, so that whoever gets them can check."""
+    """Rows of bytes; each begins with its own id, so that the receiver can check."""
     flat = torch.ones(sum(sizes), dtype=torch.uint8)
     starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     ids = torch.arange(first, first + len(sizes)).view(torch.uint8).view(-1, 8)

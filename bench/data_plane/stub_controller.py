@@ -13,7 +13,7 @@ TRANSPORTS = ("shm", "gloo")
 
 
 class Desk:
-    """The controller's answers, without its board: whatever was committed last is granted to whoever pulls."""
+    """The controller's answers, without its board: whatever was committed last is granted to the next pull."""
 
     def __init__(self) -> None:
         self._link = ServerLink(self._receive, self._garbled, lambda: None)
@@ -22,7 +22,7 @@ class Desk:
         self._name_of: dict[bytes, str] = {}
         self._lanes = {name: Lanes(name) for name in TRANSPORTS}
         self._offered: m.Commit | None = None
-        self.everybody = asyncio.Event()
+        self.all_joined = asyncio.Event()
 
     def _garbled(self, peer: bytes, reason: str) -> None:
         raise RuntimeError(f"{peer!r}: {reason}")
@@ -35,7 +35,7 @@ class Desk:
                 for lanes in self._lanes.values():
                     lanes.join(WorkerId(message.worker), message.lanes)
                 if len(self._peer_of) == 2:
-                    self.everybody.set()
+                    self.all_joined.set()
             case m.RendezvousKey(other, lane, key, value):
                 self._link.send(self._peer_of[other], m.RendezvousKey(self._name_of[peer], lane, key, value))
             case m.Commit():
@@ -47,7 +47,7 @@ class Desk:
     def _grant(self, peer: bytes, pull: m.Pull) -> None:
         commit = self._offered
         assert commit is not None
-        # A kind of lane for each transport: they stay open beside each other.
+        # A kind of lane for each transport: all stay open.
         turn = self._lanes[pull.stage].next_turn(WorkerId(PRODUCER), WorkerId(CONSUMER), pull.stage)
         slots, zeros = commit.slots, (0,) * len(commit.slots)
         incoming = (Incoming(turn, commit.parts),)

@@ -1,4 +1,4 @@
-"""Real runs with evaluations: throughput beside runs without, repeatability, the best weights after kills."""
+"""Real runs with evaluations: throughput relative to runs without, repeatability, the best weights after kills."""
 
 import itertools
 import json

@@ -193,7 +193,7 @@ class Damaged:
         self._before = self._contents()
 
     def changed(self) -> list[str]:
-        """Files that are not as they were after the damage; a ledger that is opened has files beside it, logs grow."""
+        """Files that are not as they were after the damage; an open ledger has -wal and -shm files, logs grow."""
         now = self._contents()
         return sorted(name for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name))
 

@@ -136,22 +136,22 @@ def draw(seed: int, steps: int, worker_timeout_s: float, groups: tuple[str, ...]
     names = groups or tuple(GROUPS)
     weights = [GROUPS[name] for name in names]
     [group] = random.Random(f"group {seed}").choices(names, weights)
-    made = _Draw(seed, steps, worker_timeout_s)
-    rng = made.rng
-    everything = Fault(EVERYTHING, "kill", *made.when()) if group in ("everything", "resume", "files") else None
+    drawn = _Draw(seed, steps, worker_timeout_s)
+    rng = drawn.rng
+    everything = Fault(EVERYTHING, "kill", *drawn.when()) if group in ("everything", "resume", "files") else None
     match group:
         case "one":
-            return Plan(seed, group, (made.one(),))
+            return Plan(seed, group, (drawn.one(),))
         case "signal":
-            return Plan(seed, group, (made.of(ROLES, SIGNALS, made.when),))
+            return Plan(seed, group, (drawn.of(ROLES, SIGNALS, drawn.when),))
         case "launcher":
-            return Plan(seed, group, (made.of((LAUNCHER,), ("kill", "stop", *SIGNALS), made.when),))
+            return Plan(seed, group, (drawn.of((LAUNCHER,), ("kill", "stop", *SIGNALS), drawn.when),))
         case "fork server":
-            return Plan(seed, group, (made.of((FORK_SERVER,), ("kill", "stop", *SIGNALS), made.in_training),))
+            return Plan(seed, group, (drawn.of((FORK_SERVER,), ("kill", "stop", *SIGNALS), drawn.in_training),))
         case "rank":
-            return Plan(seed, group, (made.of(RANKS, ("kill", "stop", *SIGNALS), made.in_training),))
+            return Plan(seed, group, (drawn.of(RANKS, ("kill", "stop", *SIGNALS), drawn.in_training),))
         case "two":
-            first, second = made.anything(), made.anything()
+            first, second = drawn.anything(), drawn.anything()
             gap_s = rng.choice([0.0, rng.uniform(0.0, TWO_WITHIN_S)])
             late = Fault(
                 victim=second.victim,
@@ -166,11 +166,11 @@ def draw(seed: int, steps: int, worker_timeout_s: float, groups: tuple[str, ...]
             victim = rng.choice(("rollout-0", "reward", "reference", "source"))
             return Plan(seed, group, (Fault(victim, "SIGTERM", rng.randrange(1, 3), rng.uniform(0.0, 0.1)),))
         case "disk":
-            full = Fault(DISK, "fill", *made.when(), room_bytes=rng.choice([0, rng.randrange(MOST_ROOM_BYTES)]))
+            full = Fault(DISK, "fill", *drawn.when(), room_bytes=rng.choice([0, rng.randrange(MOST_ROOM_BYTES)]))
             return Plan(seed, group, (full,))
     assert everything is not None
     if group == "resume":
-        fault = made.anything()
+        fault = drawn.anything()
         later = Fault(
             victim=fault.victim,
             kind=fault.kind,

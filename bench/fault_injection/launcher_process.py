@@ -36,7 +36,7 @@ class Life:
         self.began_s = time.monotonic()
         self.code: int | None = None
         self._table = folder / "processes.txt"
-        self._noted_before = len(self.noted())
+        self._started_before = len(self.started())
         self.output = folder / "output.txt"
         self._output_start = self.output.stat().st_size if self.output.exists() else 0
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,7 +81,7 @@ class Life:
                 self._orders.close()
         return self.code is not None
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         """Its output."""
         if not self.output.exists():
             return ""
@@ -91,7 +91,7 @@ class Life:
 
     # ---- its processes
 
-    def noted(self) -> list[tuple[str, int]]:
+    def started(self) -> list[tuple[str, int]]:
         """Names and process ids of all that were ever started in this trial, the last ones last."""
         if not self._table.exists():
             return []
@@ -101,7 +101,7 @@ class Life:
     @property
     def started_nothing(self) -> bool:
         """Whether this launcher has not started a process."""
-        return len(self.noted()) == self._noted_before
+        return len(self.started()) == self._started_before
 
     def find(self, victim: str) -> list[psutil.Process]:
         """The present processes of that name; empty when there is none."""
@@ -117,7 +117,7 @@ class Life:
         if victim == EVERYTHING:
             return [me, *below]
         wanted = "trainer" if victim in RANKS else victim
-        pids = [pid for name, pid in self.noted() if name == wanted]
+        pids = [pid for name, pid in self.started() if name == wanted]
         found = [one for one in below if pids and one.pid == pids[-1]]
         if victim in RANKS and victim != AGENT:
             found = [rank for one in found for rank in self._ranks(one) if rank[0] == victim.removeprefix("rank-")]
@@ -152,16 +152,16 @@ class Life:
 
     def left(self) -> list[psutil.Process]:
         """Living processes of this trial, found by what they are descended from and by what they were started with."""
-        pids = {pid for _, pid in self.noted()} | {self.pid}
+        pids = {pid for _, pid in self.started()} | {self.pid}
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                     continue
                 # Those that were forked do not show what they were started with, but their sessions are their own.
-                is_noted = process.create_time() >= self._began_at() and {process.pid, os.getsid(process.pid)} & pids
+                is_started = process.create_time() >= self._began_at() and {process.pid, os.getsid(process.pid)} & pids
                 words = [*process.cmdline(), *process.environ().values()]
-                if is_noted or any(str(self.folder) in word for word in words):
+                if is_started or any(str(self.folder) in word for word in words):
                     found.append(process)
         return found
 

@@ -71,14 +71,14 @@ class Forked(Children):
         relay = self._relays[name]
         if not self._places:
             self._orders.setblocking(False)
-            asyncio.get_running_loop().add_reader(self._orders, self._obey)
+            asyncio.get_running_loop().add_reader(self._orders, self._on_command)
         if name not in self._places:
             self._places[name] = await relay.listen()
         at = words.index("--controller") + 1
         relay.target, words[at] = words[at], self._places[name]
         return words
 
-    def _obey(self) -> None:
+    def _on_command(self) -> None:
         order = self._orders.recv(MOST_BYTES).decode()
         if not order:
             asyncio.get_running_loop().remove_reader(self._orders)

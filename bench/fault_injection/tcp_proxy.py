@@ -28,7 +28,7 @@ class Relay:
             writer.transport.abort()
 
     def hush(self) -> None:
-        """Nothing passes any more, and nobody is told."""
+        """Drop everything silently."""
         self._open.clear()
 
     def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""One trial: the lives of a run, what is done to it, the verdict. Trials are generators: many go on in one process."""
+"""One trial: the attempts of a run, its faults, the verdict. Trials are generators: many go on in one process."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from flowrt.recipes.config_io import to_toml
 STEPS, PROMPTS, MEMBERS = 8, 4, 2
 SHARED_MEMORY = Path("/dev/shm")
 DISK_BYTES = 32 << 20
-MOST_LIVES = 4
+MAX_ATTEMPTS = 4
 SLOW = 3.0
 """How much more time a trial has whose processes are not forked."""
 REPLACED_WITHIN_S = 5.0
@@ -80,11 +80,12 @@ class Outcome:
 
     def line(self, number: int) -> str:
         times = {"noticed": self.noticed_s, "recovered": self.recovered_s, "replaced": self.replaced_s}
-        said = [f"{name} {value:.2f} s" for name, value in times.items() if value >= 0]
-        said += [f"refused: {self.refused}"] if self.refused else []
-        said += [f"resumed {self.resumed} x" for _ in range(bool(self.resumed))]
-        said += [f"resumed: a step after {value:.2f} s" for value in self.resume_s]
-        head = f"{number:4} seed {self.plan.seed}: {self.plan}: {', '.join([*said, f'over after {self.wall_s:.1f} s'])}"
+        parts = [f"{name} {value:.2f} s" for name, value in times.items() if value >= 0]
+        parts += [f"refused: {self.refused}"] if self.refused else []
+        parts += [f"resumed {self.resumed} x" for _ in range(bool(self.resumed))]
+        parts += [f"resumed: a step after {value:.2f} s" for value in self.resume_s]
+        parts += [f"over after {self.wall_s:.1f} s"]
+        head = f"{number:4} seed {self.plan.seed}: {self.plan}: {', '.join(parts)}"
         if not self.is_bad:
             return head
         what = [f"lost {self.lost}, doubled {self.doubled}", *(["hung"] if self.hung else []), *self.wrong]
@@ -147,16 +148,16 @@ class Trial:
             if self._plan.group == "disk":
                 self._mount()
                 stack.callback(self._unmount)
-            yield from self._lives(config)
+            yield from self._attempts(config)
             self._judge()
         self.out.wall_s = time.monotonic() - began_s
         return self.out
 
-    def _lives(self, config: Path) -> Steps:
+    def _attempts(self, config: Path) -> Steps:
         plan, out = self._plan, self.out
         faults = plan.faults
         words = ["run", "--config", str(config)]
-        for number in range(MOST_LIVES):
+        for number in range(MAX_ATTEMPTS):
             life = Life(self.folder, words, [one.victim for one in faults if one.kind in LINK_KINDS])
             seen = [Seen(fault) for fault in faults]
             yield from self._live(life, seen, self._last_step() if number else None)
@@ -186,7 +187,7 @@ class Trial:
             if self._run_dir.exists():
                 words = ["resume", str(self._run_dir)]
             out.resumed += 1
-        out.wrong.append(f"it did not end well in {MOST_LIVES} lives")
+        out.wrong.append(f"it did not end well in {MAX_ATTEMPTS} attempts")
 
     def _live(self, life: Life, seen: Sequence[Seen], before: int | None) -> Steps:
         """One life to its end; ``before`` is the last step that any life before has closed."""
@@ -317,7 +318,7 @@ class Trial:
 
     def _judge_code(self, life: Life, seen: Sequence[Seen]) -> None:
         """A life that did not end well had a reason to, and says it."""
-        code, said = life.code, life.said()
+        code, output = life.code, life.read_output()
         faults = [one.fault for one in seen if one.struck_s >= 0]
         interrupted = any(one.interrupts for one in faults) and code == EXIT_INTERRUPTED
         killed = any(one.victim == EVERYTHING or (one.victim, one.kind) == ("launcher", "kill") for one in faults)
@@ -329,29 +330,29 @@ class Trial:
             and code is not None
             and -code in [SIGNALS_OF[one.kind] for one in faults if one.victim == LAUNCHER]
         )
-        sentence = next((line for line in said.splitlines() if line.startswith("flowrt: ")), "")
-        if "Traceback" in said:
+        sentence = next((line for line in output.splitlines() if line.startswith("flowrt: ")), "")
+        if "Traceback" in output:
             self.out.wrong.append("a traceback was shown")
         elif code == EXIT_FAILED and may_fail:
             words = ("No space left", "disk is full") if self._plan.group == "disk" else tuple(_names(faults))
             if not any(word in sentence for word in words):
-                self.out.wrong.append(f"exit code 1, and {words} is not named: {sentence or said[-300:]}")
+                self.out.wrong.append(f"exit code 1, and {words} is not named: {sentence or output[-300:]}")
         elif code == EXIT_BAD_INPUT and self._plan.group == "disk" and not self._run_dir.exists():
             if "disk is full" not in sentence and "No space left" not in sentence:
-                self.out.wrong.append(f"refused, and the disk is not named: {sentence or said[-300:]}")
+                self.out.wrong.append(f"refused, and the disk is not named: {sentence or output[-300:]}")
         elif not (early or interrupted or (killed and code == -9) or (hung_up and code in (-1, EXIT_INTERRUPTED))):
-            self.out.wrong.append(f"exit code {code}: {sentence or said[-300:]}")
+            self.out.wrong.append(f"exit code {code}: {sentence or output[-300:]}")
 
     def _judge_refusal(self, life: Life) -> None:
         """Files that were damaged and are not gone on with: one sentence says so, and nothing is changed."""
         assert self._damaged is not None
-        said = life.said()
-        sentences = [line for line in said.splitlines() if line.startswith("flowrt: ")]
+        output = life.read_output()
+        sentences = [line for line in output.splitlines() if line.startswith("flowrt: ")]
         self.out.refused = f"exit code {life.code}: {' / '.join(sentences)[:300]}"
-        if "Traceback" in said:
+        if "Traceback" in output:
             self.out.wrong.append("a traceback was shown")
         if len(sentences) != 1:
-            self.out.wrong.append(f"{len(sentences)} sentences say why it was refused: {said[-300:]}")
+            self.out.wrong.append(f"{len(sentences)} sentences say why it was refused: {output[-300:]}")
         if not any(self._damaged.damage.names(line) for line in sentences):
             self.out.wrong.append(f"what is damaged is not named: {sentences}")
         if self._damaged.damage.goes_on:

@@ -30,7 +30,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class Life:
+class PromptHistory:
     """What the ledger has of one prompt: its row, and its history."""
 
     state: str = ""
@@ -58,23 +58,25 @@ def account(run_dir: Path, prompts: int, steps: int, complete: bool, filtered: i
         return Account(0, 0, "there is no ledger" if complete else "")
     try:
         with _copy_of(run_dir / LEDGER) as ledger:
-            lives, unsettled = _lives(ledger)
+            histories, unsettled = _histories(ledger)
             of_steps = ledger.execute(
                 "SELECT step, COUNT(*) FROM prompts WHERE state = 'trained' GROUP BY step ORDER BY step"
             ).fetchall()
     except (sqlite3.Error, ValueError) as error:
         return Account(0, 0, f"the ledger cannot be read: {error}")
-    doubled = sum(life.trained > 1 or (life.trained == 1 and life.is_filtered) for life in lives.values())
+    doubled = sum(
+        history.trained > 1 or (history.trained == 1 and history.is_filtered) for history in histories.values()
+    )
     if not complete:
         return Account(0, doubled, "")
-    once = {prompt for prompt, life in lives.items() if life.trained == 1 and life.state == "trained"}
-    dropped = {prompt for prompt, life in lives.items() if filtered and life.is_filtered}
+    once = {prompt for prompt, history in histories.items() if history.trained == 1 and history.state == "trained"}
+    dropped = {prompt for prompt, history in histories.items() if filtered and history.is_filtered}
     lost = len({(0, prompt) for prompt in range(prompts)} - once - dropped)
     trained = prompts - steps * filtered
-    wrong = [] if len(lives) == prompts else [f"{len(lives)} prompts in the ledger, {prompts} in the data"]
+    wrong = [] if len(histories) == prompts else [f"{len(histories)} prompts in the ledger, {prompts} in the data"]
     if unsettled:
         wrong.append(f"{unsettled} transactions were never entered in the tables of the ledger")
-    other = sorted(prompt for prompt, life in lives.items() if life.state != life.last_event)
+    other = sorted(prompt for prompt, history in histories.items() if history.state != history.last_event)
     if other:
         wrong.append(f"the history of prompts {other} ends in another state than that of their rows")
     if len(dropped) != steps * filtered:
@@ -103,7 +105,7 @@ def wrong_summary(run_dir: Path, expected: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger with its log, copied: to open a ledger is to change the files beside it."""
+    """The ledger with its log, copied: to open a ledger is to change its -wal and -shm files."""
     with tempfile.TemporaryDirectory(prefix="flowrt-verdict-") as place:
         for name in (path.name, f"{path.name}-wal"):
             if path.with_name(name).exists():
@@ -112,11 +114,11 @@ def _copy_of(path: Path) -> Iterator[sqlite3.Connection]:
             yield ledger
 
 
-def _lives(ledger: sqlite3.Connection) -> tuple[dict[Prompt, Life], int]:
+def _histories(ledger: sqlite3.Connection) -> tuple[dict[Prompt, PromptHistory], int]:
     """Each prompt, and the number of transactions that are not in the tables yet, which are counted too."""
-    lives: dict[Prompt, Life] = {}
+    histories: dict[Prompt, PromptHistory] = {}
     for epoch, prompt, state, reason in ledger.execute("SELECT epoch, prompt, state, reason FROM prompts").fetchall():
-        lives[epoch, prompt] = Life(state=state, reason=reason)
+        histories[epoch, prompt] = PromptHistory(state=state, reason=reason)
     events = ledger.execute("SELECT epoch, prompt, state FROM events ORDER BY id").fetchall()
     # A controller that was killed leaves its last transactions as they were written, not in the tables.
     unsettled = ledger.execute("SELECT data FROM pending_writes ORDER BY id").fetchall()
@@ -124,16 +126,16 @@ def _lives(ledger: sqlite3.Connection) -> tuple[dict[Prompt, Life], int]:
         records: list[tuple[float, int, int, str, int, str, float | None]] = msgpack.unpackb(data, use_list=False)[0]
         for _, epoch, prompt, state, _, reason, _ in records:
             events.append((epoch, prompt, state))
-            life = lives.setdefault((epoch, prompt), Life())
-            life.state, life.reason = state, reason
+            history = histories.setdefault((epoch, prompt), PromptHistory())
+            history.state, history.reason = state, reason
     for epoch, prompt, state in events:
-        life = lives.setdefault((epoch, prompt), Life())
-        life.last_event = state
+        history = histories.setdefault((epoch, prompt), PromptHistory())
+        history.last_event = state
         if state == "trained":
-            life.trained += 1
+            history.trained += 1
         elif state == "unread":
-            life.trained = 0  # the run went back to before it
-    return lives, len(unsettled)
+            history.trained = 0  # the run went back to before it
+    return histories, len(unsettled)
 
 
 def _wrong_steps(path: Path, prompts: int, steps: int) -> list[str]:

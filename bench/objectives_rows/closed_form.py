@@ -114,8 +114,8 @@ def worst_preference(cases: int) -> float:
 def worst_credit(name: str, cases: int) -> float:
     """Of a credit rule."""
     rng = dice(name)
-    alone = name in ("reinforce", "kl_in_reward", "overlong", *SELECTIONS)
-    return max(credit_error(name, draw_groups(rng, 1 if alone else 2)) for _ in range(cases))
+    single_group = name in ("reinforce", "kl_in_reward", "overlong", *SELECTIONS)
+    return max(credit_error(name, draw_groups(rng, 1 if single_group else 2)) for _ in range(cases))
 
 
 def dice(name: str) -> random.Random:

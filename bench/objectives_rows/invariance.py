@@ -94,7 +94,7 @@ def distances(algorithm: Algorithm, found: Mapping[str, tuple[list[Tensor], floa
     if algorithm.plan.optimizer_steps == 1:
         gradient, loss = plain_gradient(algorithm)
         gradients = [gradient]
-    return {way: max(_apart(gradients, seen), abs(told - loss)) for way, (seen, told) in found.items()}
+    return {way: max(_apart(gradients, seen), abs(reported - loss)) for way, (seen, reported) in found.items()}
 
 
 def _apart(expected: Sequence[Tensor], seen: Sequence[Tensor]) -> float:

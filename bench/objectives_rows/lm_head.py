@@ -1,4 +1,4 @@
-"""Row `lm_head`: the fused LM head beside whole logits: memory, time, and how near float64 its narrow numbers are.
+"""Row `lm_head`: the fused LM head and whole logits: memory, time, and how near float64 its narrow numbers are.
 
 - Memory of both passes at full size, 8,192 predictions of 151,936 words in bfloat16, in a process of its own.
 - Time of a forward and a backward pass at a size at which whole logits fit, in bfloat16 and in float32, by turns: CPU

@@ -3,11 +3,11 @@
 Runs write a checkpoint every few steps; their held-out accuracy, greedy, is measured afterwards, because the rewards of
 a run that chooses its prompts are not those of all prompts. Reached is interpolated between two checkpoints.
 
-- dynamic: the preset dapo, which replaces groups of equal rewards, beside itself without that filter, with groups of 4:
+- dynamic: the preset dapo, which replaces groups of equal rewards, with and without that filter, with groups of 4:
   about half of them have equal rewards. Steps until the accuracy is 0.8, and the groups of equal rewards that were
   trained all the same.
 - curriculum: half of the prompts have an answer that no response can be. Prompt and response tokens that were generated
-  until the accuracy on held-out prompts, all of them possible, is 0.8: ``curriculum.policy = solve_rate`` beside
+  until the accuracy on held-out prompts, all of them possible, is 0.8: ``curriculum.policy = solve_rate`` against
   ``uniform``. Both sides replace groups of equal rewards, so that each step trains as many groups that teach something,
   and a prompt that is skipped saves its tokens: Adam does not depend on the gradient's scale, so without that filter an
   impossible prompt would cost tokens and cost no progress. The first epoch is the same on both sides, because no prompt

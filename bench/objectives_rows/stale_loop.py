@@ -126,8 +126,8 @@ class StaleLoop:
         """Share of held-out problems that the newest weights answer rightly, greedily."""
         problems = self._task.held_out_problems()[:HELD_OUT]
         self._rollout.swap(self._versions[max(self._versions)])
-        made = self._generate([Prompt(key, self._ids(one), 0, greedy=True) for key, one in enumerate(problems)])
-        return sum(self._reward(one, problems[one.key]) for one in made) / len(problems)
+        responses = self._generate([Prompt(key, self._ids(one), 0, greedy=True) for key, one in enumerate(problems)])
+        return sum(self._reward(one, problems[one.key]) for one in responses) / len(problems)
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of a run."""
@@ -148,41 +148,41 @@ class StaleLoop:
             for member in range(config.group_size)
         ]
         self._rollout.swap(self._versions[version])
-        made = sorted(self._generate(prompts), key=lambda one: one.key)
-        rewards = [self._reward(one, self._problems[chosen[one.key // config.group_size]]) for one in made]
-        self._trainer.accumulate(self._batch(prompts, made, rewards, step - version))
+        responses = sorted(self._generate(prompts), key=lambda one: one.key)
+        rewards = [self._reward(one, self._problems[chosen[one.key // config.group_size]]) for one in responses]
+        self._trainer.accumulate(self._batch(prompts, responses, rewards, step - version))
         self.metrics = self._trainer.step()
         self._versions[step + 1] = Snapshot.take(step + 1, self._trainer.parameters())
         return sum(rewards) / len(rewards)
 
     def _batch(
-        self, prompts: Sequence[Prompt], made: Sequence[Response], rewards: Sequence[float], staleness: int
+        self, prompts: Sequence[Prompt], responses: Sequence[Response], rewards: Sequence[float], staleness: int
     ) -> TrainingBatch:
         config = self._config
-        tokens, sampled = [one.tokens for one in made], [one.logprobs for one in made]
+        tokens, sampled = [one.tokens for one in responses], [one.logprobs for one in responses]
         asked = [one.tokens for one in prompts]
         reference = None
         if self._reference is not None:
             reference = list(score(self._reference, asked, tokens, config.rollout.temperature, len(asked)))
-        group_N = torch.arange(len(made)) // config.group_size
-        staleness_N = torch.full((len(made),), staleness)
+        group_N = torch.arange(len(responses)) // config.group_size
+        staleness_N = torch.full((len(responses),), staleness)
         groups = Groups(
             rewards_N=torch.tensor(rewards),
             group_N=group_N,
             lengths_N=torch.tensor([len(one) for one in tokens]),
-            truncated_N=torch.tensor([one.truncated for one in made]),
+            truncated_N=torch.tensor([one.truncated for one in responses]),
             staleness_N=staleness_N,
             kl_N=_sampled_kl(sampled, reference),
         )
         is_deferred = self._objective.needs.scope == "step"
         credit = None if is_deferred else self._objective.credit(groups)
-        rows = range(len(made)) if credit is None else credit.trained_N.nonzero().flatten().tolist()
+        rows = range(len(responses)) if credit is None else credit.trained_N.nonzero().flatten().tolist()
         return TrainingBatch(
             prompts=[asked[row] for row in rows],
             responses=[tokens[row] for row in rows],
             rollout_logprobs=[sampled[row] for row in rows],
             reference_logprobs=None if reference is None else [reference[row] for row in rows],
-            advantages_N=torch.zeros(len(made)) if credit is None else credit.advantages_N[list(rows)].float(),
+            advantages_N=torch.zeros(len(responses)) if credit is None else credit.advantages_N[list(rows)].float(),
             weights_N=sample_weight(config.algorithm)(staleness_N)[list(rows)],
             groups_N=group_N[list(rows)],
             ages=[torch.full((len(tokens[row]),), staleness) for row in rows],
@@ -190,14 +190,14 @@ class StaleLoop:
         )
 
     def _generate(self, prompts: Sequence[Prompt]) -> list[Response]:
-        made: list[Response] = []
+        responses: list[Response] = []
         waiting = list(prompts)
         while waiting or self._rollout.running:
             room = self._rollout.room
             self._rollout.add(waiting[:room])
             waiting = waiting[room:]
-            made += self._rollout.run(threading.Event())
-        return made
+            responses += self._rollout.run(threading.Event())
+        return responses
 
     def _ids(self, problem: Example) -> torch.Tensor:
         return torch.tensor(self._tokenizer(problem.prompt)["input_ids"], dtype=torch.int32)

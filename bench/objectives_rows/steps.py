@@ -92,7 +92,7 @@ def make_step(model: Any, *, longer_by: int = 2) -> Step:
         for member in range(MEMBERS):
             length = LENGTHS[(MEMBERS * group + member) % len(LENGTHS)]
             response = torch.randint(2, VOCABULARY, (length,), generator=dice)
-            own_T = alone(model, prompt, response)[0].detach()
+            own_T = own_forward(model, prompt, response)[0].detach()
             noise = 0.2 * torch.randn(2, length, generator=dice, dtype=torch.float64)
             prompts.append(prompt)
             responses.append(response)
@@ -110,7 +110,7 @@ def make_step(model: Any, *, longer_by: int = 2) -> Step:
     return Step(prompts, responses, rollout, reference, groups)
 
 
-def alone(model: Any, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+def own_forward(model: Any, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [T] of one sample's response, by a forward pass of its own."""
     tokens = torch.cat([prompt, response]).unsqueeze(0)
     logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
@@ -126,7 +126,7 @@ def plain_gradient(algorithm: Algorithm) -> tuple[Tensor, float]:
     """
     model = make_model()
     batch = make_step(model).batch(algorithm)
-    pairs = [alone(model, *sample) for sample in zip(batch.prompts, batch.responses, strict=True)]
+    pairs = [own_forward(model, *sample) for sample in zip(batch.prompts, batch.responses, strict=True)]
     logprobs_T, entropy_T = (torch.cat(column) for column in zip(*pairs, strict=True))
     rollout_T = torch.cat(list(batch.rollout_logprobs))
     sample_T = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(one) for one in batch.responses]))

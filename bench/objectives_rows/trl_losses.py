@@ -213,13 +213,13 @@ def model_errors(name: str, values: Values) -> tuple[float, float]:
 def ask(python: Path, orders: dict[str, dict[str, object]]) -> dict[str, Values]:
     """What TRL computes of the orders. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        asked, told = Path(folder) / "orders.json", Path(folder) / "values.json"
+        asked, answered = Path(folder) / "orders.json", Path(folder) / "values.json"
         asked.write_text(json.dumps(orders))
-        command = [str(python), str(SCRIPT), str(asked), str(told)]
+        command = [str(python), str(SCRIPT), str(asked), str(answered)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder)
         if ended.returncode:
             raise RuntimeError(f"{python} could not compute the losses of TRL:\n{ended.stderr[-4000:]}")
-        values: dict[str, Values] = json.loads(told.read_text())
+        values: dict[str, Values] = json.loads(answered.read_text())
         return values
 
 

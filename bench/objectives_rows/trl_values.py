@@ -37,7 +37,7 @@ def mask_of(rows: list[list[Any]], *, left: bool = False) -> Tensor:
 
 
 def columns(order: dict[str, Any], rows: list[list[Any]]) -> dict[str, Any]:
-    """What TRL's loss reads beside the present log-probabilities, by its names."""
+    """What TRL's loss reads besides the present log-probabilities, by its names."""
     inputs: dict[str, Any] = {
         "completion_mask": mask_of(rows),
         "advantages": torch.tensor(order["advantages"], dtype=torch.float64),

@@ -48,7 +48,7 @@ class Plant:
         workload: the costs of the run.
         role: the role that has to wait, or is kept from its work,
         kind: as this kind of time, the first of all but ``busy``, ``other`` and ``away``,
-        root: because of a worker whose name begins so; empty: whoever.
+        root: because of a worker whose name begins so; empty: any.
         mode: bound and policies.
         link_mbit_s: speed of the network between the processes; 0: not limited.
         planted: the seconds that have to be found again.

@@ -165,7 +165,7 @@ class Cast:
 
     def __enter__(self) -> "Cast":
         for process in self._processes.values():
-            _hear(process)
+            _receive(process)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,25 +181,25 @@ class Cast:
         """Run a plant. Raises RuntimeError if it does not end well."""
         play = Play(f"planted {name}", plant.mode, seed=0, steps=plant.workload.steps, real_s=1.0)
         controller = self._processes["controller"]
-        _tell(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
-        address = _hear(controller)
+        _send(controller, {"run_dir": str(run_dir), "play": dataclasses.asdict(play)})
+        address = _receive(controller)
         not_yet = ("controller", *EXTRA.values())
         playing = [process for worker, process in self._processes.items() if worker not in not_yet]
         if name == "rank":
             playing.append(self._processes[SLOW_RANK])
         for process in playing:
-            _tell(process, {"address": address})
+            _send(process, {"address": address})
         if name == "late":
             _wait_for_steps(run_dir, STEPS)
-            _tell(self._processes[LATE], {"address": address})
+            _send(self._processes[LATE], {"address": address})
             playing.append(self._processes[LATE])
         if name == "stop":
             _wait_for_steps(run_dir, 3)
             self._processes["rollout-0"].send_signal(signal.SIGSTOP)
             time.sleep(STOP_S)
             self._processes["rollout-0"].send_signal(signal.SIGCONT)
-        summary = _hear(controller)
-        errors = [error for process in playing if (error := _hear(process))]
+        summary = _receive(controller)
+        errors = [error for process in playing if (error := _receive(process))]
         if summary["exit_code"] or errors:
             raise RuntimeError(f"plant {name!r}: {summary['reason']}; {'; '.join(errors)}")
 
@@ -214,13 +214,13 @@ def _start(worker: str, variables: Mapping[str, str]) -> "subprocess.Popen[str]"
     )
 
 
-def _tell(process: "subprocess.Popen[str]", what: object) -> None:
+def _send(process: "subprocess.Popen[str]", what: object) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(what) + "\n")
     process.stdin.flush()
 
 
-def _hear(process: "subprocess.Popen[str]") -> Any:
+def _receive(process: "subprocess.Popen[str]") -> Any:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

@@ -226,7 +226,7 @@ class Client(threading.Thread):
 
 
 def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
-    """Of a run of the default job; with the page and so many clients on it, if any."""
+    """Of a run of the default job; with the page and ``clients`` clients on it, if any."""
     words = [str(FLOWRT), "run", "arithmetic", "--run-dir", str(run_dir), *flags]
     if clients:
         words += ["--watch", "0"]
@@ -235,15 +235,15 @@ def samples_per_s(run_dir: Path, *flags: str, clients: int = 0) -> float:
         _limit(process),
     ):
         assert process.stdout is not None
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             address = next((word for word in line.split() if "/?token=" in word), "")
             for _ in range(clients if address else 0):
                 Client(address).start()
         if code := process.wait(RUN_TIMEOUT_S):
             raise RuntimeError(
-                f"`{' '.join(words)}` ended with {code} after at most {RUN_TIMEOUT_S:.0f} s: {said[-2000:]}"
+                f"`{' '.join(words)}` ended with {code} after at most {RUN_TIMEOUT_S:.0f} s: {output[-2000:]}"
             )
     return float(json.loads((run_dir / "summary.json").read_text())["samples_per_s"])
 
@@ -402,7 +402,7 @@ def opens(words: list[str]) -> bool:
 
 
 async def hostile_requests(run_dir: Path) -> tuple[int, int]:
-    """Number of requests that nobody may answer, and of those that were."""
+    """Number of requests that must not be answered, and of those that were."""
     server = PageServer(RunReader(run_dir), Access(TOKEN))
     port = await server.start("127.0.0.1", 0)
     base, name = f"http://127.0.0.1:{port}", f"flowrt_{port}"

@@ -56,7 +56,7 @@ def controlling() -> Orders:
     stack = AsyncExitStack()
 
     async def serve(host: str) -> tuple[str, Path]:
-        """Returns the address, and the directory of the keys without which nobody speaks with it."""
+        """Returns the address, and the directory of the keys without which no worker can connect."""
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="flowrt-bench-"))
         policies = Policies(StrictLag(1_000_000), Fifo(), GroupCount(1), DelayedUpdate())
         keys = Path(run_dir) / "keys"
@@ -77,7 +77,7 @@ def publishing() -> Orders:
     tensors: dict[str, torch.Tensor]
 
     async def join(address: str, keys: Path, megabytes: int) -> int:
-        """With so many megabytes of weights; 0: those of the small model. Returns the bytes of a version."""
+        """With ``megabytes`` MB of weights; 0: those of the small model. Returns the bytes of a version."""
         nonlocal session, tensors
         session = await connect(address, "trainer", "trainer", JOIN_S, worker_keys(keys, "trainer"))
         if megabytes:

@@ -123,7 +123,7 @@ class Generating:
             await loop.run()
 
     async def measure(self, seconds: float, way: str) -> dict[str, float]:
-        """Generate for so long beside whatever updates come; they are put into use in one of the WAYS."""
+        """Generate for ``seconds`` while updates arrive; they are put into use in one of the WAYS."""
         self.engine.forget()
         self.blocking.on = way == "blocking"
         self.loop._in_flight = way in ("inflight", "kept")

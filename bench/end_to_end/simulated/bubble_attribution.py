@@ -25,7 +25,7 @@ from flowrt.controller.storage.timeline_file import read_timeline
 Intervals = list[tuple[float, float]]
 BUSY = {"generate", "reference", "reward", "train", "step"}
 STALL = {"swap", "snapshot"}
-SOON_S = 0.02
+TOLERANCE_S = 0.02
 LOSSES = ("samples", "weights", "gate", "update")
 ROLES = ("rollout", "reference", "reward", "trainer")
 
@@ -135,13 +135,13 @@ def _of_rollout(spans: list[tuple[str, float, float]], idle: Intervals, steps: l
     gate: Intervals = []
     weights: Intervals = []
     for start, end in idle:
-        if not any(abs(swap - end) < SOON_S for swap in swaps):
-            if end - start > SOON_S:
+        if not any(abs(swap - end) < TOLERANCE_S for swap in swaps):
+            if end - start > TOLERANCE_S:
                 gate.append((start, end))
             continue
-        made_s = max([step for step in steps if step <= end], default=start)
-        gate.append((start, max(start, made_s)))
-        weights.append((max(start, made_s), end))
+        published_s = max([step for step in steps if step <= end], default=start)
+        gate.append((start, max(start, published_s)))
+        weights.append((max(start, published_s), end))
     return gate, weights
 
 

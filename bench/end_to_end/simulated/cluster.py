@@ -33,12 +33,12 @@ class Cast:
         with tempfile.TemporaryDirectory(prefix="flowrt-simulated-") as run_dir:
             before_s, began_s = self._cpu_s(), time.monotonic()
             async with asyncio.timeout(RUN_S):
-                await _tell(self._controller, {"run_dir": run_dir, "play": dataclasses.asdict(play)})
-                address = await _hear(self._controller)
+                await _send(self._controller, {"run_dir": run_dir, "play": dataclasses.asdict(play)})
+                address = await _receive(self._controller)
                 for worker in self._workers:
-                    await _tell(worker, {"address": address})
-                summary = await _hear(self._controller)
-                errors = [error for worker in self._workers if (error := await _hear(worker))]
+                    await _send(worker, {"address": address})
+                summary = await _receive(self._controller)
+                errors = [error for worker in self._workers if (error := await _receive(worker))]
             cpu_s, wall_s = self._cpu_s() - before_s, time.monotonic() - began_s
             if summary["exit_code"] != 0 or errors:
                 raise RuntimeError(f"{play}: {summary['reason']}; {'; '.join(errors)}")
@@ -51,7 +51,7 @@ class Cast:
 
 @asynccontextmanager
 async def cast(rollout_workers: int) -> AsyncIterator[Cast]:
-    """Processes for workloads with so many rollout workers; none of them outlives the block."""
+    """Processes for workloads with ``rollout_workers`` rollout workers; none of them outlives the block."""
     names = [[f"rollout-{number}"] for number in range(rollout_workers)]
     names += [["reference"], ["source", "reward"], ["trainer"]]
     processes: list[asyncio.subprocess.Process] = []
@@ -60,7 +60,7 @@ async def cast(rollout_workers: int) -> AsyncIterator[Cast]:
             processes.append(await _start(arguments))
         async with asyncio.timeout(START_S):
             for process in processes:
-                await _hear(process)
+                await _receive(process)
         yield Cast(processes[0], processes[1:])
     finally:
         for process in processes:
@@ -81,13 +81,13 @@ async def _start(arguments: list[str]) -> asyncio.subprocess.Process:
     )
 
 
-async def _tell(process: asyncio.subprocess.Process, what: Any) -> None:
+async def _send(process: asyncio.subprocess.Process, what: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(what).encode() + b"\n")
     await process.stdin.drain()
 
 
-async def _hear(process: asyncio.subprocess.Process) -> Any:
+async def _receive(process: asyncio.subprocess.Process) -> Any:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:

@@ -26,7 +26,7 @@ WAIT_S = 120.0
 JOIN_S = 20.0
 
 
-def say(answer: object) -> None:
+def reply(answer: object) -> None:
     print(json.dumps(answer), flush=True)
 
 
@@ -41,17 +41,17 @@ async def control(run_dir: Path, play: Play) -> None:
         heartbeat_s=HEARTBEAT_S,
         request_timeout_s=WAIT_S,
     )
-    say(server.bind("tcp://127.0.0.1:0"))
+    reply(server.bind("tcp://127.0.0.1:0"))
     ended = await server.run()
     summary = server.summary(play.mode.bound)
     server.ledger.close()
-    say({**summary, "numbers": server.metrics.numbers, "exit_code": ended.code, "reason": ended.reason})
+    reply({**summary, "numbers": server.metrics.numbers, "exit_code": ended.code, "reason": ended.reason})
 
 
 async def work(address: str, workers: list[str]) -> None:
     """Each worker with a session of its own, side by side."""
     errors = await asyncio.gather(*(one(address, worker) for worker in workers))
-    say("; ".join(error for error in errors if error))
+    reply("; ".join(error for error in errors if error))
 
 
 async def one(address: str, worker: str) -> str:
@@ -78,7 +78,7 @@ def main() -> None:
     die_with_parent()
     torch.set_num_threads(1)
     workers = sys.argv[1:]
-    say("ready")
+    reply("ready")
     for line in sys.stdin:
         task = json.loads(line)
         if workers == ["controller"]:

@@ -112,7 +112,7 @@ def _leased(batches: list[Batch]) -> tuple[list[int], list[int]]:
 
 
 async def trainer(session: Session, play: Play) -> None:
-    """Train the run's steps; new weights go out beside the next step."""
+    """Train the run's steps; new weights are sent during the next step."""
     config, workload, pace = play.config(), play.workload, RealTimeSimClock(play.real_s)
     engine = SimulatedTrainer(workload.train, pace, workload.parameter_bytes)
 

@@ -3,7 +3,7 @@
 Generation is scheduled exactly (every free row takes the next sample, in order); scores and training follow as queues.
 
 * sync: generation, then the scores, then training, then the weights: a sum.
-* streaming: the same generation, with the queues running beside it; a step still ends with its weights.
+* streaming: the same generation, with the queues running in parallel; a step still ends with its weights.
 * delayed: no worker waits for another, but each drains once a version: the longest of (a worker's own makespan and its
   load, training, scores).
 * rolling, tail: weights are put into use between two tokens, so rows can always be full; then who generates what makes
