@@ -129,8 +129,8 @@ def main_job(metrics: dict[str, Any], where: str) -> list[str]:
         "",
         f"At bound 1, {reached} of {seeds} seeds rose from at most 0.4 to at least 0.8 within four minutes of "
         f"the start of the command, and {metrics['staleness_1_seeds_to_0.9']} ended at 0.9 or more. The first training "
-        f"step was done after {metrics['staleness_1_first_step_total_s']:.0f} s, which includes building the model and its "
-        "supervised training.",
+        f"step was done after {metrics['staleness_1_first_step_total_s']:.0f} s, which includes building the model and "
+        "its supervised training.",
         "",
     ]
 
