@@ -18,7 +18,7 @@ MIN_FLOOR = 0.01
 
 
 class Curriculum(Protocol):
-    """Is this prompt sampled in this epoch?"""
+    """Decides which prompts are sampled in an epoch."""
 
     @property
     def history(self) -> int:

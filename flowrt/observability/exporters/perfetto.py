@@ -1,4 +1,4 @@
-"""PerfettoTrace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
+"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing: the JSON format of trace events.
 
 - Slices of a track never overlap, which the format forbids: what a worker does at the same time as something else is on
   a further track of it, and so are its waits.

@@ -1,4 +1,4 @@
-"""Who listens on a port of this host, for the error of one who cannot."""
+"""Owner of a listening port of this host, for errors about a port that is taken."""
 
 import contextlib
 import os
