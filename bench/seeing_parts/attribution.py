@@ -5,8 +5,8 @@
 - attribution_gap: the largest relative error of the planted seconds that were found again;
 - attribution_sum_error: the largest relative difference of a role's seconds in a step from those that its workers were
   there;
-- attribution_other: the largest share of `other` of all workers of a run; attribution_other_job: that of the default
-  job.
+- attribution_other: the largest share of `other` of all workers of a run, of all plants; attribution_other_PLANT: that
+  of each; attribution_other_job: that of the default job.
 """
 
 import dataclasses
@@ -78,11 +78,13 @@ def of_plant(cast: "Cast", name: str) -> dict[str, float]:
         lines, damaged = read(Path(directory))
         assert not damaged
     steps = [line for line in lines if 0 < line["step"] < plant.workload.steps]  # the first one fills the pipeline
+    other = _other(add_up(steps))
     return {
         "causes_missed": float(not _is_named(name, plant, add_up(steps))),
         "attribution_gap": _gap(plant, add_up(lines)),
         "attribution_sum_error": _sum_error(name, steps),
-        "attribution_other": _other(add_up(steps)),
+        "attribution_other": other,
+        f"attribution_other_{name}": other,
     }
 
 
