@@ -34,18 +34,16 @@ class Simple:
     def run(self, interrupt: grpo.Interrupt) -> list[grpo.Response]:
         finished: list[grpo.Response] = []
         while self._running and not finished and not interrupt.is_set():
-            rows = [
-                torch.cat([one.tokens.long(), torch.tensor(generated).long()]) for one, generated, _, _ in self._running
-            ]
+            rows = [torch.cat([one.tokens.long(), torch.tensor(ids).long()]) for one, ids, _, _ in self._running]
             logits_RLV = self._model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits
-            for row, (prompt, generated, logprobs, generator) in enumerate(list(self._running)):
+            for row, (prompt, ids, logprobs, generator) in enumerate(list(self._running)):
                 scores_V = (logits_RLV[row, len(rows[row]) - 1] / self._temperature).log_softmax(0)
                 drawn = scores_V.argmax() if prompt.greedy else scores_V.exp().multinomial(1, generator=generator)
-                generated.append(int(drawn))
+                ids.append(int(drawn))
                 logprobs.append(float(scores_V[drawn]))
-                if (ended := generated[-1] in self._stop_ids) or len(generated) == self._longest:
-                    self._running.remove((prompt, generated, logprobs, generator))
-                    tokens, spans = torch.tensor(generated, dtype=torch.int32), (self._version, len(generated))
+                if (ended := ids[-1] in self._stop_ids) or len(ids) == self._longest:
+                    self._running.remove((prompt, ids, logprobs, generator))
+                    tokens, spans = torch.tensor(ids, dtype=torch.int32), (self._version, len(ids))
                     finished.append(grpo.Response(prompt.key, tokens, torch.tensor(logprobs), spans, not ended))
         return finished
 
